@@ -271,6 +271,63 @@ HELD_OUT = {
         "ISLR", "Caravan", "Purchase", "Yes", {"MOSTYPE": (0, 41)}, {}, others=(0, 10)
     ),
 }
+# For sources alone: added after the last setting was chosen.
+OF_SOURCES = {
+    "part time": Table(
+        "AER",
+        "CPS1988",
+        "parttime",
+        "yes",
+        {"wage": (0, 20_000), "education": (0, 18), "experience": (0, 60)},
+        {
+            "ethnicity": ("cauc", "afam"),
+            "smsa": YES,
+            "region": ("northeast", "midwest", "south", "west"),
+        },
+    ),
+    "hospital stays": Table(
+        "AER",
+        "NMES1988",
+        "hospital",
+        None,
+        {
+            "chronic": (0, 8),
+            "age": (6.5, 11),  # in tens of years
+            "school": (0, 18),
+            "income": (0, 50),  # in ten thousand dollars
+        },
+        {
+            "health": ("poor", "average", "excellent"),
+            "adl": ("normal", "limited"),
+            "region": ("midwest", "northeast", "other", "west"),
+            "afam": YES,
+            "gender": ("male", "female"),
+            "married": YES,
+            "employed": YES,
+            "insurance": YES,
+            "medicaid": YES,
+        },
+    ),
+    "diamonds": Table(
+        "ggplot2",
+        "diamonds",
+        "cut",
+        "Ideal",
+        {
+            "carat": (0, 5),
+            "depth": (40, 80),
+            "table": (40, 80),
+            "price": (0, 20_000),
+            "x": (0, 12),  # millimetres
+            "y": (0, 12),
+            "z": (0, 8),
+        },
+        {
+            "color": ("D", "E", "F", "G", "H", "I", "J"),
+            "clarity": ("I1", "SI2", "SI1", "VS2", "VS1", "VVS2", "VVS1", "IF"),
+        },
+    ),
+}
 # Targets that are numbers. No setting was ever chosen on these, either.
 NUMBERS = {
     "food": Table(

@@ -99,7 +99,7 @@ def worst_case(
 
 @worst_case.register
 def _(solver: Recalibration, _, zeros):
-    return _LONG_OR_NOT, (zeros, jax.tree.map(jnp.ones_like, zeros))
+    return _CURVED, (zeros, jax.tree.map(jnp.ones_like, zeros))
 
 
 @worst_case.register
@@ -339,13 +339,12 @@ def _plain(x, y, z):
     return z * optax.tree.sum(_first(y))
 
 
-def _one_sided(x, y, z):
-    return jnp.maximum(z, 0) * (z / z) * optax.tree.sum(y)
+def _square(x, y, z):
+    return z * (z / z) * jnp.sum(y * y) / 2
 
 
-# A length has no sign: lower records of one sign have a gradient, those of the other
-# have none, and a record of zero counts for nothing.
-_LONG_OR_NOT = BilevelProblem(_plain, _one_sided, x_in_records=False)
+# Curvatures of both signs; a record of zero, which has none, counts for nothing.
+_CURVED = BilevelProblem(_plain, _square, x_in_records=False)
 
 
 def _reading(x, y, z):

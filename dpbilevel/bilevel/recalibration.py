@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from ..core.descent import Rule
 from ..core.outputs import TailMean
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
@@ -21,16 +22,18 @@ from .penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
 from .problem import BilevelProblem, Levels, Sizes
 from .runs import AbstractRuns
 
-UNITS, FIT = "units", "fit"
+CURVATURE, FIT = "curvature", "fit"
 # The ridge in squares of the noise of one long release: the best one if each number
-# improves the loss by .04, which is h u^2 / 2 for a curvature of h.
-_RIDGE = 12.0
-# Units below an eighth of the middle of their range are noise.
-_LEAST_UNIT = 1 / 8
+# improves the loss by .02, which is u^2 / 2 in coordinates whose curvature is 1.
+_RIDGE = 24.0
+# Between the model and zero a logistic loss is less curved than at zero.
+_LESS_CURVED = 0.7
+# Curvatures below this share of the middle of their range are noise.
+_LEAST = 0.08
 # Where the fit starts: at half of the model, or at less if scores are so large that few
 # steps would not leave them. Chosen on the tasks that docs/constants.md names.
 _SHARE = 0.5
-_LONGEST = 1.5
+_LONGEST = 1.8
 
 
 class _Span(eqx.Module):
@@ -68,16 +71,15 @@ def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
     return UpperLevel(inside, span)
 
 
-class _Lengths(AbstractLevel):
-    r"""Minimizes the mean squared distance to lengths of lower records' gradients.
+class _Curvature(AbstractLevel):
+    r"""Minimizes the mean squared distance to curvatures of lower records' losses.
 
-    $\min_v \frac{1}{2 n_g} \sum_i \|v - m_i\|^2$, whose minimizer is the mean of the
-    $m_i$: the length of the gradient of a lower record along the first direction of a
-    span, and along all others together, at $y = 0$.
+    $\min_H \frac{1}{2 n_g} \sum_i \|H - H_i\|^2$, whose minimizer is the mean of the
+    $H_i$: the Hessian of the loss of a lower record along directions, at $y = 0$.
 
     Args:
         problem: The bilevel problem.
-        span: Where gradients are taken, or `None` if only the queries matter.
+        span: Its x and directions, or `None` if only the queries matter.
     """
 
     problem: BilevelProblem
@@ -89,23 +91,21 @@ class _Lengths(AbstractLevel):
         return Euclidean()
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """The distance of the current lengths from those of a record's gradient."""
+        """The distance of the current curvature from that of a record's loss."""
         problem, span = self.problem, self.span
         assert span is not None
-        zero = jnp.zeros_like(span.y)
+        from_zero = dataclasses.replace(span, y=jnp.zeros_like(span.y))
         weighting = problem if isinstance(problem, SourceWeighting) else None
 
-        def loss(y, record):
+        def loss(u, record):
+            y = from_zero.at(u)
             # Of sources that the search left out, too, which have no weight.
             if weighting is None:
                 return problem.lower(span.x, y, record)
             return weighting.loss(y, record)
 
         def lower(record):
-            gradient = jax.grad(loss)(zero, record)
-            along = jnp.tensordot(span.directions, gradient, gradient.ndim)
-            lengths = [jnp.linalg.norm(part) for part in (along[:1], along[1:])]
-            distance = w - jnp.stack(lengths)[: len(w)]
+            distance = w - jax.hessian(loss)(jnp.zeros_like(w[0]), record)
             # A record of no known source has no influence.
             known = True if weighting is None else weighting.index(record)[1]
             return jnp.where(known, distance, jnp.zeros_like(distance))
@@ -156,46 +156,47 @@ class Recalibration(AbstractRuns):
     With $\hat y$ the given model, the run fits $u$ on the upper records in
 
     $$\min_u \frac{1}{n_f} \sum_i f(x, y; z_i) + \frac{\rho}{2} \|u\|^2, \qquad
-    y = \frac{\hat y}{2} + \frac{u_0}{m_0} \frac{\hat y}{\|\hat y\|}
-    + \sum_j \frac{u_j}{m_1} e_j,$$
+    y = \frac{\hat y}{2} + B \, (0.7 H)^{-1/2} u,$$
 
-    with $e_j$ the coefficient of a constant feature, one for each score. A model of the
-    lower records, of which there are many, thereby has the base rate of the upper ones,
-    and coefficients as long as its predictions deserve: `WarmStarted(search,
-    Recalibration())`. From a model of zeros the answer is the base rate, a private
-    estimate of the best constant prediction, which every model has to beat.
+    with the columns $\hat y / \|\hat y\|$ and $e_j$ of $B$, the coefficients of a
+    constant feature, one for each score. A model of the lower records, of which there
+    are many, thereby has the base rate of the upper ones, and coefficients as long as
+    its predictions deserve: `WarmStarted(search, Recalibration())`. From a model of
+    zeros the answer is the base rate, a private estimate of the best constant
+    prediction, which every model has to beat.
 
-    The units $m$ make gradients in $u$ about as long for all problems: noisy means over
-    the lower records of the lengths of gradients along $\hat y / \|\hat y\|$, and along
-    all $e_j$, at $y = 0$. There a logistic gradient is half as long as the feature.
+    $H$ is the Hessian of the mean loss of the lower records along $B$, at $y = 0$. In
+    these coordinates the curvature of the upper loss is about 1, so that a step of size
+    1 is about a Newton step, and lengths of gradients do not depend on the features.
+    Steps are $1 + \rho$ times shorter, for the curvature of the ridge.
 
-    The ridge $\rho = 12 s^2$ follows from $s = \sigma / \sqrt T$, the noise that a mean
-    gradient would have if the whole run released one. With $h$ the curvature along
-    $u_j$ the best ridge is $s^2 / (h u_j^2)$. The factor 12 stands for numbers that
-    improve the loss by $h u_j^2 / 2 = .04$. If noise hides $u$, the answer is half of
-    the model. That loses little if the model is right, and little if the upper records
-    have another base rate. Of a long model it is less: the half is divided by $m_0
-    \|\hat y\| / 1.5$ if that is above 1, which for two classes is a third of the mean
-    size of a score.
+    The ridge $\rho = 24 s^2$ follows from $s = \sigma / \sqrt T$, the noise that a mean
+    gradient would have if the whole run released one. The best ridge is $s^2 / u_j^2$.
+    The factor 24 stands for numbers that improve the loss by $u_j^2 / 2 = .02$. If
+    noise hides $u$, the answer is half of the model. That loses little if the model is
+    right, and little if the upper records have another base rate. Of a long model it is
+    less: the half is divided by $\sqrt{H_{00}} \, \|\hat y\| / 1.8$ if that is above 1,
+    which for two classes is 0.28 times the root mean square of a score.
 
     Args:
         fit: The one-level solver of $u$, with settings for gradients whose typical
-            length at $y = 0$ is 1 in each of two parts, $u_0$ and the others.
-        units: The one-level solver of $m$: one step of size 1. It starts in the middle
-            of the range of lengths. Its clip norm $c$ is the largest distance from
-            there: with both parts lengths are clipped to $[0, \sqrt 2 c]$, with one
-            part to $[0, 2 c]$.
+            length at $y = 0$ is about 1 in each direction.
+        curvature: The one-level solver of $H$: one step of size 1. It starts in the
+            middle of the range of curvatures. Its clip norm $c$ is the largest distance
+            from there: with $k$ directions, curvature along a single one is clipped to
+            $[0, 2 c / \sqrt k]$. The default is for features of norm 1 at most and
+            two classes; for norm $r$ multiply it by $r^2$.
         intercept: The place of the feature that is the same for all records, along the
             leading axis of y; `None` if there is none. Static.
-        budget_split: How the squared budget is split over units and fit. Disjoint
-            people of the lower level pay for the units alone.
+        budget_split: How the squared budget is split over curvature and fit. Disjoint
+            people of the lower level pay for the curvature alone.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
         ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
 
     Privacy:
-        The releases of `units`, which read lower records alone, and those of `fit`,
+        The releases of `curvature`, which read lower records alone, and those of `fit`,
         which read upper ones.
 
     References:
@@ -203,26 +204,23 @@ class Recalibration(AbstractRuns):
         constant.
     """
 
-    fit: NoisyGD = NoisyGD(5, 2.0, 0.5, output=TailMean())
-    units: NoisyGD = NoisyGD(1, 0.707, 1.0)
+    fit: NoisyGD = NoisyGD(5, 1.75, 1.0, output=TailMean(0.8))
+    curvature: NoisyGD = NoisyGD(1, 0.177, 1.0)
     intercept: int | None = eqx.field(static=True, default=None)
     budget_split: tuple[float, float] = eqx.field(
         default=(0.05, 1.0), converter=_checks.floats
     )
     sizes: Sizes | None = eqx.field(static=True, default=None)
-    stages: ClassVar = {UNITS: AbstractFiniteSum, FIT: AbstractFiniteSum}
+    stages: ClassVar = {CURVATURE: AbstractFiniteSum, FIT: AbstractFiniteSum}
     in_config: ClassVar[bool] = True
 
     @override
     def level(self, name, problem, w0, found):
-        if name == UNITS:
-            return _Lengths(problem, w0 and self._span(w0))
-        bare = _level(problem, None)
+        if name == CURVATURE:
+            return _Curvature(problem, w0 and self._span(w0))
         if found is None:
-            return bare
-        noise = noise_std(self.fit, bare, self.sizes)
-        ridge = _RIDGE * noise**2 / self.fit.num_steps
-        span = dataclasses.replace(self._in_units(w0, found), ridge=ridge)
+            return _level(problem, None)
+        span = dataclasses.replace(self._in_units(w0, found), ridge=self._ridge())
         return _level(problem, span)
 
     @override
@@ -231,15 +229,26 @@ class Recalibration(AbstractRuns):
         size = 1 + len(constants_of("Recalibration", y, self.intercept))
         if name == FIT:
             return jnp.zeros(size, y.dtype)
-        parts = min(size, 2)
-        return jnp.full(parts, self.units.clip_norm / parts**0.5, y.dtype)
+        return self.curvature.clip_norm / size**0.5 * jnp.eye(size, dtype=y.dtype)
+
+    @override
+    def run(self, name, found):
+        solver = super().run(name, found)
+        step_size: Any = self.fit.step_size
+        if name != FIT or isinstance(step_size, Rule):
+            return solver
+        return dataclasses.replace(solver, step_size=step_size / (1 + self._ridge()))
 
     @override
     def pair(self, name, problem, w0, found):
-        if name == UNITS:
+        if name == CURVATURE:
             return w0
         y = self._in_units(w0, found).at(found[FIT])
         return w0[0], problem.y_set.project(y)  # the span may leave the set
+
+    def _ridge(self) -> Array:
+        noise = noise_std(self.fit, UpperLevel(None, None), self.sizes)
+        return _RIDGE * noise**2 / self.fit.num_steps
 
     def _span(self, w0: PyTree) -> _Span:
         x, y = w0
@@ -249,11 +258,14 @@ class Recalibration(AbstractRuns):
         return _Span(x, _SHARE * y, jnp.concatenate([slope[None], constants]))
 
     def _in_units(self, w0: PyTree, found: dict) -> _Span:
-        """Return the span with directions in units of the gradients."""
-        span, middle = self._span(w0), self.start(UNITS, w0, {})
-        units = jnp.maximum(found[UNITS], _LEAST_UNIT * middle)
-        of_each = units[jnp.minimum(jnp.arange(len(span.directions)), len(units) - 1)]
-        directions = jax.vmap(jnp.divide)(span.directions, of_each)
-        length = units[0] * jnp.linalg.norm(w0[1])  # of the model in these units
+        """Return the span with directions along which the curvature is about 1."""
+        span, middle = self._span(w0), self.start(CURVATURE, w0, {})[0, 0]
+        noisy = found[CURVATURE]
+        values, vectors = jnp.linalg.eigh((noisy + noisy.T) / 2)
+        values = jnp.maximum(values, _LEAST * middle)
+        root = vectors @ jnp.diag((_LESS_CURVED * values) ** -0.5) @ vectors.T
+        directions = jnp.tensordot(root, span.directions, 1)
+        # The root mean square of half a score, for two classes.
+        length = jnp.sqrt(vectors[0] ** 2 @ values) * jnp.linalg.norm(w0[1])
         share = jnp.minimum(1, _LONGEST / jnp.maximum(length, _LONGEST))
         return dataclasses.replace(span, y=share * span.y, directions=directions)

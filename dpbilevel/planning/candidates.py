@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,6 @@ _STABLE, _MOST_MOMENTUM = 4.0, 0.95
 # Parts of the squared budget of a fit on lower records and of a `Recalibration`, a
 # twentieth of which reads lower records: disjoint people of both levels spend all.
 _LOWER_THEN_UPPER = 0.95, 1.05
-# Steps of a few numbers in their units, for large noise and for little.
-_SIZES_OF_FEW = 0.5, 1.0
 
 # Descent of a number of steps of a size.
 _Fit = Callable[[int, float], NoisyGD]
@@ -126,8 +125,8 @@ def _(
 ) -> tuple[Candidate, ...]:
     del records
     fit = _fit(clip_norm, w0[1])
-    few = _few(clip_norm, w0[1], intercept)
-    found = (*_one_level(fit, few), _refitted(clip_norm, fit))
+    then = _recalibration(clip_norm, w0[1], intercept)
+    found = (*_one_level(fit, then), _refitted(clip_norm, fit))
     if is_apart(problem, w0):
         found += (_lower_first(fit),)
     if not isinstance(problem.constants, AbstractCertificate):
@@ -163,14 +162,15 @@ def _(
     intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     fit = _fit(clip_norm, w0[1])
-    few = _few(clip_norm, w0[1], intercept)
-    found = [*_one_level(fit, few)]
+    then = _recalibration(clip_norm, w0[1], intercept)
+    found = [*_one_level(fit, then)]
     if is_linear(w0[1]):
         sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (16.0, 8.0)
         methods = _selected(clip_norm, fit, (1.0,), sizes), _mixed(clip_norm, w0[1])
-        # Of many classes half of a model is far from the answer for a few short steps.
-        few = few if _is_vector(w0[1]) else ()
-        found += [_recalibrated(method, few) if few else method for method in methods]
+        # Of many classes half of a model is far from the answer for a few steps.
+        if then is not None and _is_vector(w0[1]):
+            methods = (_recalibrated(method, then) for method in methods)
+        found += methods
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
         # weights are little but noise. A linear model finds the sources from few
@@ -221,25 +221,19 @@ def _fit(clip_norm: float, model: PyTree) -> _Fit:
     return functools.partial(_plain, clip_norm, clipped=clipped)
 
 
-def _few(
+def _recalibration(
     clip_norm: float, model: PyTree, intercept: int | None
-) -> tuple[Recalibration, ...]:
-    """Return fits of a few numbers of a linear model, none for other models.
-
-    The first has short steps, which hardly multiply large noise.
-    """
+) -> Recalibration | None:
+    """Return the fit of a few numbers of a linear model, `None` for other models."""
     if not is_array(model):
-        return ()
+        return None
     default = Recalibration(intercept=intercept)
-    # At zero a gradient of two classes has half of the largest norm, of many all of it.
-    part = (0.5 if _is_vector(model) else 1.0) * clip_norm
-    clip = float(f"{part * default.units.clip_norm:.6g}")
-    units = dataclasses.replace(default.units, clip_norm=clip)
-    fits = (dataclasses.replace(default.fit, step_size=s) for s in _SIZES_OF_FEW)
-    return tuple(dataclasses.replace(default, units=units, fit=fit) for fit in fits)
+    clip = float(f"{default.curvature.clip_norm * clip_norm**2:.6g}")
+    curvature = dataclasses.replace(default.curvature, clip_norm=clip)
+    return dataclasses.replace(default, curvature=curvature)
 
 
-def _one_level(fit: _Fit, few: tuple[Recalibration, ...]) -> tuple[Candidate, ...]:
+def _one_level(fit: _Fit, then: Recalibration | None) -> tuple[Candidate, ...]:
     many = (1.0, 4.0, 16.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
     upper = [fit(10, s) for s in (0.5, 1.0, 2.0)] + [fit(100, s) for s in (2.0, 8.0)]
@@ -256,17 +250,16 @@ def _one_level(fit: _Fit, few: tuple[Recalibration, ...]) -> tuple[Candidate, ..
             1,
         ),
     )
-    if not few:
+    if then is None:
         return found
-    short, long = few
     recalibrated = tuple(
         WarmStarted(OneLevel(fit(100, size), "lower"), then, _LOWER_THEN_UPPER)
-        for size, then in ((8.0, short), (32.0, short), (64.0, long))
+        for size in (8.0, 32.0, 64.0)
     )
     found += (Candidate("lower level, recalibrated", recalibrated, 1),)
-    if short.intercept is None:
+    if then.intercept is None:
         return found
-    return (*found, Candidate("base rate", (short,), 1))
+    return (*found, Candidate("base rate", (then,), 1))
 
 
 def _refitted(clip_norm: float, fit: _Fit) -> Candidate:
@@ -337,7 +330,7 @@ def _mixed(clip_norm: float, model: PyTree) -> Candidate:
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 
-def _recalibrated(method: Candidate, few: tuple[Recalibration, ...]) -> Candidate:
+def _recalibrated(method: Candidate, then: Recalibration) -> Candidate:
     """Return a method that chooses sources with a part of the budget for two numbers.
 
     Upper records say more about the two numbers than about the sources. So disjoint
@@ -345,9 +338,7 @@ def _recalibrated(method: Candidate, few: tuple[Recalibration, ...]) -> Candidat
     three to four fifths.
     """
 
-    def solver(
-        then: Recalibration, search: SelectedSources | MixedSources
-    ) -> WarmStarted:
+    def solver(search: SelectedSources | MixedSources) -> WarmStarted:
         inner, outer = (0.4, 0.05, 0.95), (1.0, 0.6)
         if isinstance(search, MixedSources):
             inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
@@ -359,13 +350,8 @@ def _recalibrated(method: Candidate, few: tuple[Recalibration, ...]) -> Candidat
         search = dataclasses.replace(search, budget_split=inner)
         return WarmStarted(search, then, outer)
 
-    # Fits of the upper level read so many records that noise admits long steps.
-    settings = [
-        (then, search)
-        for search in method.solvers
-        for then in few[getattr(search, "fit_reads", "") == "both" :]
-    ]
-    return Candidate(f"{method.name}, recalibrated", _each(solver, settings), 2)
+    solvers: Any = method.solvers
+    return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)
 
 
 def _each(make, settings) -> tuple[AbstractSolver, ...]:

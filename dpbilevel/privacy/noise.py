@@ -70,7 +70,7 @@ _DOMAINS = {
     "run": 0xD9B00071,
     "lengths": 0xD9B00072,
     "prepare": 0xD9B00075,
-    "units": 0xD9B00076,
+    "curvature": 0xD9B00077,
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import equinox as eqx
 import jax
@@ -141,7 +142,8 @@ def wide(name):
     problem = APART if isinstance(solver, dpb.bilevel.LowerFirst) else TWO_LEVELS
     last = getattr(solver, "then", solver)
     few = isinstance(last, dpb.bilevel.Recalibration)
-    y0 = ZERO[None] if few else ZERO  # a constant for each of as many scores
+    # A constant for each of so many scores that their curvature is recorded.
+    y0 = jnp.zeros((1, math.isqrt(SIZE))) if few else ZERO
     return problem, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, y0)
 
 
@@ -196,8 +198,8 @@ def test_all_noise_and_all_batches_of_a_run_are_uncorrelated(name, partitionable
     made = solver.ledger(problem, solver.sizes).releases
     joint = any("directions" in release.name for release in made)
     blocks = (3 if problem.x_in_records else 2) if joint else 1
-    # Units are fewer numbers than are recorded.
-    recorded = [release for release in made if "units" not in release.name]
+    numbers = solver.dimensions(w0)
+    recorded = [release for release in made if numbers.get(release.name, SIZE) >= SIZE]
     assert len(noises) == blocks * sum(release.count for release in recorded)
     assert worst_correlation(noises + batches) < LIMIT
 

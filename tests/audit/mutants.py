@@ -737,12 +737,12 @@ def moments_of_mixtures(kind=Moments):
     )
 
 
-class QuieterUnits(dpb.bilevel.Recalibration):
-    """Adds a tenth of the noise that is charged to its units."""
+class QuieterCurvature(dpb.bilevel.Recalibration):
+    """Adds a tenth of the noise that is charged to its curvature."""
 
     def run(self, name, found):
         solver = dpb.bilevel.Recalibration.run(self, name, found)
-        if name != "units":
+        if name != "curvature":
             return solver
         return solver.with_noise(solver.run_noise.noise_multiplier / 10)
 
@@ -998,13 +998,13 @@ MUTANTS = {
         lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "fit")),
         recalibration,
     ),
-    "units that are not counted": Mutant(
+    "curvature that is not counted": Mutant(
         "Recalibration",
-        lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "units")),
+        lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "curvature")),
         recalibration,
     ),
-    "units with a tenth of their noise": Mutant(
-        "Recalibration", lambda: recalibration(QuieterUnits), recalibration
+    "curvature with a tenth of its noise": Mutant(
+        "Recalibration", lambda: recalibration(QuieterCurvature), recalibration
     ),
     "scales of a gradient that is not counted": Mutant(
         "ScaledGroups",

@@ -126,34 +126,33 @@ def test_without_noise_slope_and_constant_are_the_best_ones_of_the_upper_records
     assert best.fun < mean_loss(model) - 0.05  # a model of the lower records is worse
 
 
-def units(solver, y, data=DATA):
+def curvature(solver, y, data=DATA, x=W0[0]):
     solver = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
-    state = solver.init(WEIGHTING, (W0[0], y))
+    state = solver.init(WEIGHTING, (x, y))
     state = solver.step(WEIGHTING, data, state, key=jax.random.key(0))
-    return np.asarray(state.found["units"], float)
+    return np.asarray(state.found["curvature"], float)
 
 
-def test_units_are_mean_lengths_of_the_gradients_of_lower_records_at_zero():
+def test_the_curvature_is_the_mean_hessian_of_the_lower_losses_at_zero():
     y = jnp.arange(1.0, D + 1)
-    wide = dataclasses.replace(EXACT, units=NoisyGD(1, 10.0, 1.0))
+    wide = dataclasses.replace(EXACT, curvature=NoisyGD(1, 10.0, 1.0))
     x = np.asarray(DATA.lower["features"], float)
-    along = x @ np.asarray(y) / np.linalg.norm(y)
-    expected = np.mean(np.abs(along)) / 2, np.mean(np.abs(x[:, -1])) / 2
-    np.testing.assert_allclose(units(wide, y), expected, rtol=1e-5)
-    narrow = dataclasses.replace(EXACT, units=NoisyGD(1, 0.2, 1.0))
-    assert np.all(units(narrow, y) < np.asarray(expected) - 0.01)  # clipped
+    along = np.stack([x @ np.asarray(y) / np.linalg.norm(y), x[:, -1]])
+    expected = along @ along.T / 4 / len(x)
+    np.testing.assert_allclose(curvature(wide, y), expected, rtol=1e-5)
+    narrow = dataclasses.replace(EXACT, curvature=NoisyGD(1, 0.2, 1.0))
+    clipped = np.diag(curvature(narrow, y))
+    assert np.all(clipped < np.diag(expected) - 0.01)
 
 
-def test_records_of_no_known_source_and_unequal_weights_do_not_change_units():
+def test_records_of_no_known_source_and_unequal_weights_do_not_change_curvatures():
     y = jnp.ones(D)
     unknown = DATA.lower | {"source": jnp.full(90, 7)}
     data = dpb.Levels(DATA.upper, unknown)
-    start = EXACT.start("units", (W0[0], y), {})
-    np.testing.assert_allclose(units(EXACT, y, data), start, rtol=1e-6)
-    solver = EXACT.with_noise(0.0).with_precision("float").with_sizes(SIZES)
-    state = solver.init(WEIGHTING, (jnp.asarray([9.0, -9.0]), y))
-    state = solver.step(WEIGHTING, DATA, state, key=jax.random.key(0))
-    np.testing.assert_allclose(state.found["units"], units(EXACT, y), rtol=1e-5)
+    start = EXACT.start("curvature", (W0[0], y), {})
+    np.testing.assert_allclose(curvature(EXACT, y, data), start, rtol=1e-6)
+    unequal = curvature(EXACT, y, x=jnp.asarray([9.0, -9.0]))
+    np.testing.assert_allclose(unequal, curvature(EXACT, y), rtol=1e-5)
 
 
 def test_the_answer_does_not_depend_on_the_scale_of_the_features(getkey):
@@ -166,8 +165,8 @@ def test_the_answer_does_not_depend_on_the_scale_of_the_features(getkey):
                 for level in (DATA.upper, DATA.lower)
             )
         )
-        units = NoisyGD(1, 0.5 * factor, 1.0)
-        solver = dataclasses.replace(RECALIBRATION, units=units)
+        of_scale = NoisyGD(1, 0.5 * factor**2, 1.0)
+        solver = dataclasses.replace(RECALIBRATION, curvature=of_scale)
         solver = solver.with_noise(0.2).with_sizes(SIZES)
         w0 = W0[0], jnp.ones(D) / factor
         y = dpb.solve(WEIGHTING, solver, data, w0, key=jax.random.clone(key)).value[1]
@@ -176,22 +175,49 @@ def test_the_answer_does_not_depend_on_the_scale_of_the_features(getkey):
     np.testing.assert_allclose(score(0.125), score(1.0), atol=1e-3)
 
 
-def test_the_ridge_is_twelve_times_the_squared_noise_of_one_release_of_the_whole_run():
-    solver = RECALIBRATION.with_noise(3.0).with_sizes(SIZES)
-    found = {"units": jnp.asarray([0.5, 0.25])}
-    level = solver.level("fit", WEIGHTING, (W0[0], jnp.ones(D)), found)
+def in_units(y, found, solver=RECALIBRATION):
+    solver = solver.with_noise(3.0).with_sizes(SIZES)
+    found = {"curvature": jnp.asarray(found)}
+    return solver, solver.level("fit", WEIGHTING, (W0[0], y), found), found
+
+
+def test_the_ridge_is_24_times_the_squared_noise_of_one_release_of_the_whole_run():
+    solver, level, found = in_units(jnp.ones(D), [[0.2, 0.1], [0.1, 0.3]])
     u = jnp.asarray([1.0, 2.0])
     noise = solver.fit.release(level, SIZES).noise_std
-    expected = 12 * noise**2 / TWO.num_steps * u
-    np.testing.assert_allclose(level.public_gradient(u), expected, rtol=1e-5)
+    ridge = 24 * noise**2 / TWO.num_steps
+    np.testing.assert_allclose(level.public_gradient(u), ridge * u, rtol=1e-5)
+    # Steps are shorter by the curvature of the ridge.
+    step_size = solver.run("fit", found).step_size
+    assert step_size == pytest.approx(TWO.step_size / (1 + ridge), rel=1e-5)
+
+
+def test_along_the_released_directions_the_curvature_is_one_between_model_and_zero():
+    y = jnp.arange(1.0, D + 1)
+    hessian = np.asarray([[0.2, 0.1], [0.1, 0.3]])
+    skew = np.asarray([[0.0, 0.05], [-0.05, 0.0]])  # noise that says nothing
+    _, level, _ = in_units(y, hessian + skew)
+    bare = np.stack([np.asarray(y) / np.linalg.norm(y), np.eye(D)[-1]])
+    found = np.asarray(level.y.directions)
+    root, *_ = np.linalg.lstsq(bare.T, found.T)
+    np.testing.assert_allclose(root.T @ (0.7 * hessian) @ root, np.eye(2), atol=1e-5)
+
+
+def test_curvatures_of_noise_are_a_small_part_of_their_range_and_answers_are_finite():
+    for hessian in (np.zeros((2, 2)), -np.eye(2), np.full((2, 2), -0.1)):
+        _, level, _ = in_units(jnp.ones(D), hessian)
+        lengths = np.linalg.norm(level.y.directions, axis=1)
+        least = 0.08 * RECALIBRATION.curvature.clip_norm / 2**0.5
+        assert np.all(lengths <= 2.0 / math.sqrt(0.7 * least))
+        assert np.all(np.isfinite(level.y.directions))
 
 
 def test_without_a_change_the_answer_is_half_of_the_model_or_less_of_a_long_one():
     y = jnp.full(D, 3 / D**0.5)  # of norm 3
-    for unit, share in ((0.25, 0.5), (0.5, 0.5), (2.0, 0.125)):
-        found = {"units": jnp.full(2, unit), "fit": jnp.zeros(2)}
+    for unit, share in ((0.25, 0.5), (0.6, 0.5), (2.4, 0.125)):
+        found = {"curvature": unit**2 * jnp.eye(2), "fit": jnp.zeros(2)}
         pair = RECALIBRATION.pair("fit", WEIGHTING, (W0[0], y), found)
-        np.testing.assert_allclose(pair[1], share * y, rtol=1e-6)
+        np.testing.assert_allclose(pair[1], share * y, rtol=1e-5)
 
 
 def test_a_search_for_another_problem_is_refused():
