@@ -186,16 +186,31 @@ def such_as(*kinds: type) -> str:
     return f" Give {' or '.join(such)}." if such else ""
 
 
-def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> None:
-    """Raises `TypeError` unless every value is an instance of `kind`."""
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join(k.__name__ for k in kinds)
+def classes_of(kind: Any) -> tuple[type, ...]:
+    """Return the classes of a class, a union or a tuple."""
+    return kind if isinstance(kind, tuple) else typing.get_args(kind) or (kind,)
+
+
+def names_of(kind: Any) -> str:
+    """Return the names of a class, a union or a tuple of classes."""
+    return " or ".join(each.__name__ for each in classes_of(kind))
+
+
+def instance(owner: str, kind: Any, **values: object) -> None:
+    """Raises `TypeError` unless every value is an instance of `kind`.
+
+    Args:
+        owner: Who raises.
+        kind: A class, a union or a tuple of classes.
+        values: What is checked, by name.
+    """
+    kinds = classes_of(kind)
     for name, value in values.items():
         if not isinstance(value, kinds):
             got = value if isinstance(value, type) else type(value)
             what = "the class" if isinstance(value, type) else "an instance of"
             raise TypeError(
-                f"{owner}: {name} must be an instance of {names}, got {what} "
+                f"{owner}: {name} must be an instance of {names_of(kinds)}, got {what} "
                 f"{got.__name__}.{such_as(*kinds)}"
             )
 

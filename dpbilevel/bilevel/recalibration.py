@@ -158,34 +158,39 @@ class Recalibration(AbstractRuns):
     $$\min_u \frac{1}{n_f} \sum_i f(x, y; z_i) + \frac{\rho}{2} \|u\|^2, \qquad
     y = \frac{\hat y}{2} + B \, (0.7 H)^{-1/2} u,$$
 
-    with the columns $\hat y / \|\hat y\|$ and $e_j$ of $B$, the coefficients of a
-    constant feature, one for each score. A model of the lower records, of which there
-    are many, thereby has the base rate of the upper ones, and coefficients as long as
-    its predictions deserve: `WarmStarted(search, Recalibration())`. From a model of
-    zeros the answer is the base rate, a private estimate of the best constant
-    prediction, which every model has to beat.
+    with orthonormal columns of $B$: $\hat y$ without the coefficients of the constant
+    feature, over its norm, and the $e_j$, these coefficients, one for each score. A
+    model of the lower records, of which there are many, thereby has the base rate of
+    the upper ones, and coefficients as long as its predictions deserve:
+    `WarmStarted(search, Recalibration())`. From a model of zeros the answer is the base
+    rate, a private estimate of the best constant prediction, which every model has to
+    beat.
 
-    $H$ is the Hessian of the mean loss of the lower records along $B$, at $y = 0$. In
-    these coordinates the curvature of the upper loss is about 1, so that a step of size
-    1 is about a Newton step, and lengths of gradients do not depend on the features.
-    Steps are $1 + \rho$ times shorter, for the curvature of the ridge.
+    $H$ is the Hessian of the mean loss of the lower records along $B$, at $y = 0$,
+    released, symmetrized, with eigenvalues of at least .08 of the middle of their
+    range. For `SourceWeighting` all known sources count alike. In these coordinates the
+    curvature of the upper loss is about 1, so that a step of size 1 is about a Newton
+    step, and lengths of gradients do not depend on the features. A `step_size` that is
+    a number is divided by $1 + \rho$, for the curvature of the ridge.
 
     The ridge $\rho = 24 s^2$ follows from $s = \sigma / \sqrt T$, the noise that a mean
     gradient would have if the whole run released one. The best ridge is $s^2 / u_j^2$.
     The factor 24 stands for numbers that improve the loss by $u_j^2 / 2 = .02$. If
     noise hides $u$, the answer is half of the model. That loses little if the model is
     right, and little if the upper records have another base rate. Of a long model it is
-    less: the half is divided by $\sqrt{H_{00}} \, \|\hat y\| / 1.8$ if that is above 1,
-    which for two classes is 0.28 times the root mean square of a score.
+    less: the half is divided by $\sqrt{v^\top H v} / 1.8$ if that is above 1, with $v$
+    the model in the basis $B$. For two classes that is 0.28 times the root mean square
+    of a score.
 
     Args:
         fit: The one-level solver of $u$, with settings for gradients whose typical
             length at $y = 0$ is about 1 in each direction.
         curvature: The one-level solver of $H$: one step of size 1. It starts in the
             middle of the range of curvatures. Its clip norm $c$ is the largest distance
-            from there: with $k$ directions, curvature along a single one is clipped to
-            $[0, 2 c / \sqrt k]$. The default is for features of norm 1 at most and
-            two classes; for norm $r$ multiply it by $r^2$.
+            from there, in the Frobenius norm: with $k$ columns of $B$ a Hessian of rank
+            one is not clipped if its eigenvalue is in $[0, 2 c / \sqrt k]$. The
+            default admits $[0, 1/4]$, for features of norm 1 at most and two classes;
+            for norm $r$ multiply it by $r^2$.
         intercept: The place of the feature that is the same for all records, along the
             leading axis of y; `None` if there is none. Static.
         budget_split: How the squared budget is split over curvature and fit. Disjoint
@@ -217,7 +222,7 @@ class Recalibration(AbstractRuns):
     @override
     def level(self, name, problem, w0, found):
         if name == CURVATURE:
-            return _Curvature(problem, w0 and self._span(w0))
+            return _Curvature(problem, w0 and self._span(w0)[0])
         if found is None:
             return _level(problem, None)
         span = dataclasses.replace(self._in_units(w0, found), ridge=self._ridge())
@@ -250,22 +255,27 @@ class Recalibration(AbstractRuns):
         noise = noise_std(self.fit, UpperLevel(None, None), self.sizes)
         return _RIDGE * noise**2 / self.fit.num_steps
 
-    def _span(self, w0: PyTree) -> _Span:
+    def _span(self, w0: PyTree) -> tuple[_Span, Array]:
+        """Return the span of orthonormal directions, and the model in this basis."""
         x, y = w0
-        length = jnp.linalg.norm(y)
-        slope = y / jnp.where(length > 0, length, 1)
         constants = constants_of("Recalibration", y, self.intercept)
-        return _Span(x, _SHARE * y, jnp.concatenate([slope[None], constants]))
+        shifts = jnp.tensordot(constants, y, jnp.ndim(y))
+        slope = y - jnp.tensordot(shifts, constants, 1)
+        length = jnp.linalg.norm(slope)
+        slope = slope / jnp.where(length > 0, length, 1)
+        directions = jnp.concatenate([slope[None], constants])
+        return _Span(x, _SHARE * y, directions), jnp.append(length, shifts)
 
     def _in_units(self, w0: PyTree, found: dict) -> _Span:
         """Return the span with directions along which the curvature is about 1."""
-        span, middle = self._span(w0), self.start(CURVATURE, w0, {})[0, 0]
+        span, model = self._span(w0)
+        middle = self.start(CURVATURE, w0, {})[0, 0]
         noisy = found[CURVATURE]
         values, vectors = jnp.linalg.eigh((noisy + noisy.T) / 2)
         values = jnp.maximum(values, _LEAST * middle)
         root = vectors @ jnp.diag((_LESS_CURVED * values) ** -0.5) @ vectors.T
         directions = jnp.tensordot(root, span.directions, 1)
         # The root mean square of half a score, for two classes.
-        length = jnp.sqrt(vectors[0] ** 2 @ values) * jnp.linalg.norm(w0[1])
+        length = jnp.linalg.norm(jnp.sqrt(values) * (vectors.T @ model))
         share = jnp.minimum(1, _LONGEST / jnp.maximum(length, _LONGEST))
         return dataclasses.replace(span, y=share * span.y, directions=directions)

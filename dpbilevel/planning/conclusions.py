@@ -7,12 +7,11 @@ import numpy as np
 
 from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
-from .race import missed, regrets_of
+from .race import missed, regrets_of, scores_of
 
-# Differences of less than these shares of what there is to gain are the noise of so few
-# dry runs: one level is enough; of worst cases, which are those of one twin, the mean
-# over the twins decides.
-_WORTH, _NEAR = 0.03, 0.08
+# Differences of less than this share of what there is to gain are the noise of so few
+# dry runs: one level is enough.
+_WORTH = 0.03
 # A mean loss above the best constant answer by this share of it does harm.
 _HARM = 0.01
 # A plan with a run so far above that answer needs luck, which is warned of.
@@ -55,32 +54,27 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     """Return the best setting of each method, best first; one level if it is near.
 
     Settings whose mean loss is above the best constant answer on a twin come after all
-    that are not, within a method and among methods. Among methods that miss about as
-    much on the worst twin the mean of all decides: what is as good as another method on
-    one twin may be far behind on the others. Methods that were left out after few runs
-    come last.
+    that are not, within a method and among methods. What is left is ordered by the
+    score. Methods that were left out after few runs come last.
     """
-    best: dict[str, int] = {}
     harms = {i: _harms(trial.losses, starts) for i, trial in trials.items()}
-    for index in sorted(trials, key=lambda i: (harms[i], trials[i].regret)):
-        best.setdefault(trials[index].method, index)
     most = max(trial.runs for trial in trials.values())
-    full = [i for i in best.values() if trials[i].runs == most]
+    full = [i for i, trial in trials.items() if trial.runs == most]
     table = np.asarray([trials[i].losses for i in full])
-    means = dict(zip(full, np.mean(missed(table, starts), 1), strict=True))
-    least = min(trials[i].regret for i in full), min(means.values())
+    scores = dict(zip(full, scores_of(missed(table, starts)), strict=True))
+    enough = min(scores.values()) + _WORTH
 
-    def order(index: int) -> tuple[bool, bool, bool, bool, float]:
+    def order(index: int) -> tuple[bool, bool, bool, float]:
         trial = trials[index]
-        if index not in means:
-            return True, harms[index], True, True, trial.regret
-        near = trial.regret < least[0] + _NEAR
-        lost = max(trial.regret - least[0], means[index] - least[1])
-        enough = trial.levels == 1 and lost < _WORTH
-        value = means[index] if near else trial.regret
-        return False, harms[index], not enough, not near, value
+        if index not in scores:
+            return True, harms[index], True, trial.regret
+        more = trial.levels > 1 or scores[index] >= enough
+        return False, harms[index], more, scores[index]
 
-    return sorted(best.values(), key=order)
+    best: dict[str, int] = {}
+    for index in sorted(trials, key=order):
+        best.setdefault(trials[index].method, index)
+    return list(best.values())
 
 
 def reason_of(

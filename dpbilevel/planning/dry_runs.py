@@ -152,10 +152,10 @@ def auto(
     times that of parameters is above 5 million, `effort="fast"` tries every second
     setting and makes a third of the runs.
 
-    Methods are compared by the missed share of the possible improvement. Candidates are
-    methods whose worst case over the twins is within 8 percentage points of the
-    smallest one. The candidate with the least mean is planned. A method of one level is
-    preferred if its worst case and its mean are within 3 points of the smallest ones.
+    Methods are compared by the missed share of the possible improvement: three quarters
+    of the mean over the twins and a quarter of the worst case are the score of a
+    method. The least score is planned. A method of one level is preferred if its score
+    is within 3 percentage points of the least.
     Dry runs with larger budgets then estimate from which epsilon on two levels would be
     planned.
 
@@ -212,6 +212,8 @@ def auto(
         repeated, and edited.
 
     References:
+        Hodges and Lehmann, "The use of previous experience in reaching statistical
+        decisions", 1952 (the score);
         Jamieson and Talwalkar, "Non-stochastic best arm identification and
         hyperparameter optimization", AISTATS 2016 (successive halving).
     """

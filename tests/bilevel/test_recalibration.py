@@ -137,12 +137,17 @@ def test_the_curvature_is_the_mean_hessian_of_the_lower_losses_at_zero():
     y = jnp.arange(1.0, D + 1)
     wide = dataclasses.replace(EXACT, curvature=NoisyGD(1, 10.0, 1.0))
     x = np.asarray(DATA.lower["features"], float)
-    along = np.stack([x @ np.asarray(y) / np.linalg.norm(y), x[:, -1]])
+    slope = np.arange(1.0, D)  # without the coefficient of the constant
+    along = np.stack([x[:, :-1] @ slope / np.linalg.norm(slope), x[:, -1]])
     expected = along @ along.T / 4 / len(x)
     np.testing.assert_allclose(curvature(wide, y), expected, rtol=1e-5)
     narrow = dataclasses.replace(EXACT, curvature=NoisyGD(1, 0.2, 1.0))
-    clipped = np.diag(curvature(narrow, y))
-    assert np.all(clipped < np.diag(expected) - 0.01)
+    middle = np.asarray(narrow.start("curvature", (W0[0], y), {}))
+    apart = np.einsum("in,jn->nij", along, along) / 4 - middle
+    lengths = np.linalg.norm(apart, axis=(1, 2), keepdims=True)
+    assert np.mean(lengths > 0.2) > 0.3
+    clipped = middle + np.mean(apart * np.minimum(1, 0.2 / lengths), 0)
+    np.testing.assert_allclose(curvature(narrow, y), clipped, rtol=1e-5)
 
 
 def test_records_of_no_known_source_and_unequal_weights_do_not_change_curvatures():
@@ -197,7 +202,8 @@ def test_along_the_released_directions_the_curvature_is_one_between_model_and_ze
     hessian = np.asarray([[0.2, 0.1], [0.1, 0.3]])
     skew = np.asarray([[0.0, 0.05], [-0.05, 0.0]])  # noise that says nothing
     _, level, _ = in_units(y, hessian + skew)
-    bare = np.stack([np.asarray(y) / np.linalg.norm(y), np.eye(D)[-1]])
+    slope = np.append(np.arange(1.0, D), 0.0)
+    bare = np.stack([slope / np.linalg.norm(slope), np.eye(D)[-1]])
     found = np.asarray(level.y.directions)
     root, *_ = np.linalg.lstsq(bare.T, found.T)
     np.testing.assert_allclose(root.T @ (0.7 * hessian) @ root, np.eye(2), atol=1e-5)

@@ -172,3 +172,13 @@ def test_bad_field_is_named_in_the_error(fields, error, message):
     good = {"first": implicit(), "then": implicit()}
     with pytest.raises(error, match=message):
         dpb.bilevel.WarmStarted(**(good | fields))
+
+
+def test_a_first_solver_of_two_classes_of_problems_is_counted_too():
+    points = dpb.draws.Grid(jnp.zeros((2, 1)))
+    draw = dpb.draws.ExponentialMechanism(points, score="value", dimension=1)
+    solver = dpb.bilevel.WarmStarted(draw, implicit())
+    with pytest.raises(TypeError, match="instance of BilevelProblem or FiniteSum"):
+        solver.ledger(3, SIZES)
+    with pytest.raises(TypeError, match="RandomSearch solves a FiniteSum or BlackBox"):
+        dpb.bilevel.WarmStarted(dpb.search.RandomSearch(4, (0.0, 1.0)), implicit())
