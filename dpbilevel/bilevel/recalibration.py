@@ -252,7 +252,8 @@ class Recalibration(AbstractRuns):
         return w0[0], problem.y_set.project(y)  # the span may leave the set
 
     def _ridge(self) -> Array:
-        noise = noise_std(self.fit, UpperLevel(None, None), self.sizes)
+        any_problem: Any = None  # queries are the same for all
+        noise = noise_std(self.fit, UpperLevel(any_problem, None), self.sizes)
         return _RIDGE * noise**2 / self.fit.num_steps
 
     def _span(self, w0: PyTree) -> tuple[_Span, Array]:

@@ -181,4 +181,4 @@ def test_a_first_solver_of_two_classes_of_problems_is_counted_too():
     with pytest.raises(TypeError, match="instance of BilevelProblem or FiniteSum"):
         solver.ledger(3, SIZES)
     with pytest.raises(TypeError, match="RandomSearch solves a FiniteSum or BlackBox"):
-        dpb.bilevel.WarmStarted(dpb.search.RandomSearch(4, (0.0, 1.0)), implicit())
+        dpb.bilevel.WarmStarted(dpb.search.RandomSearch(4, 1.0), implicit())
