@@ -185,8 +185,8 @@ class Recalibration(AbstractRuns):
     Args:
         fit: The one-level solver of $u$, with settings for gradients whose typical
             length at $y = 0$ is about 1 in each direction. At the default clip norm
-            some gradients of a class of less than a quarter of the records are
-            clipped, and its rate comes out too low, by a fifth at 8 %; from epsilon 3 on,
+            some gradients of a class of less than a quarter of the records are clipped.
+            Its rate comes out too low, by a fifth at 8 %. From epsilon 3 on,
             `clip_norm=2.4` avoids that.
         curvature: The one-level solver of $H$: one step of size 1. It starts in the
             middle of the range of curvatures. Its clip norm $c$ is the largest distance
