@@ -308,25 +308,6 @@ OF_SOURCES = {
             "medicaid": YES,
         },
     ),
-    "diamonds": Table(
-        "ggplot2",
-        "diamonds",
-        "cut",
-        "Ideal",
-        {
-            "carat": (0, 5),
-            "depth": (40, 80),
-            "table": (40, 80),
-            "price": (0, 20_000),
-            "x": (0, 12),  # millimetres
-            "y": (0, 12),
-            "z": (0, 8),
-        },
-        {
-            "color": ("D", "E", "F", "G", "H", "I", "J"),
-            "clarity": ("I1", "SI2", "SI1", "VS2", "VS1", "VVS2", "VVS1", "IF"),
-        },
-    ),
 }
 # Targets that are numbers. No setting was ever chosen on these, either.
 NUMBERS = {

@@ -74,7 +74,6 @@ CHOSEN_ON = {
 NEVER_USED = {
     "part time, west": Split("part time", "region", "west"),
     "hospital stays, west": Split("hospital stays", "region", "west"),
-    "diamonds, flawless": Split("diamonds", "clarity", "IF"),
 }
 # Kinds and candidates were not changed with these in sight, the settings of
 # `Recalibration` were.
