@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.descent import Rule
 from ..core.outputs import TailMean
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
@@ -240,12 +239,8 @@ class Recalibration(AbstractRuns):
         return self.curvature.clip_norm / size**0.5 * jnp.eye(size, dtype=y.dtype)
 
     @override
-    def run(self, name, found):
-        solver = super().run(name, found)
-        step_size: Any = self.fit.step_size
-        if name != FIT or isinstance(step_size, Rule):
-            return solver
-        return dataclasses.replace(solver, step_size=step_size / (1 + self._ridge()))
+    def step_factor(self, name, found):
+        return 1 / (1 + self._ridge()) if name == FIT else None
 
     @override
     def pair(self, name, problem, w0, found):

@@ -1,6 +1,7 @@
 """Solvers made of whole runs of one-level solvers, one after the other."""
 
 import abc
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +13,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from ..core.descent import Rejections
+from ..core.descent import Rejections, Rule
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
@@ -71,9 +72,21 @@ class AbstractRuns(AbstractStages[RunState]):
         """The pair (x, y) once a run is finished; arguments are those of `level`."""
 
     def run(self, name: str, found: dict) -> AbstractSolver:
-        """The solver of a run; its step size may follow from what was found."""
-        del found
-        return getattr(self, name).with_sizes(self.sizes)
+        """The solver of a run; arguments are those of `level`."""
+        solver = getattr(self, name).with_sizes(self.sizes)
+        factor = self.step_factor(name, found)
+        step_size: Any = getattr(solver, "step_size", None)
+        if factor is None or isinstance(step_size, Rule):
+            return solver
+        return dataclasses.replace(solver, step_size=factor * step_size)
+
+    def step_factor(self, name: str, found: dict) -> Array | None:
+        """How much longer steps of a run are than its solver says; `None` for as long.
+
+        Steps of an optax rule are as long as it says.
+        """
+        del name, found
+        return None
 
     @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> RunState:

@@ -1,6 +1,5 @@
 """Sources chosen by a first model, and one private model of those that are kept."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import equinox as eqx
@@ -11,7 +10,6 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Positive, SignedShare
-from ..core.descent import Rule
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from .applications import (
@@ -88,14 +86,11 @@ class _AbstractSourceRuns(AbstractRuns):
         return jnp.clip(jnp.sum(kept * shares), _LEAST_SIZE / len(kept), 1.0)
 
     @override
-    def run(self, name, found):
-        solver = super().run(name, found)
-        step_size: Any = self.fit.step_size
-        if name != FIT or isinstance(step_size, Rule):
-            return solver
+    def step_factor(self, name, found):
+        if name != FIT:
+            return None
         # The gradient is a mean over all records: as long a step as on the kept alone.
-        longer = jnp.minimum(1 / self.of_kept(None, None, found).share, _LONGEST)
-        return dataclasses.replace(solver, step_size=step_size * longer)
+        return jnp.minimum(1 / self.of_kept(None, None, found).share, _LONGEST)
 
     @override
     def forecast(self, problem, sizes, w0):
