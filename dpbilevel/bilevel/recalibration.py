@@ -90,7 +90,7 @@ class _Curvature(AbstractLevel):
         return Euclidean()
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """The distance of the current curvature from that of a record's loss."""
+        """Return the distance of the current curvature from that of a record."""
         problem, span = self.problem, self.span
         assert span is not None
         from_zero = dataclasses.replace(span, y=jnp.zeros_like(span.y))
@@ -250,6 +250,7 @@ class Recalibration(AbstractRuns):
         return w0[0], problem.y_set.project(y)  # the span may leave the set
 
     def _ridge(self) -> Array:
+        """Return the ridge, which follows from public noise."""
         any_problem: Any = None  # queries are the same for all
         noise = noise_std(self.fit, UpperLevel(any_problem, None), self.sizes)
         return _RIDGE * noise**2 / self.fit.num_steps

@@ -81,9 +81,9 @@ class AbstractRuns(AbstractStages[RunState]):
         return dataclasses.replace(solver, step_size=factor * step_size)
 
     def step_factor(self, name: str, found: dict) -> Array | None:
-        """How much longer steps of a run are than its solver says; `None` for as long.
+        """Return by what the step size of a run is multiplied, or `None`.
 
-        Steps of an optax rule are as long as it says.
+        An optax rule is taken as it is. Arguments are those of `level`.
         """
         del name, found
         return None

@@ -174,7 +174,7 @@ def test_bad_field_is_named_in_the_error(fields, error, message):
         dpb.bilevel.WarmStarted(**(good | fields))
 
 
-def test_a_first_solver_of_two_classes_of_problems_is_counted_too():
+def test_errors_name_all_classes_of_problems_that_a_solver_takes():
     points = dpb.draws.Grid(jnp.zeros((2, 1)))
     draw = dpb.draws.ExponentialMechanism(points, score="value", dimension=1)
     solver = dpb.bilevel.WarmStarted(draw, implicit())
