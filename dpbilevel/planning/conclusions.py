@@ -124,10 +124,7 @@ def reason_of(
         key=lambda k: sum(ranked[k].leads),
     )
     text += _compared(ranked[place], place, twins)
-    return (
-        f"{text} Two levels do not pay here: on the worst of these records one level "
-        "is as good, or nearly."
-    )
+    return f"{text} Two levels do not pay here: one level is as good, or nearly."
 
 
 def improves(trial: Trial, starts: Sequence[float]) -> bool:
