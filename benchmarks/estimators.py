@@ -226,7 +226,7 @@ def tuned(records, budget, key):
     parts = (slice(None, cut), slice(cut, None))
     upper, lower = (jax.tree.map(lambda v, p=part: v[p], records) for part in parts)
     problem = penalties(width)
-    solver = dpb.bilevel.ScaledGroups(
+    solver = dpb.applications.ScaledGroups(
         dpb.NoisyGD(200, 0.25, 24.0, output=dpb.outputs.TailMean()),
         margin=2.0,
         full_above=0.1,
@@ -290,7 +290,7 @@ def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
                 X,
                 y,
             )
-        found["penalties tuned privately (`bilevel.ScaledGroups`)"] = scores(
+        found["penalties tuned privately (`applications.ScaledGroups`)"] = scores(
             lambda epsilon: Planned(epsilon, bounds, tuned), X, y
         )
         found["settings by `dpb.auto`"] = scores(

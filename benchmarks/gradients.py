@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import dpbilevel as dpb
-from dpbilevel.privacy import clipping, microbatches
+from dpbilevel.privacy.per_example import clipping, microbatches
 
 from . import private_peers
 from .timing import ratios

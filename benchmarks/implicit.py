@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.bilevel.clipped_upper import ClippedUpper
+from dpbilevel.bilevel.certificates.clipped_upper import ClippedUpper
 
 from .census import load
 

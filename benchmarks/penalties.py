@@ -188,7 +188,7 @@ def penalty(size, fit, clip):
 
 
 def scaled(size, clip, share=0.25):
-    return dpb.bilevel.ScaledGroups(
+    return dpb.applications.ScaledGroups(
         descent(50, size, clip),
         margin=2.0,
         full_above=0.1,
@@ -196,7 +196,7 @@ def scaled(size, clip, share=0.25):
     )
 
 
-class Known(dpb.bilevel.ScaledGroups):
+class Known(dpb.applications.ScaledGroups):
     """The same fit with scales that no private method knows, at the whole budget."""
 
     known: tuple = eqx.field(static=True, kw_only=True)

@@ -14,8 +14,7 @@ import tempfile
 import jax
 import numpy as np
 import scipy
-
-from dpbilevel.privacy.gaussian import gaussian_delta
+from dpbilevel.privacy.accounting.gaussian import gaussian_delta
 
 from .census import ROOT
 

@@ -93,7 +93,7 @@ class Task:
     step: float = 1.0
     clip: float = 1.0
     ridge: float = 1e-4
-    scoring: dpb.bilevel.ScoringModel | None = None
+    scoring: dpb.applications.ScoringModel | None = None
     records: object = None
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Task:
 
     def penalized(self, weight_penalty):
         """The same with a public penalty of unequal weights."""
-        return dpb.bilevel.source_weighting(
+        return dpb.applications.source_weighting(
             self.loss,
             self.num_sources,
             ridge=self.ridge,
@@ -240,7 +240,9 @@ def cross_entropy(scores):
     return loss
 
 
-SOFTMAX = dpb.bilevel.ScoringModel(cross_entropy(scored), np.zeros((197, 10), "f4"))
+SOFTMAX = dpb.applications.ScoringModel(
+    cross_entropy(scored), np.zeros((197, 10), "f4")
+)
 
 
 def digits(kind):
@@ -373,7 +375,7 @@ def one_level(reads):
 
 
 def selected(task):
-    kind = dpb.bilevel.SelectedSources
+    kind = dpb.applications.SelectedSources
     grid = [(0.5, 8.0), (0.5, 32.0), (0.5, 64.0), (2.0, 16.0)]
     model = functools.partial(descent, task, clip=0.5)  # its signs count alone
     alone = [kind(model(30, a), descent(task, 100, b)) for a, b in grid]
@@ -386,7 +388,9 @@ def selected(task):
 def mixed(task, models=30.0, fit=16.0, clip=0.5, steps=10, size=4.0):
     mixture = descent(task, steps, size, clip=clip)
     both = descent(task, 50, models, clip=0.78)
-    return dpb.bilevel.MixedSources(both, mixture, descent(task, 100, fit), mixture)
+    return dpb.applications.MixedSources(
+        both, mixture, descent(task, 100, fit), mixture
+    )
 
 
 def mixtures(task):

@@ -22,6 +22,7 @@ sys.modules["dpbilevel.outputs"] = dpbilevel.outputs
 
 PACKAGES = {
     "bilevel": "Problems of two levels",
+    "applications": "Sources, penalties, recalibration",
     "onelevel": "Problems of one level",
     "games": "Games",
     "search": "Search by losses alone",

@@ -19,7 +19,7 @@ from dpbilevel._checks import (
     ProperFraction,
     SignedShare,
 )
-from dpbilevel.bilevel.applications import PenaltyTuning, SourceWeighting
+from dpbilevel.applications.base import PenaltyTuning, SourceWeighting
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
@@ -29,8 +29,8 @@ from dpbilevel.core.solver import MECHANISM_FIELDS
 from dpbilevel.games.group_game import GroupGame
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel.problem import AbstractFiniteSum
-from dpbilevel.privacy.clipping import Basis
-from dpbilevel.privacy.sampling import AbstractSampling
+from dpbilevel.privacy.per_example.clipping import Basis
+from dpbilevel.privacy.sampling.base import AbstractSampling
 from tests.cases import found
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +154,9 @@ def _default(field: dataclasses.Field) -> str:
         return f'`"{type(value).__name__}"`'
     if isinstance(value, str):
         return f'`"{value}"`'
-    return str(list(value) if isinstance(value, tuple) else value)
+    text = str(list(value) if isinstance(value, tuple) else value)
+    # Equinox breaks long representations into lines, which would end a row of the table.
+    return " ".join(text.split()).replace("( ", "(").replace(" )", ")")
 
 
 def _meanings(kind: type) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from .core.interrupts import ended, watch
+from .runs.interrupts import ended, watch
 
 
 def main() -> int:

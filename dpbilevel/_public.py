@@ -1,6 +1,7 @@
 """The public names of the library, but for `PrivateSearch`, which needs more."""
 
 from . import (
+    applications,
     audit,
     bilevel,
     draws,
@@ -12,6 +13,12 @@ from . import (
     search,
     sets,
 )
+from .applications import (
+    linear_tuning,
+    penalty_tuning,
+    source_weighting,
+    source_weights,
+)
 from .audit import debug
 from .bilevel import (
     BilevelProblem,
@@ -21,15 +28,10 @@ from .bilevel import (
     Refitted,
     SingleLoopBilevel,
     Sizes,
-    linear_tuning,
-    penalty_tuning,
-    source_weighting,
-    source_weights,
 )
 from .core import outputs
 from .core.loop import solve
-from .core.plan import calibrate, fit
-from .core.run import advance, resume, start
+from .core.plan import calibrate
 from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
 from .core.spent import PrivacyWarning, spent
@@ -53,6 +55,8 @@ from .privacy import (
     PrivacyBudget,
     root_key,
 )
+from .runs.fit import fit
+from .runs.run import advance, resume, start
 
 __all__ = [
     "AbstractSolver",
@@ -78,6 +82,7 @@ __all__ = [
     "Solution",
     "absolute_loss",
     "advance",
+    "applications",
     "audit",
     "auto",
     "bilevel",

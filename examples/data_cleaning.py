@@ -104,7 +104,7 @@ def descent(num_steps, step_size):
 def methods(steps):
     """Solvers by name."""
     one, fit = dpb.bilevel.OneLevel, descent(steps, 2.0)
-    scoring = dpb.bilevel.ScoringModel(
+    scoring = dpb.applications.ScoringModel(
         loss_of(linear), jnp.zeros((PIXELS + 1, CLASSES))
     )
     penalty = dpb.PenaltyBilevel(
@@ -116,7 +116,7 @@ def methods(steps):
         "two levels (PenaltyBilevel, refitted)": dpb.Refitted(
             penalty, fit, budget_split=(0.5, 0.5)
         ),
-        "two stages (SelectedSources)": dpb.bilevel.SelectedSources(
+        "two stages (SelectedSources)": dpb.applications.SelectedSources(
             descent(10, 0.3),
             fit,
             budget_split=(0.03, 0.02, 0.95),

@@ -91,9 +91,9 @@ def methods():
         "validation records alone": [one(solver) for solver in upper],
         "training records alone": [one(solver, reads="lower") for solver in lower],
         "all records": [one(solver, reads="both") for solver in lower],
-        "two stages": [dpb.bilevel.SelectedSources(descent(30, 1.0), fit)],
+        "two stages": [dpb.applications.SelectedSources(descent(30, 1.0), fit)],
         "two levels (MixedSources)": [
-            dpb.bilevel.MixedSources(
+            dpb.applications.MixedSources(
                 descent(50, 20.0, 0.78), mix, descent(100, 24.0, 0.7), mix
             )
         ],

@@ -39,7 +39,7 @@ def few_steps():
     return {
         "both levels' records": one(fit, reads="both"),
         "PenaltyBilevel, refitted": dpb.Refitted(search, fit),
-        "ScaledGroups": dpb.bilevel.ScaledGroups(fit),
+        "ScaledGroups": dpb.applications.ScaledGroups(fit),
     }
 
 
@@ -83,7 +83,7 @@ def records(sizes):
 def problem_of(groups):
     """One penalty per group, and a start at the least penalties."""
     problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
-    return problem, dpb.bilevel.penalty_start(problem, jnp.zeros(len(groups)))
+    return problem, dpb.applications.penalty_start(problem, jnp.zeros(len(groups)))
 
 
 def accuracies(problem, plan, data, test, w0, keys):

@@ -47,13 +47,13 @@ def settings():
         "PenaltyBilevel, refitted": dpb.Refitted(
             search, descent(100, 0.7, 8.0), budget_split=(0.5, 0.5)
         ),
-        "SelectedSources": dpb.bilevel.SelectedSources(
+        "SelectedSources": dpb.applications.SelectedSources(
             descent(10, 0.5, 1.0),
             descent(100, 0.7, 16.0),
             budget_split=(0.1, 0.1, 1.0),
             fit_reads="both",
         ),
-        "MixedSources": dpb.bilevel.MixedSources(
+        "MixedSources": dpb.applications.MixedSources(
             descent(50, 0.7826, 20.0), mixture, descent(100, 0.7, 24.0), mixture
         ),
     }

@@ -14,10 +14,10 @@ from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, People
-from ..privacy.fixed_size import AbstractFixedBatch, FixedSize
 from ..privacy.queries import LEVELS, RECORDS
 from ..privacy.releases import PERSON
-from ..privacy.sampling import AbstractSampling, FullBatch
+from ..privacy.sampling.base import AbstractSampling, FullBatch
+from ..privacy.sampling.fixed_size import AbstractFixedBatch, FixedSize
 from ..search.gibo import GradientInformativeBO
 from .claims import Claim, ledger_claims
 from .worst_cases import BEYOND, worst_case

@@ -9,8 +9,8 @@ import scipy
 from jaxtyping import Float
 
 from .. import _checks
-from ..privacy import accounting, pure
 from ..privacy._lazy import dp_accounting
+from ..privacy.accounting import profiles, pure
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 
@@ -31,7 +31,7 @@ def gaussian_claim(mu: float) -> Claim:
         ValueError: $\mu$ is negative or not finite.
     """
     _checks.non_negative("gaussian_claim", mu=mu)
-    return functools.partial(accounting.gaussian_delta, mu)
+    return functools.partial(profiles.gaussian_delta, mu)
 
 
 def pure_claim(epsilon: float) -> Claim:
@@ -65,10 +65,10 @@ def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim
         The profile. It is computed when first called, and then raises `ValueError` for
         an event that the library does not account for.
     """
-    mu = accounting.gaussian_mu(event)
+    mu = profiles.gaussian_mu(event)
     if mu is not None:
-        return functools.partial(accounting.gaussian_delta, mu)
-    return lambda e: np.vectorize(accounting.profile(event, neighbours))(e)
+        return functools.partial(profiles.gaussian_delta, mu)
+    return lambda e: np.vectorize(profiles.profile(event, neighbours))(e)
 
 
 def ledger_claims(ledger: Ledger) -> dict[str, Claim]:

@@ -5,13 +5,8 @@ import dataclasses
 import jax
 from jax.extend.backend import get_default_device
 
-from ..privacy.mixing import FUNCTIONS, mixed_rows
-from ..privacy.products import (
-    REMEDY,
-    ProductError,
-    dtypes,
-    product_errors,
-)
+from ..privacy.exact.matmul_check import REMEDY, ProductError, dtypes, product_errors
+from ..privacy.per_example.mixing import FUNCTIONS, mixed_rows
 
 
 @dataclasses.dataclass(frozen=True)

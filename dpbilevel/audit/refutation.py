@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..bilevel.constants import AbstractCertificate
+from ..bilevel.certificates.constants import AbstractCertificate
 from ..bilevel.problem import BilevelProblem, Levels
 from ..privacy.noise import PRNGKey, check_key
 from .exact import as_float64, lower_solution

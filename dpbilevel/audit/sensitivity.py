@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import Neighbours
-from ..privacy.clipping import Bounded
 from ..privacy.noise import PRNGKey, check_key
+from ..privacy.per_example.clipping import Bounded
 from .unseal import opened
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..privacy.clipping import Bounded
-from ..privacy.grid import Grid
-from ..privacy.limbs import is_limbs
+from ..privacy.exact.grid import Grid
+from ..privacy.exact.int61 import is_limbs
+from ..privacy.per_example.clipping import Bounded
 
 
 def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:

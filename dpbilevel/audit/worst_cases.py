@@ -11,15 +11,15 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from ..bilevel.applications import (
+from ..applications.base import (
     PenaltyTuning,
     SourceWeighting,
     penalty_tuning,
     source_weighting,
 )
-from ..bilevel.constants import SecondOrderConstants
+from ..applications.recalibration import Recalibration
+from ..bilevel.certificates.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.recalibration import Recalibration
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
@@ -31,7 +31,7 @@ from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
 from ..onelevel.adaptive_clip import AdaptiveClipGD
 from ..onelevel.problem import FiniteSum
-from ..privacy.clipping import Basis
+from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS
 from ..search.base import AbstractAskTellSolver
 from ..search.gibo import GradientInformativeBO

@@ -17,7 +17,7 @@ from ..core.outputs import AbstractOutput, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, unnumbered
+from ..privacy.sampling.base import AbstractSampling, unnumbered
 from .penalized import levels_queries, row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
 

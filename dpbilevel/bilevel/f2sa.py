@@ -11,7 +11,7 @@ from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
 from ..core.outputs import AbstractOutput, Last
-from ..privacy.sampling import AbstractSampling, FullBatch
+from ..privacy.sampling.base import AbstractSampling, FullBatch
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .penalized import PenalizedLevel, public_penalty_gradient
 from .problem import BilevelProblem, Sizes

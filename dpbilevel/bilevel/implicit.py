@@ -17,10 +17,10 @@ from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.certified import CertifiedRelease
-from ..privacy.clipping import Basis
 from ..privacy.noise import derive
+from ..privacy.per_example.clipping import Basis
 from ..privacy.releases import Release
-from . import certified, sensitivities
+from .certificates import certified, sensitivities
 from .problem import BilevelProblem, Sizes
 
 HYPERGRADIENT = "hypergradient"

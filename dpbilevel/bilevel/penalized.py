@@ -15,7 +15,7 @@ from ..core.descent import Descent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
-from ..privacy.sampling import AbstractSampling
+from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Box
 from .problem import BilevelProblem, Levels, Sizes
 

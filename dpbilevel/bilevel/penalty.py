@@ -23,7 +23,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from ..privacy.sampling.base import AbstractSampling, FullBatch, unnumbered
 from .penalized import (
     PenalizedLevel,
     levels_queries,

@@ -10,8 +10,8 @@ from ..core.descent import Rule
 from ..core.outputs import SmallestStep
 from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import Ledger
-from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
-from .constants import Constants
+from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
+from .certificates.constants import Constants
 from .problem import BilevelProblem, Sizes
 
 Batches = AbstractSampling | Literal["theorem"]

@@ -16,11 +16,11 @@ from ..core.levels import Levels, Sizes, check_apart, check_pair
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
-from ..privacy.clipping import one_record
-from ..privacy.disk import shapes_of
+from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
+from ..privacy.records.disk import shapes_of
 from ..sets import AbstractSet, Euclidean
-from .constants import AbstractCertificate, Constants
+from .certificates.constants import AbstractCertificate, Constants
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]

@@ -12,7 +12,7 @@ from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
 from ..core.outputs import AbstractOutput, Last
-from ..privacy.sampling import AbstractSampling, FullBatch
+from ..privacy.sampling.base import AbstractSampling, FullBatch
 from ..sets import Euclidean
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .problem import BilevelProblem, Sizes

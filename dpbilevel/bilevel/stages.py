@@ -12,7 +12,7 @@ from .. import _checks
 from .._checks import Number
 from ..core.solver import AbstractSolver, State
 from ..privacy.budget import Neighbours
-from ..privacy.clipping import Basis
+from ..privacy.per_example.clipping import Basis
 from .problem import BilevelProblem, Sizes
 
 if TYPE_CHECKING:

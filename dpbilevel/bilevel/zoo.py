@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..onelevel.losses import shortened, squared_loss
 from ..sets import Ball, Euclidean
-from .constants import Constants, SecondOrderConstants, terms_of
+from .certificates.constants import Constants, SecondOrderConstants, terms_of
 from .problem import BilevelProblem, Levels
 
 __all__ = ["Example", "hard_instance", "leak", "quadratic_bilevel", "ridge_tuning"]

@@ -11,9 +11,9 @@ import scipy
 from ..audit.canaries import Canary, canaries
 from ..audit.claims import TradeOffCurve
 from ..audit.tradeoff import TradeOff, audit_canaries
-from ..core import checkpoint
-from ..core.interrupts import whole
 from ..privacy.noise import root_key
+from ..runs import checkpoint
+from ..runs.interrupts import whole
 from .config import Config
 from .prepared import Prepared, prepare
 

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ..core import checkpoint
-from ..core.progress import step_bar
 from ..planning.dry_runs import AutoPlan, auto
 from ..planning.race import Effort
 from ..planning.settings import toml_value
+from ..runs import checkpoint
+from ..runs.progress import step_bar
 from .config import Config, parse_config, read_tables
 from .tables import Place
 from .tasks import TASKS

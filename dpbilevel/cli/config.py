@@ -14,9 +14,9 @@ from ..core.solver import MECHANISM_FIELDS, AbstractSolver
 from ..core.usability import RecordsCheck
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
-from ..privacy.clipping import Precision
+from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
-from ..privacy.sampling import AbstractSampling
+from ..privacy.sampling.base import AbstractSampling
 from .datasets import TableData
 from .files import AbstractData
 from .tables import Place, Reader, check_choice, check_keys, check_table, together

@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 from ..bilevel.problem import Levels
 from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
-from ..privacy.copies import copies
 from ..privacy.queries import RECORDS
+from ..privacy.records.copies import copies
 from .columns import CUT, UNUSABLE, AbstractRecords, Records
 from .datasets import CsvData
 from .files import AbstractData, HeldOut, existing

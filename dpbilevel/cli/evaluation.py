@@ -17,7 +17,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.report import PrivacyReport, describe
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
 from .datasets import CsvData, TableData

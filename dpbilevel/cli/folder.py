@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from ..core import checkpoint, spending
-from ..core.resume import check_empty
+from ..runs import checkpoint, spending
+from ..runs.resume import check_empty
 from . import results
 
 

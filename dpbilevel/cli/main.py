@@ -16,8 +16,8 @@ import jax
 from .. import __version__
 from .._extras import missing
 from ..audit.device import device_arithmetic
-from ..core import checkpoint, interrupts, spending
-from ..core.progress import step_bar
+from ..runs import checkpoint, interrupts, spending
+from ..runs.progress import step_bar
 from . import audit, auto, check, draft, folder, init, page, predictions, results
 from .config import Config
 from .facts import header_of
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 if an audit found a violation or the device failed its test, 2 after a
         mistake of the user, 130 after a `KeyboardInterrupt`, 141 if the reader of the
         output has closed it. In a process of its own an interrupt ends that process
-        (`dpbilevel.core.interrupts`).
+        (`dpbilevel.runs.interrupts`).
 
     Privacy:
         The output is public or released, except for the lines of `check`, which are

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import checkpoint
+from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
 from .config import parse_config

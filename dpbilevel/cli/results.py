@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core import checkpoint, lock
-from ..core.checkpoint import SEARCH
 from ..core.shares import LevelUsability, Usability
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
+from ..runs import checkpoint, lock
+from ..runs.checkpoint import SEARCH
 from .evaluation import Evaluation
 from .tasks import TASKS
 

@@ -14,23 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..core import checkpoint, lock, odometer, spending
-from ..core.checkpoint import Checkpoint
-from ..core.interrupts import whole
 from ..core.loop import all_steps, bound_to, planned_rows
-from ..core.resume import (
+from ..core.shares import Usability
+from ..privacy.exact.matmul_check import check_products
+from ..privacy.ledger import Ledger
+from ..privacy.noise import derive, root_key
+from ..privacy.report import PrivacyReport, rounded_up
+from ..privacy.untested import check_release
+from ..runs import checkpoint, lock, odometer, spending
+from ..runs.checkpoint import Checkpoint
+from ..runs.interrupts import whole
+from ..runs.resume import (
     finish_run,
     first_checkpoint,
     resume_run,
     run_in_parts,
     solution_of,
 )
-from ..core.shares import Usability
-from ..privacy.ledger import Ledger
-from ..privacy.noise import derive, root_key
-from ..privacy.products import check_products
-from ..privacy.report import PrivacyReport, rounded_up
-from ..privacy.untested import check_release
 from . import attack, evaluation, figure, folder, results
 from .columns import Records
 from .config import Config

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.applications import (
+from ..applications.base import (
     PenaltyTuning,
     SourceWeighting,
     penalty_tuning,

@@ -11,9 +11,9 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import People
-from ..privacy.copies import copies
-from ..privacy.disk import OnDisk, shapes_of
-from ..privacy.stores import AbstractStore
+from ..privacy.records.copies import copies
+from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.stores import AbstractStore
 
 
 class Levels(eqx.Module):

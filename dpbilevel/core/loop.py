@@ -10,11 +10,11 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
 from ..privacy.budget import Neighbours
-from ..privacy.disk import OnDisk, shapes_of
+from ..privacy.exact.matmul_check import check_products
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
-from ..privacy.products import check_products
-from ..privacy.rows import BLOCK, padded, padded_rows
-from ..privacy.shards import shards_of
+from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.rows import BLOCK, padded, padded_rows
+from ..privacy.records.shards import shards_of
 from ..privacy.untested import check_release
 from . import spent
 from .descent import rejected_updates

@@ -12,10 +12,10 @@ from typing_extensions import override
 from .._checks import Checked, NonNegative, Number
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People
-from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
+from ..privacy.per_example.clipping import Basis, Precision
 from .levels import people_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.disk import shapes_of
+from ..privacy.records.disk import shapes_of
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from .levels import people_of
-from .spending import total, totals
 
 
 class PrivacyWarning(UserWarning):
@@ -270,3 +269,31 @@ def _remember(solver: Any, sizes: Any, costs: tuple[float, float]) -> None:
 
     with _process.lock:
         _process.costs[place] = weakref.ref(solver, forget), sizes, costs
+
+
+def totals(runs: Sequence[Any]) -> list[str]:
+    """Return what runs cost together, in lines of text."""
+    lines, groups = [], {}
+    for run in sorted(runs, key=lambda run: (run.relation, run.people)):
+        groups.setdefault((run.relation, run.people), []).append(run)
+    for (relation, people), group in groups.items():
+        count = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
+        whose = f", people {people}" if people else ""
+        lines += [f"spending: {count} {cost_of(group)} ({relation}{whose})"]
+    if len(runs) > 1:
+        lines += ["  by basic composition, where they read the same records"]
+    if len(groups) > 1:
+        lines += ["  under different relations or people no total is stated"]
+    return lines
+
+
+def total(costs: Iterable[float]) -> float:
+    """The sum of costs, rounded once."""
+    return math.fsum(costs)
+
+
+def cost_of(runs: Sequence[Any]) -> str:
+    """Return the summed epsilon and delta of runs as text."""
+    epsilon = total(run.epsilon for run in runs)
+    delta = min(1.0, total(run.delta for run in runs))
+    return f"epsilon = {rounded_up(epsilon)} at delta = {rounded_up(delta)}"

@@ -18,12 +18,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..privacy.budget import Neighbours, People, PrivacyBudget
-from ..privacy.clipping import Precision
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import LEVELS, RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 from .levels import Levels, Sizes, people_of
 from .loop import public_rows
 from .plan import least_multiplier

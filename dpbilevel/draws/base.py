@@ -19,9 +19,9 @@ from ..core.loop import check_planned_dtype
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours, People
-from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
+from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS, RECORDS, Query, check_rows, of_role
 from ..sets import AbstractSet
 from .mechanisms import AbstractDrawMechanism, Number

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from .._checks import Positive
 from ..onelevel.problem import FiniteSum
-from ..privacy.clipping import Basis
+from ..privacy.per_example.clipping import Basis
 from .base import AbstractDrawSolver, DrawPlan
 from .mechanisms import Exponential
 from .scores.base import AbstractScore

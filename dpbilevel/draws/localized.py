@@ -16,8 +16,8 @@ from ..core.plan import calibrated
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
+from ..privacy.per_example.clipping import Basis
 from .base import DRAW, DrawState
 from .regularized import RegularizedExponentialMechanism
 from .samplers.base import AbstractSampler

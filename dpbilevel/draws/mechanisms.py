@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Checked, Positive
-from ..privacy import pure
 from ..privacy._lazy import dp_accounting
+from ..privacy.accounting import pure
 from ..privacy.budget import Neighbours
-from ..privacy.clipping import Basis
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
+from ..privacy.per_example.clipping import Basis
 from ..sets import AbstractSet
 from .samplers.base import AbstractPotential, AbstractSampler, AbstractVar
 from .samplers.potentials import Number, scaled_potential

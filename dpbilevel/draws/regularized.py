@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Positive, check_fields
-from ..bilevel.certified import certificate_of
+from ..bilevel.certificates.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget

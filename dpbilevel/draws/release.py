@@ -7,14 +7,14 @@ from typing import Any
 from typing_extensions import override
 
 from .. import _checks
-from ..privacy import accounting
 from ..privacy._lazy import dp_accounting
 from ..privacy.abstract_release import AbstractRelease
+from ..privacy.accounting import profiles
 from ..privacy.budget import People, PrivacyBudget
-from ..privacy.clipping import Basis
+from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
 from ..privacy.releases import PERSON
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 from .mechanisms import AbstractDrawMechanism
 from .samplers.base import SamplerGuarantee
 
@@ -111,7 +111,7 @@ class Draw(AbstractRelease):
                 f"{spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a smaller "
                 "log_ratio."
             )
-        cost = accounting.total_variation_delta(budget.epsilon, distance)
+        cost = profiles.total_variation_delta(budget.epsilon, distance)
         if distance and cost >= budget.delta:
             small = 0.01 * budget.delta * distance / cost
             raise ValueError(

@@ -9,7 +9,7 @@ from .. import _checks
 from ..core.outputs import AbstractOutput, Mean, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
-from ..privacy.sampling import AbstractSampling, not_by_pass
+from ..privacy.sampling.base import AbstractSampling, not_by_pass
 from .problem import AbstractVar, AbstractVariationalInequality
 from .rates import TheoremConstants
 

@@ -13,13 +13,19 @@ from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.derivatives import common_dtype, wide
+from ..bilevel.certificates.derivatives import common_dtype, wide
 from ..privacy.certified import AbstractCertifiedQuery, Costs
-from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
-from ..privacy.floats import all_finite, is_finite
-from ..privacy.grid import on_grid
+from ..privacy.exact.floats import all_finite, is_finite
+from ..privacy.exact.grid import on_grid
+from ..privacy.per_example.clipping import (
+    Basis,
+    Bounded,
+    Precision,
+    clipped_mean,
+    unsealed,
+)
 from ..privacy.queries import RECORDS, Query
-from ..privacy.sampling import AbstractSampling, Batch
+from ..privacy.sampling.base import AbstractSampling, Batch
 from .resolvents import OWNER, Number, Resolvent
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import scipy
 
-from ..privacy import accounting
+from ..privacy.accounting import profiles
 from ..privacy.budget import PrivacyBudget
 
 
@@ -28,7 +28,7 @@ def estimated_multiplier(
     """
 
     def excess(log_mu: float) -> float:
-        delta = accounting.gaussian_delta(math.exp(log_mu), budget.epsilon)
+        delta = profiles.gaussian_delta(math.exp(log_mu), budget.epsilon)
         return float(delta) - budget.delta
 
     mu = math.exp(scipy.optimize.brentq(excess, -20.0, 5.0))

@@ -16,12 +16,12 @@ from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
-from ..privacy.fixed_size import FixedSize
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch
-from ..privacy.single_pass import SinglePass
+from ..privacy.sampling.base import AbstractSampling, FullBatch
+from ..privacy.sampling.fixed_size import FixedSize
+from ..privacy.sampling.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .choices import cheapest, estimated_multiplier, integers
 from .rates import TheoremConstants

@@ -17,7 +17,7 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch, not_by_pass
+from ..privacy.sampling.base import AbstractSampling, FullBatch, not_by_pass
 from .group_game import GroupGame, entropic_step
 
 GRADIENT_AND_LOSSES = "gradient and losses"

@@ -15,7 +15,7 @@ from .._checks import Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
-from ..privacy.clipping import one_record
+from ..privacy.per_example.clipping import one_record
 from ..sets import AbstractSet, Euclidean, Product
 
 if TYPE_CHECKING:

@@ -14,18 +14,18 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive, check_fields
-from ..bilevel.sensitivities import UNITS
+from ..bilevel.certificates.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours
 from ..privacy.certified import CertifiedRelease
-from ..privacy.clipping import Basis
-from ..privacy.fixed_size import FixedSize
+from ..privacy.per_example.clipping import Basis
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch
-from ..privacy.single_pass import SinglePass
+from ..privacy.sampling.base import AbstractSampling, FullBatch
+from ..privacy.sampling.fixed_size import FixedSize
+from ..privacy.sampling.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 
 from .. import _checks
 from .._checks import Number
-from ..bilevel.sensitivities import UNITS
-from ..privacy.clipping import Basis, Precision
-from ..privacy.floats import check_rounding
-from ..privacy.grid import ROUNDED_BITS
-from ..privacy.grouped import GROUP
-from ..privacy.sampling import Batch
+from ..bilevel.certificates.sensitivities import UNITS
+from ..privacy.exact.floats import check_rounding
+from ..privacy.exact.grid import ROUNDED_BITS
+from ..privacy.per_example.clipping import Basis, Precision
+from ..privacy.per_example.grouped import GROUP
+from ..privacy.sampling.base import Batch
 from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
 

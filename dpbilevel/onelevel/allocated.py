@@ -14,9 +14,9 @@ from ..core.descent import StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
-from ..privacy.allocation import RandomAllocation
 from ..privacy.noise import derive, step_keys
 from ..privacy.releases import Release
+from ..privacy.sampling.allocation import RandomAllocation
 from .noisy_gd import NoisyGD, _State, gradient_release
 from .problem import AbstractFiniteSum
 

@@ -18,7 +18,7 @@ from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import PrivacyBudget
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from ..privacy.sampling.base import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
 from .noisy_gd import GRADIENT, gradient_release, noisy_gradient
 from .problem import AbstractFiniteSum, FiniteSum

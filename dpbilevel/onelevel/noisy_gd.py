@@ -18,7 +18,7 @@ from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from ..privacy.sampling.base import AbstractSampling, FullBatch, unnumbered
 from .problem import AbstractFiniteSum
 
 

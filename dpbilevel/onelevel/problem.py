@@ -15,9 +15,9 @@ from typing_extensions import override
 from .. import _checks
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
-from ..privacy.clipping import one_record
+from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
-from ..privacy.sampling import AbstractSampling
+from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
 from ..onelevel.problem import check_scalar
-from ..privacy.clipping import one_record
+from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
 from .linear import AbstractLinearSolver
 from .minimizers import AbstractLowerSolver

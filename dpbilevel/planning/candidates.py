@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..bilevel.applications import PenaltyTuning, SourceWeighting
-from ..bilevel.constants import AbstractCertificate
-from ..bilevel.group_runs import ScaledGroups
+from ..applications.base import PenaltyTuning, SourceWeighting
+from ..applications.group_runs import ScaledGroups
+from ..applications.recalibration import Recalibration, is_array
+from ..applications.source_runs import MixedSources, ScoringModel, SelectedSources
+from ..applications.warm_start import WarmStarted
+from ..bilevel.certificates.constants import AbstractCertificate
 from ..bilevel.lower_first import LowerFirst, is_apart
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.recalibration import Recalibration, is_array
 from ..bilevel.refitted import Refitted
-from ..bilevel.source_runs import MixedSources, ScoringModel, SelectedSources
-from ..bilevel.warm_start import WarmStarted
 from ..core.outputs import TailMean
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..bilevel.certified import certificate_of
+from ..applications.warm_start import WarmStarted
+from ..bilevel.certificates.certified import certificate_of
 from ..bilevel.implicit import ImplicitBilevel
 from ..bilevel.problem import BilevelProblem
 from ..bilevel.refitted import Refitted
-from ..bilevel.warm_start import WarmStarted
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
 from ..draws.samplers.grid import Grid

@@ -12,7 +12,7 @@ from jaxtyping import Key, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.applications import PenaltyTuning, penalty_start
+from ..applications.base import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
 from ..core.loop import solved
@@ -23,7 +23,7 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.clipping import Precision
+from ..privacy.per_example.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
 from .conclusions import (
     Trial,
@@ -349,7 +349,7 @@ def _remark_on(problem: AbstractProblem, w0: PyTree) -> str:
         return ""
     return (
         " x starts above the least penalties, where most methods find less: start at "
-        "bilevel.penalty_start(problem, model)."
+        "applications.penalty_start(problem, model)."
     )
 
 

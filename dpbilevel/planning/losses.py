@@ -9,8 +9,8 @@ import numpy as np
 from jax.scipy.optimize import minimize
 from jaxtyping import Array, Float, PyTree
 
+from ..applications.recalibration import constants_of, is_array
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.recalibration import constants_of, is_array
 from ..core.problem import AbstractProblem
 from .synthetic import example_for
 

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
-from ..bilevel.source_runs import ScoringModel
+from ..applications.source_runs import ScoringModel
 
 
 @dataclasses.dataclass(frozen=True)

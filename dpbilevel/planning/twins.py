@@ -11,7 +11,7 @@ from jaxtyping import Int, PyTree
 from typing_extensions import override
 
 from .._checks import NonNegative, Positive
-from ..bilevel.applications import PenaltyTuning, SourceWeighting
+from ..applications.base import PenaltyTuning, SourceWeighting
 from ..core.problem import AbstractProblem
 from .teachers import AbstractTeacherTwin, AbstractTwin, Columns, spread_over
 

@@ -1,17 +1,17 @@
 """What a release is and what it costs: mechanisms, sampling, the ledger, reports."""
 
 from .budget import Neighbours, People, PrivacyBudget
-from .clipping import Basis, Bounded, clipped_mean
-from .disk import OnDisk
-from .fixed_size import FixedSize
 from .ledger import Ledger
 from .mechanisms import Gaussian
 from .noise import root_key
+from .per_example.clipping import Basis, Bounded, clipped_mean
 from .queries import Query
+from .records.disk import OnDisk
 from .releases import Release
 from .report import PrivacyReport, Status
-from .sampling import FullBatch, Poisson
-from .single_pass import SinglePass
+from .sampling.base import FullBatch, Poisson
+from .sampling.fixed_size import FixedSize
+from .sampling.single_pass import SinglePass
 
 __all__ = [
     "Basis",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours, People, PrivacyBudget
-from .clipping import Basis
+from .per_example.clipping import Basis
 from .queries import LEVELS, RECORDS, Query
 
 

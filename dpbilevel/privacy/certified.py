@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .clipping import Basis, Bounded, Precision
 from .noise import PRNGKey
+from .per_example.clipping import Basis, Bounded, Precision
 from .queries import Query
 from .releases import Release
-from .sampling import Index
+from .sampling.base import Index
 
 
 class Costs(NamedTuple):

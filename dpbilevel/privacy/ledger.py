@@ -8,12 +8,12 @@ import math
 import scipy
 
 from .. import _checks
-from . import accounting
 from ._lazy import dp_accounting
 from .abstract_release import AbstractRelease
+from .accounting import profiles
+from .accounting.gaussian import gaussian_delta, gaussian_epsilon
 from .budget import Neighbours, People
-from .clipping import Basis
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .per_example.clipping import Basis
 
 _NEGLIGIBLE = 1e-20  # smaller than any delta of a budget
 
@@ -102,13 +102,13 @@ class Ledger:
             rough: Whether an estimate is enough, off by some percent.
         """
         failure, events = self.failure, self.events().values()
-        profiles = [accounting.profile(e, self.neighbours, rough=rough) for e in events]
+        curves = [profiles.profile(e, self.neighbours, rough=rough) for e in events]
 
         def worst(epsilon: float) -> float:
-            return max((profile(epsilon) for profile in profiles), default=0.0)
+            return max((profile(epsilon) for profile in curves), default=0.0)
 
         def total(epsilon: float) -> float:
-            return accounting.total_variation_delta(epsilon, failure, worst(epsilon))
+            return profiles.total_variation_delta(epsilon, failure, worst(epsilon))
 
         here, alone = total(epsilon), worst(epsilon)
         if here - alone <= max(1e-9 * alone, _NEGLIGIBLE):
@@ -182,7 +182,7 @@ class Ledger:
         """
         if any(release.failure > release.overflow for release in self.releases):
             return math.inf
-        mu = accounting.full_batch_mu(event)
+        mu = profiles.full_batch_mu(event)
         return math.inf if mu is None else mu
 
     def _epsilon(self, event, delta) -> float:
@@ -190,11 +190,11 @@ class Ledger:
         most = gaussian_epsilon(self._full_batch_mu(event), delta)
 
         def slack(epsilon: float) -> float:
-            return accounting.total_variation_delta(epsilon, self.failure)
+            return profiles.total_variation_delta(epsilon, self.failure)
 
         spent = 1e-9 * delta if self.failure else 0.0
         for _ in range(20):
-            value = accounting.epsilon(event, self.neighbours, delta - spent)
+            value = profiles.epsilon(event, self.neighbours, delta - spent)
             if slack(value) <= spent:
                 return min(value, most)
             spent = 1.5 * slack(value)  # more than now: the next epsilon is larger

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours
-from .clipping import SUMS, Bounded, Precision
-from .grid import Grid
+from .exact.grid import Grid
+from .exact.normal import standard_normal
 from .noise import PRNGKey, check_shared
-from .normal import standard_normal
+from .per_example.clipping import SUMS, Bounded, Precision
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of

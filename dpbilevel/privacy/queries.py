@@ -9,11 +9,11 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
-from .clipping import Bounded, Precision, clipped_mean
-from .disk import OnDisk, shapes_of
 from .noise import PRNGKey
-from .rows import BLOCK, Padded, padded_rows, unpacked
-from .sampling import AbstractSampling, FullBatch, Index
+from .per_example.clipping import Bounded, Precision, clipped_mean
+from .records.disk import OnDisk, shapes_of
+from .records.rows import BLOCK, Padded, padded_rows, unpacked
+from .sampling.base import AbstractSampling, FullBatch, Index
 
 RECORDS = "records"  # the role of the records of a one-level problem
 LEVELS = ("upper", "lower")

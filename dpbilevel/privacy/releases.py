@@ -15,12 +15,12 @@ from .. import _checks
 from ._lazy import dp_accounting
 from .abstract_release import AbstractRelease
 from .budget import People
-from .clipping import Basis, Bounded
-from .limbs import MOST_PLACES
+from .exact.int61 import MOST_PLACES
 from .mechanisms import Gaussian
 from .noise import PRNGKey, check_key, derive
+from .per_example.clipping import Basis, Bounded
 from .queries import LEVELS, RECORDS, Query, check_rows, of_role
-from .sampling import FullBatch, Index
+from .sampling.base import FullBatch, Index
 
 PERSON = "person"  # whoever may have a record in either level
 

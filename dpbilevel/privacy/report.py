@@ -9,12 +9,12 @@ import math
 from typing import Any
 
 from .._version import __version__
-from . import accounting
+from .accounting import profiles
 from .budget import Neighbours, PrivacyBudget
-from .clipping import Basis
 from .ledger import Ledger
 from .notebook import table
-from .rows import padded_rows
+from .per_example.clipping import Basis
+from .records.rows import padded_rows
 
 
 class Status(enum.Enum):
@@ -213,7 +213,7 @@ def _certificates(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
     notes = [note for release in ledger.releases for note in release.notes]
     overflow = sum(release.overflow for release in ledger.releases)
     if overflow:
-        cost = accounting.total_variation_delta(budget.epsilon, overflow)
+        cost = profiles.total_variation_delta(budget.epsilon, overflow)
         part = f": {rounded_up(cost / budget.delta, 3)} of it" if budget.delta else ""
         notes.append(
             "some batch is not drawn as accounted for, as where one overflows, with "
@@ -224,14 +224,14 @@ def _certificates(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
 
 def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
     events = ledger.events().values()
-    if all(accounting.gaussian_mu(event) is not None for event in events):
+    if all(profiles.gaussian_mu(event) is not None for event in events):
         return "exact Gaussian composition"
-    exact = all(map(accounting.is_exact, events))
-    if exact and not all(map(accounting.pure_epsilons, events)):
+    exact = all(map(profiles.is_exact, events))
+    if exact and not all(map(profiles.pure_epsilons, events)):
         return "exact composition of a draw and Gaussian releases"
-    if exact or (budget.delta == 0 and all(map(accounting.pure_epsilons, events))):
+    if exact or (budget.delta == 0 and all(map(profiles.pure_epsilons, events))):
         return "exact composition of draws without delta"
-    if any(map(accounting.selects, events)):
+    if any(map(profiles.selects, events)):
         return "profile and Renyi divergences of private selection"
     return "privacy loss distributions, composed by weighed Fourier transforms"
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from .. import _checks
-from . import accounting
 from ._lazy import dp_accounting
 from .abstract_release import AbstractRelease
+from .accounting import profiles
+from .accounting.repetitions import Repetitions
 from .budget import People
-from .clipping import Basis
+from .per_example.clipping import Basis
 from .queries import Query
 from .releases import AbstractGaussianRelease, Release
-from .repetitions import Repetitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Selection(AbstractGaussianRelease):
                 for person, event in release.charges(people):
                     charged[person].append(event)
             for person, events in charged.items():
-                mu = accounting.gaussian_mu(dp_accounting.ComposedDpEvent(events))
+                mu = profiles.gaussian_mu(dp_accounting.ComposedDpEvent(events))
                 if mu is None:
                     raise ValueError(
                         "Selection: trainings are accounted for where they make "

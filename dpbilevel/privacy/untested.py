@@ -6,7 +6,7 @@ import warnings
 import jax
 
 from .._version import TESTED_JAX, __version__
-from .mixing import check_rows
+from .per_example.mixing import check_rows
 
 
 def check_release(owner: str) -> None:

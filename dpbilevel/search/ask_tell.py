@@ -10,8 +10,8 @@ from jaxtyping import Float
 from .. import _checks
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
-from ..privacy.clipping import Precision
 from ..privacy.noise import PRNGKey
+from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from .base import AbstractAskTellSolver
 from .folder import NoisyLosses

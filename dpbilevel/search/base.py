@@ -17,8 +17,8 @@ from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.rows import Padded, unpacked
-from ..privacy.structure import rowwise
+from ..privacy.per_example.structure import rowwise
+from ..privacy.records.rows import Padded, unpacked
 from .declared import TRAINING, Trainings
 from .problem import BlackBox, SearchProblem
 

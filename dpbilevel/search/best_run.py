@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, PyTree
 
-from ..privacy.floats import double_precision
+from ..privacy.accounting.repetitions import Repetitions
+from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, standard_exponential
-from ..privacy.repetitions import Repetitions
 
 # A chance of needing more runs than are made that no budget would pay for.
 _FAILURE = 1e-3

@@ -14,7 +14,7 @@ from ..draws.scores.mean_loss import spread_of
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query, check_rows
-from ..privacy.rows import unpacked
+from ..privacy.records.rows import unpacked
 from ..sets import Euclidean
 from .losses import Losses, score_of_candidates
 from .problem import BlackBox, SearchProblem

@@ -10,8 +10,8 @@ from .. import _checks
 from ..privacy._lazy import dp_accounting
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People, PrivacyBudget
-from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
+from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
 
 TRAINING = "training"

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..core import checkpoint, odometer, spending
-from ..core.checkpoint import Checkpoint
-from ..core.first import by_first
-from ..core.interrupts import whole
-from ..core.resume import check_empty, check_same_run, finish_run, resume_run
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
+from ..runs import checkpoint, odometer, spending
+from ..runs.checkpoint import Checkpoint
+from ..runs.first import by_first
+from ..runs.interrupts import whole
+from ..runs.resume import check_empty, check_same_run, finish_run, resume_run
 from .problem import BlackBox
 
 _PATTERN = "evaluation-*.SECRET"

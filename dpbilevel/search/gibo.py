@@ -24,7 +24,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 from .base import AbstractAskTellSolver, Proposal
 from .choice import Choice
 from .design import choose_batch

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..core.progress import check_bar, step_bar
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
-from ..privacy.clipping import Precision
 from ..privacy.noise import PRNGKey
+from ..privacy.per_example.clipping import Precision
+from ..runs.progress import check_bar, step_bar
 from .base import AbstractAskTellSolver
 from .problem import BlackBox
 from .rounds import Rounds

@@ -10,12 +10,18 @@ from .._checks import Number
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
 from ..draws.scores.mean_loss import public_part, spread_of
-from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.noise import PRNGKey
+from ..privacy.per_example.clipping import (
+    Basis,
+    Bounded,
+    Precision,
+    clipped_mean,
+    unsealed,
+)
 from ..privacy.queries import RECORDS, Query
+from ..privacy.records.rows import Padded, unpacked
 from ..privacy.releases import AbstractGaussianRelease
-from ..privacy.rows import Padded, unpacked
-from ..privacy.sampling import Batch
+from ..privacy.sampling.base import Batch
 from .base import Proposal
 from .kernels import cast
 from .problem import SearchProblem

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..core.solver import AbstractGaussianSolver
-from ..privacy.clipping import Basis
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.per_example.clipping import Basis
 from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskTellSolver, Proposal
 from .best_run import BestRun, check_enough

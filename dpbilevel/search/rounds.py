@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from ..core import lock
-from ..core.checkpoint import Checkpoint
 from ..core.columns import Column, elements
-from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
 from ..core.spent import begun
-from ..privacy.floats import double_precision
+from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from ..privacy.report import PrivacyReport
+from ..runs import lock
+from ..runs.checkpoint import Checkpoint
+from ..runs.resume import after, solution_of
 from .base import Proposal
 from .folder import Folder, NoisyLosses
 from .run import Run

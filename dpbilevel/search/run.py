@@ -11,16 +11,16 @@ from jax.core import Tracer
 
 from .. import _checks
 from ..core import spent
-from ..core.checkpoint import Checkpoint
 from ..core.loop import bound_to
 from ..core.plan import calibrated
-from ..core.resume import first_checkpoint
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.clipping import Precision
-from ..privacy.floats import double_precision
+from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, check_key
+from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
+from ..runs.checkpoint import Checkpoint
+from ..runs.resume import first_checkpoint
 from .base import AbstractAskTellSolver
 from .folder import fingerprint
 from .problem import BlackBox

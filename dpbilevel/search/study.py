@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core import spending
 from ..core.spent import PrivacyWarning
 from ..privacy.report import rounded_up
+from ..runs import spending
 from .ask_tell import AskTell
 
 # User attributes of trials.

@@ -20,12 +20,12 @@ from ..core.levels import people_of
 from ..core.loop import inner_solve
 from ..core.solver import AbstractGaussianSolver
 from ..onelevel.noisy_gd import NoisyGD
+from ..privacy.accounting.repetitions import Repetitions
 from ..privacy.budget import People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from ..privacy.queries import Query
-from ..privacy.repetitions import Repetitions
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 from ..privacy.selection import Selection
 from .best_run import BestRun, check_enough
 from .losses import centered

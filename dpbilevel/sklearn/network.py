@@ -19,8 +19,8 @@ from ..core.seeds import refuse
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
-from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
-from ..privacy.structure import rowwise
+from ..privacy.per_example.structure import rowwise
+from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
 from .base import PrivateClassifier, key_or_fresh, with_nan
 from .descent import plan_of
 from .lengths import Lengths

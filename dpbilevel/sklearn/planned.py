@@ -13,9 +13,9 @@ from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.queries import RECORDS, Query
+from ..privacy.records.rows import filler, padded_rows
 from ..privacy.releases import Release
-from ..privacy.rows import filler, padded_rows
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.sampling import FullBatch
+from ..privacy.sampling.base import FullBatch
 
 SHARE = 0.2  # of the squared budget
 _STEPS, _CLIP_NORM, _LONGEST_STEP = 50, 1.8, 4.0

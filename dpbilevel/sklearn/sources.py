@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
-from ..bilevel.applications import SourceWeighting, source_weighting, source_weights
+from ..applications.base import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
 from ..core.levels import check_apart
-from ..core.progress import check_bar, step_bar
 from ..core.seeds import refuse
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
@@ -19,6 +18,7 @@ from ..planning.race import Effort
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey
+from ..runs.progress import check_bar, step_bar
 from .base import Described, key_or_fresh
 from .declared import declared, index_of
 from .descent import plan_of
@@ -47,7 +47,7 @@ class DPSourceReweighting(LinearClassifier):
         fit_intercept: Whether to fit a constant, too.
         ridge: $\rho$, the public penalty of `source_weighting`, in units of the rows.
         solver: `"auto"`, or a solver of `source_weighting` such as
-            `bilevel.SelectedSources`, which needs no dry runs.
+            `applications.SelectedSources`, which needs no dry runs.
         effort: `"fast"` or `"thorough"`, of the dry runs.
         verbose: Whether to show a bar of the dry runs on stderr; needs tqdm.
         check_records: Whether to release the fraction of usable records, for a

@@ -17,7 +17,7 @@ from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.core import checkpoint, spending
+from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import (
     CSV_DATA,
     GENERATED,

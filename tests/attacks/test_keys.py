@@ -12,14 +12,15 @@ import pytest
 from jax.errors import KeyReuseError
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import PenaltyTuning, SourceWeighting, penalty
+from dpbilevel.applications import PenaltyTuning, SourceWeighting
+from dpbilevel.bilevel import penalty
 from dpbilevel.core import loop as base
 from dpbilevel.onelevel import noisy_gd
 from dpbilevel.privacy import noise, releases
-from dpbilevel.privacy.clipping import Bounded
+from dpbilevel.privacy.exact.normal import standard_normal
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.noise import derive, step_keys
-from dpbilevel.privacy.normal import standard_normal
+from dpbilevel.privacy.per_example.clipping import Bounded
 from dpbilevel.privacy.queries import Query
 from tests.cases import first_of_each_class, found
 from tests.problems import DECLARED
@@ -60,7 +61,7 @@ def no_loss(y, z):
 
 
 SOURCES = dpb.source_weighting(no_loss, SIZE, source=lambda z: -jnp.ones_like(z, int))
-SCORING = dpb.bilevel.ScoringModel(no_loss, ZERO)
+SCORING = dpb.applications.ScoringModel(no_loss, ZERO)
 
 TUNING = dpb.penalty_tuning(no_loss, np.zeros(SIZE, int))
 
@@ -141,7 +142,7 @@ def wide(name):
     sizes = dpb.Sizes(SIZE, SIZE, people)
     problem = APART if isinstance(solver, dpb.bilevel.LowerFirst) else TWO_LEVELS
     last = getattr(solver, "then", solver)
-    few = isinstance(last, dpb.bilevel.Recalibration)
+    few = isinstance(last, dpb.applications.Recalibration)
     # A constant for each of so many scores that their curvature is recorded.
     y0 = jnp.zeros((1, math.isqrt(SIZE))) if few else ZERO
     return problem, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, y0)

@@ -14,11 +14,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import dpbilevel as dpb
-from dpbilevel.privacy import clipped_mean, mixing, structure
+from dpbilevel.privacy import clipped_mean
 from dpbilevel.privacy.jaxprs import bound, inner_jaxprs
-from dpbilevel.privacy.mixing import FUNCTIONS, mixed_rows
-from dpbilevel.privacy.rowwise import ROWWISE
-from dpbilevel.privacy.structure import rowwise
+from dpbilevel.privacy.per_example import mixing, structure
+from dpbilevel.privacy.per_example.mixing import FUNCTIONS, mixed_rows
+from dpbilevel.privacy.per_example.rowwise import ROWWISE
+from dpbilevel.privacy.per_example.structure import rowwise
 
 from .mixing_canaries import ENTRIES
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpbilevel.privacy import grouped, norms, summation
-from dpbilevel.privacy.clipping import clipped_mean
-from dpbilevel.privacy.factored import Factored
-from dpbilevel.privacy.norms import TOO_LONG, measured
-from dpbilevel.privacy.sampling import Batch
+from dpbilevel.privacy.per_example import grouped, norms, summation
+from dpbilevel.privacy.per_example.clipping import clipped_mean
+from dpbilevel.privacy.per_example.factored import Factored
+from dpbilevel.privacy.per_example.norms import TOO_LONG, measured
+from dpbilevel.privacy.sampling.base import Batch
 
 # Losses whose gradient with respect to W is sum_t left_t right_t^T, for any factors.
 P, Q = 24, 20

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import sensitivities, zoo
+from dpbilevel.bilevel import zoo
+from dpbilevel.bilevel.certificates import sensitivities
 from dpbilevel.draws import (
     AlternatingSampler,
     ConvexEnvelope,

@@ -9,9 +9,9 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.loop import planned_rows, scan_steps
-from dpbilevel.privacy import microbatches
 from dpbilevel.privacy.noise import step_keys
-from dpbilevel.privacy.rows import Padded, padded, padded_rows
+from dpbilevel.privacy.per_example import microbatches
+from dpbilevel.privacy.records.rows import Padded, padded, padded_rows
 
 pytestmark = pytest.mark.reuses_keys  # the same noise on both sides shows what moves
 

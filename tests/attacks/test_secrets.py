@@ -9,8 +9,8 @@ from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.cli.prepared import prepare
-from dpbilevel.core import checkpoint, spending
 from dpbilevel.privacy import noise
+from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import GENERATED
 
 STEPS = 4  # three of the search and the refit

@@ -14,9 +14,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import certified, sensitivities
-from dpbilevel.bilevel.bounds import Bounds, Metric
-from dpbilevel.bilevel.fixed_count import Spectrum
+from dpbilevel.bilevel.certificates import certified, sensitivities
+from dpbilevel.bilevel.certificates.bounds import Bounds, Metric
+from dpbilevel.bilevel.certificates.fixed_count import Spectrum
 from dpbilevel.draws.mechanisms import BoundedScore
 from dpbilevel.draws.release import Draw
 from dpbilevel.draws.samplers import restricted
@@ -33,12 +33,12 @@ from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective, _steps
 from dpbilevel.draws.scores.mean_loss import MeanLoss, public_part, spread_of
 from dpbilevel.games import certified as resolvent
 from dpbilevel.games.resolvents import Resolvent
-from dpbilevel.privacy import accounting, pure, renyi
+from dpbilevel.privacy.accounting import profiles, pure, renyi
+from dpbilevel.privacy.accounting.repetitions import Repetitions
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.norms import measured
+from dpbilevel.privacy.per_example.norms import measured
 from dpbilevel.privacy.queries import Query
-from dpbilevel.privacy.repetitions import Repetitions
-from dpbilevel.privacy.rows import padded_rows
+from dpbilevel.privacy.records.rows import padded_rows
 from dpbilevel.privacy.selection import Selection
 
 SIDE = 256
@@ -581,11 +581,11 @@ def test_people_in_both_levels_are_charged_the_whole_draw_and_others_their_share
     for people, multiplier in (("OVERLAPPING", 2.0), ("DISJOINT", 4.0)):
         charged = dict(part.charges(dpb.People[people]))
         for event in charged.values():
-            assert accounting.gaussian_mu(event) == pytest.approx(1 / multiplier)
+            assert profiles.gaussian_mu(event) == pytest.approx(1 / multiplier)
     part = draw_release(dpb.draws.Exponential(0.5), roles)
     for people, epsilon in (("OVERLAPPING", 0.5), ("DISJOINT", 0.25)):
         for _, event in part.charges(dpb.People[people]):
-            assert accounting.pure_epsilons(event) == pytest.approx([epsilon])
+            assert profiles.pure_epsilons(event) == pytest.approx([epsilon])
 
 
 def alternating_draw():
@@ -619,7 +619,7 @@ def test_every_distance_of_every_draw_is_counted():
     part = draw_release(mechanism, guarantee=guarantee, inexact=1e-4, count=3)
     assert part.failure == pytest.approx(3 * 1.1e-3)
     ((_, event),) = part.charges(dpb.People.OVERLAPPING)
-    assert accounting.pure_epsilons(event) == pytest.approx([0.5] * 3)
+    assert profiles.pure_epsilons(event) == pytest.approx([0.5] * 3)
 
 
 def test_the_coin_of_a_pure_release_costs_no_less_than_it_was_made_from():
@@ -957,7 +957,7 @@ def test_every_selection_is_charged_and_may_run_out_of_runs():
     assert one.failure > 0
     assert three.failure == pytest.approx(3 * one.failure)
     charged = [
-        renyi.Divergences(accounting._flatten(event)).epsilon(1e-5)
+        renyi.Divergences(profiles._flatten(event)).epsilon(1e-5)
         for part in (one, three)
         for _, event in part.charges(dpb.People.OVERLAPPING)
     ]
@@ -981,7 +981,7 @@ def test_runs_on_numbered_batches_are_charged_one_by_one():
     queries = (Query("records", 100, 1.0, dpb.privacy.SinglePass(10)),)
     part = dpb.privacy.Release("a", 5, queries, dpb.privacy.Gaussian(2.0))
     charged = [
-        accounting.gaussian_mu(event)
+        profiles.gaussian_mu(event)
         for run in part.repeated(2)
         for _, event in run.charges(dpb.People.OVERLAPPING)
     ]

@@ -12,36 +12,36 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel import audit
+from dpbilevel.applications.source_levels import Kept, Mixture, Moments, Scores
 from dpbilevel.audit.worst_cases import BEYOND
-from dpbilevel.bilevel import certified, sensitivities
-from dpbilevel.bilevel.fixed_count import Spectrum
+from dpbilevel.bilevel.certificates import certified, sensitivities
+from dpbilevel.bilevel.certificates.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
-from dpbilevel.bilevel.source_levels import Kept, Mixture, Moments, Scores
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.onelevel import AdaptiveClipGD, AllocatedGD
 from dpbilevel.onelevel.noisy_gd import gradient_release
-from dpbilevel.privacy.allocation import RandomAllocation
-from dpbilevel.privacy.clipping import unsealed
+from dpbilevel.privacy.exact.normal import standard_normal
 from dpbilevel.privacy.noise import step_keys
-from dpbilevel.privacy.normal import standard_normal
+from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.queries import Query
+from dpbilevel.privacy.records.rows import unpacked
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.rows import unpacked
-from tests.audit import mutants_gibo
-from tests.audit.runs import audited, claim_of
-from tests.bilevel.test_finite_difference import planned_differences
-from tests.bilevel.test_group_runs import planned_scaled
-from tests.bilevel.test_implicit import planned_implicit
-from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
-from tests.bilevel.test_recalibration import planned_recalibration
-from tests.bilevel.test_single_loop import planned_single_loop
-from tests.bilevel.test_source_runs import (
+from dpbilevel.privacy.sampling.allocation import RandomAllocation
+from tests.applications.test_group_runs import planned_scaled
+from tests.applications.test_recalibration import planned_recalibration
+from tests.applications.test_source_runs import (
     planned_fit_of_both,
     planned_moments,
     planned_selected,
 )
-from tests.bilevel.test_warm_start import planned_refit_of_both
+from tests.applications.test_warm_start import planned_refit_of_both
+from tests.audit import mutants_gibo
+from tests.audit.runs import audited, claim_of
+from tests.bilevel.test_finite_difference import planned_differences
+from tests.bilevel.test_implicit import planned_implicit
+from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
+from tests.bilevel.test_single_loop import planned_single_loop
 from tests.cases import Mutant, with_mechanism
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_localized_draws import planned_localized
@@ -635,19 +635,19 @@ def sealed_at_half(kind):
 HalfScores, HalfKept, HalfMoments = map(sealed_at_half, (Scores, Kept, Moments))
 
 
-class ScoresAtHalf(dpb.bilevel.SelectedSources):
+class ScoresAtHalf(dpb.applications.SelectedSources):
     """Takes a score for half as long as it is."""
 
     def scored(self, problem, w0, model):
-        sound = dpb.bilevel.SelectedSources.scored(self, problem, w0, model)
+        sound = dpb.applications.SelectedSources.scored(self, problem, w0, model)
         return HalfScores(**vars(sound))
 
 
-class WeighsAfterTheClip(dpb.bilevel.SelectedSources):
+class WeighsAfterTheClip(dpb.applications.SelectedSources):
     """Gives the clipped gradients of kept sources a weight of two."""
 
     def of_kept(self, problem, w0, found):
-        sound = dpb.bilevel.SelectedSources.of_kept(self, problem, w0, found)
+        sound = dpb.applications.SelectedSources.of_kept(self, problem, w0, found)
         return HalfKept(**vars(sound))
 
 
@@ -678,12 +678,12 @@ def charging_lower_alone(kind):
 
 
 @functools.cache
-def selected(kind=dpb.bilevel.SelectedSources):
+def selected(kind=dpb.applications.SelectedSources):
     return audited(planned_selected(kind), runs=20_000)
 
 
 @functools.cache
-def fit_of_both(kind=dpb.bilevel.SelectedSources):
+def fit_of_both(kind=dpb.applications.SelectedSources):
     return audited(planned_fit_of_both(kind), runs=20_000)
 
 
@@ -696,18 +696,18 @@ def of_selected(kind):
     return Mutant("SelectedSources", lambda: selected(kind), selected)
 
 
-class QuieterMoments(dpb.bilevel.MixedSources):
+class QuieterMoments(dpb.applications.MixedSources):
     """Adds a tenth of the noise that is charged to second moments."""
 
     def run(self, name, found):
-        solver = dpb.bilevel.MixedSources.run(self, name, found)
+        solver = dpb.applications.MixedSources.run(self, name, found)
         if name not in ("moments", "remoments"):
             return solver
         return solver.with_noise(solver.run_noise.noise_multiplier / 10)
 
 
 @functools.cache
-def mixed_moments(kind=dpb.bilevel.MixedSources):
+def mixed_moments(kind=dpb.applications.MixedSources):
     return audited(planned_moments(kind), runs=20_000)
 
 
@@ -737,23 +737,23 @@ def moments_of_mixtures(kind=Moments):
     )
 
 
-class QuieterCurvature(dpb.bilevel.Recalibration):
+class QuieterCurvature(dpb.applications.Recalibration):
     """Adds a tenth of the noise that is charged to its curvature."""
 
     def run(self, name, found):
-        solver = dpb.bilevel.Recalibration.run(self, name, found)
+        solver = dpb.applications.Recalibration.run(self, name, found)
         if name != "curvature":
             return solver
         return solver.with_noise(solver.run_noise.noise_multiplier / 10)
 
 
 @functools.cache
-def recalibration(kind=dpb.bilevel.Recalibration):
+def recalibration(kind=dpb.applications.Recalibration):
     return audited(planned_recalibration(kind, "overlapping"), runs=20_000)
 
 
 @functools.cache
-def scaled(kind=dpb.bilevel.ScaledGroups):
+def scaled(kind=dpb.applications.ScaledGroups):
     return audited(planned_scaled(kind), runs=20_000)
 
 
@@ -973,7 +973,7 @@ MUTANTS = {
     "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
     "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),
     "a model of kept sources that is not counted": of_selected(
-        forgetting(dpb.bilevel.SelectedSources, "fit")
+        forgetting(dpb.applications.SelectedSources, "fit")
     ),
     "second moments charged at half of their clip norm": Mutant(
         "MixedSources", lambda: moments_of_mixtures(HalfMoments), moments_of_mixtures
@@ -985,7 +985,7 @@ MUTANTS = {
     ),
     "a fit on both levels charged to one": Mutant(
         "SelectedSources, both levels",
-        lambda: fit_of_both(charging_lower_alone(dpb.bilevel.SelectedSources)),
+        lambda: fit_of_both(charging_lower_alone(dpb.applications.SelectedSources)),
         fit_of_both,
     ),
     "a refit of both levels charged to one": Mutant(
@@ -995,12 +995,12 @@ MUTANTS = {
     ),
     "slope and constant that are not counted": Mutant(
         "Recalibration",
-        lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "fit")),
+        lambda: recalibration(forgetting(dpb.applications.Recalibration, "fit")),
         recalibration,
     ),
     "curvature that is not counted": Mutant(
         "Recalibration",
-        lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "curvature")),
+        lambda: recalibration(forgetting(dpb.applications.Recalibration, "curvature")),
         recalibration,
     ),
     "curvature with a tenth of its noise": Mutant(
@@ -1008,7 +1008,7 @@ MUTANTS = {
     ),
     "scales of a gradient that is not counted": Mutant(
         "ScaledGroups",
-        lambda: scaled(forgetting(dpb.bilevel.ScaledGroups, "screen")),
+        lambda: scaled(forgetting(dpb.applications.ScaledGroups, "screen")),
         scaled,
     ),
     "half the sensitivity of the utility": Mutant(

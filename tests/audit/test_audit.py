@@ -11,7 +11,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.claims import TradeOffCurve
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from tests.audit.runs import LONG, SHORT, audited, claim_of, outcomes
 from tests.bilevel.test_penalty import planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
@@ -61,7 +61,7 @@ def test_gaussian_solvers_leak_most_of_what_their_ledger_claims(name, runs):
         events = canary.solver.ledger(canary.problem, canary.solver.sizes).events()
         person = outcome.name.split(", ")[1]
         assert outcome.claimed_mu == pytest.approx(
-            accounting.gaussian_mu(events[person]), rel=case.tolerance
+            profiles.gaussian_mu(events[person]), rel=case.tolerance
         )
         assert outcome.measured_mu >= least * outcome.claimed_mu
 

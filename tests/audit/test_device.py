@@ -5,14 +5,14 @@ import pytest
 from dpbilevel import audit
 from dpbilevel.audit import device
 from dpbilevel.cli.main import main
-from dpbilevel.privacy import products
+from dpbilevel.privacy.exact import matmul_check
 from tests.cli.test_cli import config, failure  # noqa: F401
 
 
 @pytest.fixture
 def few(monkeypatch):
-    short = products._BEFORE_SUMS
-    found = tuple(products.product_errors("float32", short))
+    short = matmul_check._BEFORE_SUMS
+    found = tuple(matmul_check.product_errors("float32", short))
     monkeypatch.setattr(device, "product_errors", lambda dtype: found)
     monkeypatch.setattr(device, "mixed_rows", tuple)
     return found
@@ -28,8 +28,8 @@ def test_the_command_prints_every_product_the_device_and_the_release_of_jax(caps
     assert main(["device"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("matrix products on cpu (cpu), JAX 0.1")
-    assert len(lines) == 3 + len(products.PRODUCTS)
-    for line, product in zip(lines[1:], products.PRODUCTS, strict=False):
+    assert len(lines) == 3 + len(matmul_check.PRODUCTS)
+    for line, product in zip(lines[1:], matmul_check.PRODUCTS, strict=False):
         assert line.startswith(f"  passed  float32  {product}")
         assert "of the bound (" in line
     assert lines[-2].startswith("all within the bound")
@@ -77,8 +77,10 @@ def test_a_run_on_such_a_device_is_refused_before_it_spends(
     capsys,
     monkeypatch,
 ):
-    coarse = products.ProductError(products.PRODUCTS[0], "float32", 4100.0, "few terms")
-    monkeypatch.setattr(products, "_worst", lambda device, dtype: coarse)
+    coarse = matmul_check.ProductError(
+        matmul_check.PRODUCTS[0], "float32", 4100.0, "few terms"
+    )
+    monkeypatch.setattr(matmul_check, "_worst", lambda device, dtype: coarse)
     text = failure(capsys, "run", config, "--out", str(tmp_path / "out"))
     assert "run: on cpu (cpu, JAX" in text
     assert not (tmp_path / "out").exists()

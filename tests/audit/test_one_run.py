@@ -68,7 +68,7 @@ def test_the_whole_curve_of_a_gaussian_shows_more_than_one_pair():
         10.0,
         xtol=1e-3,
     )
-    assert dpb.privacy.accounting.gaussian_epsilon(mu, delta) > by_pair
+    assert dpb.privacy.accounting.profiles.gaussian_epsilon(mu, delta) > by_pair
 
 
 def test_more_right_guesses_refute_more():

@@ -13,8 +13,8 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.unseal import opened
 from dpbilevel.audit.worst_cases import BEYOND
-from dpbilevel.bilevel import certified, sensitivities
-from dpbilevel.bilevel.clipped_upper import ClippedUpper
+from dpbilevel.bilevel.certificates import certified, sensitivities
+from dpbilevel.bilevel.certificates.clipped_upper import ClippedUpper
 from tests.bilevel.test_constants import SIZES as SIX
 from tests.bilevel.test_constants import exact_solution, tuning, worst_neighbours
 from tests.bilevel.test_implicit import implicit, planned_implicit, value_at, wide

@@ -11,7 +11,8 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.bilevel import certified, sensitivities, zoo
+from dpbilevel.bilevel import zoo
+from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.onelevel.losses import shortened
 from tests.problems import DECLARED
 

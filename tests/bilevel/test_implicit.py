@@ -12,8 +12,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import certified, sensitivities, zoo
-from dpbilevel.bilevel.fixed_count import Spectrum
+from dpbilevel.bilevel import zoo
+from dpbilevel.bilevel.certificates import certified, sensitivities
+from dpbilevel.bilevel.certificates.fixed_count import Spectrum
 from dpbilevel.core.outputs import UniformIterate
 from tests.cases import Audited, Case, planned
 from tests.problems import CERTIFIED, DECLARED, EXACT, LEVELS, Y0

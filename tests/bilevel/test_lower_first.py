@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import LowerFirst, mixed_model, mixing_start, source_mixing
-from dpbilevel.privacy import accounting
+from dpbilevel.applications import mixed_model, mixing_start, source_mixing
+from dpbilevel.bilevel import LowerFirst
+from dpbilevel.privacy.accounting import profiles
 from tests.cases import Audited, Case, planned
 
 SOURCES, D = 2, 3
@@ -141,7 +142,7 @@ def test_shares_split_the_squared_budget_of_people_in_both_levels():
     ledger = LowerFirst(GD, GD, (0.3, 0.7)).with_noise(2.0).ledger(MIXING, sizes)
     assert [r.name for r in ledger.releases] == ["lower: gradient", "upper: gradient"]
     (event,) = ledger.events().values()
-    assert accounting.gaussian_mu(event) == pytest.approx(1 / 2.0)
+    assert profiles.gaussian_mu(event) == pytest.approx(1 / 2.0)
     shares = [r.count / r.noise_multiplier**2 for r in ledger.releases]
     assert shares[0] / sum(shares) == pytest.approx(0.3)
 

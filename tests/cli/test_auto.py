@@ -9,13 +9,13 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import MixedSources, SelectedSources
+from dpbilevel.applications import MixedSources, SelectedSources
 from dpbilevel.cli import auto, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.core import spending
 from dpbilevel.planning import dry_runs
 from dpbilevel.planning.settings import toml_of
+from dpbilevel.runs import spending
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import GENERATED
 
@@ -177,7 +177,7 @@ def test_a_solver_comes_back_from_what_is_written(solver, file):
             SelectedSources(
                 FIT,
                 FIT,
-                scoring=dpb.bilevel.ScoringModel(dpb.logistic_loss, {"w": 0.0}),
+                scoring=dpb.applications.ScoringModel(dpb.logistic_loss, {"w": 0.0}),
             ),
             "a function",
         ),
@@ -223,7 +223,7 @@ def test_a_config_under_add_or_remove_one_is_planned_under_it(file, few, tmp_pat
 def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
     def scaled(problem, w0, clip_norm, records, intercept):
         assert (w0[0] == -8.0).all()
-        solver = dpb.bilevel.ScaledGroups(FIT)
+        solver = dpb.applications.ScaledGroups(FIT)
         return (planning.Candidate("scaled", (solver,), 2),)
 
     monkeypatch.setattr(dry_runs, "candidates", scaled)
@@ -233,7 +233,7 @@ def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
     assert main(["auto", str(path), "--out", str(out)]) == 0
     config = read_config(out)
     assert (config.task.start(config.data.blocks)[0] == -8.0).all()
-    assert isinstance(config.solver, dpb.bilevel.ScaledGroups)
+    assert isinstance(config.solver, dpb.applications.ScaledGroups)
     middle = path.read_text().replace("[model]", '[model]\nstart_at = "middle"')
     path.write_text(middle)
     assert auto.read_unplanned(str(path))[0].task.start_at == "middle"

@@ -18,9 +18,9 @@ from dpbilevel.cli.main import main
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Place
-from dpbilevel.core import checkpoint, odometer, spending
 from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.privacy.budget import PrivacyBudget
+from dpbilevel.runs import checkpoint, odometer, spending
 from tests.cli.test_cli import failure
 from tests.cli.test_evaluation import TEST
 from tests.cli.test_files import SETTINGS, TRAINING

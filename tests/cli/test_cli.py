@@ -8,7 +8,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.cli.main import main
-from dpbilevel.core import checkpoint
+from dpbilevel.runs import checkpoint
 from tests.cli.test_runner import CSV_DATA, GENERATED, rows_of, write_csv
 
 

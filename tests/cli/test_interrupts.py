@@ -15,7 +15,7 @@ from dpbilevel.cli import results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.core import checkpoint, interrupts, lock, spending
+from dpbilevel.runs import checkpoint, interrupts, lock, spending
 from tests.cli.test_runner import GENERATED, bits
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

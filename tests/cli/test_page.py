@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dpbilevel.applications import MixedSources, ScaledGroups, SelectedSources
 from dpbilevel.audit.claims import gaussian_claim
-from dpbilevel.bilevel import MixedSources, ScaledGroups, SelectedSources
 from dpbilevel.cli import attack, page, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main

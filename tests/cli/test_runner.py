@@ -20,7 +20,7 @@ from dpbilevel.cli.data import as_levels, load
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Place
-from dpbilevel.core import checkpoint
+from dpbilevel.runs import checkpoint
 
 GENERATED = """
 task = "source_weighting"

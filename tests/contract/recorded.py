@@ -7,8 +7,8 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.audit.unseal import opened
-from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
+from dpbilevel.privacy.per_example.clipping import Bounded
 from tests.cases import first_of_each_class, found
 
 CASES = found("CONTRACT")

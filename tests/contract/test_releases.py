@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import AbstractGaussianRelease
@@ -224,7 +224,7 @@ def excess(name, **options):
             changes = moved(name, person, row, factors, **options)
             # No release moves by more than the sensitivity that its noise follows.
             found += [change * strength / scale for change, scale, strength in changes]
-            mu = accounting.gaussian_mu(events[person]) if person in events else None
+            mu = profiles.gaussian_mu(events[person]) if person in events else None
             if mu:
                 total = sum((change / scale) ** 2 for change, scale, _ in changes)
                 found.append(total**0.5 / mu)

@@ -221,16 +221,16 @@ def test_runs_are_judged_by_the_fit_that_meets_the_public_terms():
     fit = dpb.NoisyGD(5, 1.0, 1.0)
     problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=5.0)
     for solver in (
-        dpb.bilevel.SelectedSources(fit, fit),
-        dpb.bilevel.MixedSources(fit, fit, fit, fit),
+        dpb.applications.SelectedSources(fit, fit),
+        dpb.applications.MixedSources(fit, fit, fit, fit),
     ):
         found, _, _ = rows(solver, jnp.zeros(2), problem)
         assert [row["release"] for row in found] == ["steps of fit"]
     mixing = dataclasses.replace(
-        dpb.bilevel.source_mixing(dpb.logistic_loss, 2),
+        dpb.applications.source_mixing(dpb.logistic_loss, 2),
         lower_public=lambda _, y: 5.0 * jnp.sum(y**2),
     )
-    w0 = dpb.bilevel.mixing_start(jnp.zeros(6), 2)
+    w0 = dpb.applications.mixing_start(jnp.zeros(6), 2)
     with pytest.warns(UserWarning, match="steps of lower, of size 1, overshoot"):
         dpb.calibrate(
             mixing, dpb.bilevel.LowerFirst(fit, fit), BUDGET, sizes=SIZES, w0=w0

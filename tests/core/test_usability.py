@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dpbilevel.privacy.accounting.gaussian import gaussian_delta
 
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core import plan, usability
 from dpbilevel.core.usability import Columns, RecordsCheck
-from dpbilevel.privacy.gaussian import gaussian_delta
 from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.privacy.queries import Query
 
@@ -104,7 +104,7 @@ def test_everybody_is_charged_a_hundredth_of_the_squared_budget(people):
     check = RecordsCheck.planned(columns, BUDGET, sizes)
     ledger = Ledger(check.releases, people or "overlapping")
     for event in ledger.events().values():
-        mu = dpb.privacy.accounting.gaussian_mu(event)
+        mu = dpb.privacy.accounting.profiles.gaussian_mu(event)
         assert mu**2 == pytest.approx(0.01 * total**2)
 
 

@@ -17,7 +17,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
-from dpbilevel.privacy import accounting, pure
+from dpbilevel.privacy.accounting import profiles, pure
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import CERTIFIED, EXACT, LEVELS, LOWER, ONE_LEVEL, Y0
@@ -196,14 +196,14 @@ def test_declared_constants_bound_the_range_and_are_listed():
 def test_pure_events_have_the_profile_of_randomized_response(total):
     event = pure.event(total)
     epsilon = np.linspace(0, 1.2 * total, 13)
-    found = [accounting.delta(event, dpb.Neighbours.REPLACE_ONE, e) for e in epsilon]
+    found = [profiles.delta(event, dpb.Neighbours.REPLACE_ONE, e) for e in epsilon]
     p = math.exp(total) / (1 + math.exp(total))
     expected = np.maximum(0, p - np.exp(epsilon) * (1 - p))
     np.testing.assert_allclose(found, expected, atol=1e-12)
     relation = dpb.Neighbours.REPLACE_ONE
-    assert accounting.epsilon(event, relation, 0.0) == pytest.approx(total, rel=1e-9)
-    smaller = accounting.epsilon(event, relation, 1e-2)
-    back = accounting.delta(event, relation, smaller)
+    assert profiles.epsilon(event, relation, 0.0) == pytest.approx(total, rel=1e-9)
+    smaller = profiles.epsilon(event, relation, 1e-2)
+    back = profiles.delta(event, relation, smaller)
     assert back == pytest.approx(1e-2, rel=1e-6) or smaller == 0
 
 
@@ -211,13 +211,13 @@ def test_pure_and_gaussian_events_compose_to_less_than_the_sum():
     relation = dpb.Neighbours.REPLACE_ONE
     gaussian = dp_accounting.GaussianDpEvent(4.0)
     both = dp_accounting.ComposedDpEvent([pure.event(0.5), gaussian])
-    alone = accounting.epsilon(gaussian, relation, 1e-5)
-    together = accounting.epsilon(both, relation, 1e-5)
+    alone = profiles.epsilon(gaussian, relation, 1e-5)
+    together = profiles.epsilon(both, relation, 1e-5)
     assert alone < together < alone + 0.5
     twice = dp_accounting.SelfComposedDpEvent(pure.event(0.5), 2)
-    assert accounting.delta(twice, relation, 1.0 + 1e-12) == 0.0
-    assert accounting.delta(twice, relation, 0.9) > 0.0
-    assert accounting.epsilon(twice, relation, 0.0) == pytest.approx(1.0)
+    assert profiles.delta(twice, relation, 1.0 + 1e-12) == 0.0
+    assert profiles.delta(twice, relation, 0.9) > 0.0
+    assert profiles.epsilon(twice, relation, 0.0) == pytest.approx(1.0)
 
 
 @functools.cache
@@ -368,7 +368,7 @@ def test_a_draw_that_starts_a_descent_is_composed_with_it():
         dpb.draws.Grid(0.1 * jnp.eye(4, dtype=jnp.float32)), score="gradient_norm"
     )
     then = dpb.ImplicitBilevel(3, 0.05)
-    both = dpb.bilevel.WarmStarted(first, then, (0.5, 0.5))
+    both = dpb.applications.WarmStarted(first, then, (0.5, 0.5))
     budget = dpb.PrivacyBudget(1.0, 1e-5)
     sizes = EXACT.problem.sizes_of(EXACT.data, "disjoint")
     plan = dpb.calibrate(EXACT.problem, both, budget, sizes=sizes)

@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.audit.worst_cases import _LIPSCHITZ
 from dpbilevel.draws import LocalizedDraws, RegularizedExponentialMechanism
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from tests.cases import Audited, Case, planned
 from tests.draws.test_regularized import ALTERNATING, LEANING, smooth
 from tests.draws.test_untimed import UNTIMED
@@ -51,7 +51,7 @@ def test_rounds_cost_together_what_one_gaussian_release_costs():
         ledger = plan.solver.ledger(smooth(), 40)
     (event,) = ledger.events().values()
     whole = 1 / float(plan.solver.draw.mechanism.calibrated())
-    assert accounting.gaussian_mu(event) == pytest.approx(whole, rel=1e-6)
+    assert profiles.gaussian_mu(event) == pytest.approx(whole, rel=1e-6)
     found = [float(part.mechanism.calibrated()) for part in plan.solver.rounds]
     assert 1 / np.square(found) == pytest.approx(whole**2 * np.array([1, 2, 5]) / 8)
     assert plan.report.accountant == "exact Gaussian composition"

@@ -14,7 +14,7 @@ import dpbilevel as dpb
 from dpbilevel.audit.worst_cases import _LIPSCHITZ
 from dpbilevel.draws.scores import mean_loss
 from dpbilevel.draws.scores.mean_loss import MeanLoss
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER
@@ -167,7 +167,7 @@ def test_float32_is_refused_where_its_rounding_would_take_delta():
 def test_a_draw_costs_what_one_gaussian_release_costs():
     plan = dpb.calibrate(smooth(), regularized(), BUDGET, sizes=40)
     multiplier = float(plan.solver.mechanism.noise_multiplier)
-    gaussian = accounting.gaussian_delta(1 / multiplier, 1.0)
+    gaussian = profiles.gaussian_delta(1 / multiplier, 1.0)
     slack = (1 + math.e) * plan.solver.sampler.distance
     assert gaussian + slack >= BUDGET.delta * (1 - 1e-3) >= 0.9 * gaussian
     rate, mu = temperature_and_regularizer(plan, smooth(), 40)

@@ -12,7 +12,7 @@ import dpbilevel as dpb
 from dpbilevel.games import gaps
 from dpbilevel.games.certified import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
-from dpbilevel.privacy.sampling import Batch
+from dpbilevel.privacy.sampling.base import Batch
 from tests.cases import Audited, Case, planned
 from tests.games.saddle_zoo import N, example, point
 from tests.problems import LOWER, SADDLE, SADDLE_START

@@ -10,7 +10,8 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import OneLevel, SelectedSources, WarmStarted
+from dpbilevel.applications import SelectedSources, WarmStarted
+from dpbilevel.bilevel import OneLevel
 from dpbilevel.planning import conclusions, dry_runs, race
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
@@ -327,8 +328,8 @@ def test_candidates_for_networks_leave_out_mixtures_and_searches_of_weights():
 
 
 def test_the_lower_level_first_is_a_candidate_where_it_reads_no_x():
-    mixing = dpb.bilevel.source_mixing(dpb.logistic_loss, 2)
-    w0 = dpb.bilevel.mixing_start(jnp.zeros(6), 2)
+    mixing = dpb.applications.source_mixing(dpb.logistic_loss, 2)
+    w0 = dpb.applications.mixing_start(jnp.zeros(6), 2)
 
     def reading(x, y):
         return jnp.sum(x) * jnp.sum(y**2)
@@ -477,11 +478,11 @@ def test_the_clip_norm_of_a_network_is_no_norm_of_features():
 
 def test_a_start_above_the_least_penalties_is_remarked():
     problem = dpb.penalty_tuning(dpb.logistic_loss, np.arange(4) // 2)
-    start = dpb.bilevel.penalty_start(problem, jnp.zeros(4))
+    start = dpb.applications.penalty_start(problem, jnp.zeros(4))
     assert np.array_equal(start[0], [-8.0, -8.0])
     assert dry_runs._remark_on(problem, start) == ""
     above = start[0].at[1].set(-4.0), start[1]
-    assert "start at bilevel.penalty_start" in dry_runs._remark_on(problem, above)
+    assert "start at applications.penalty_start" in dry_runs._remark_on(problem, above)
 
 
 def network_loss(y, record):

@@ -11,7 +11,8 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import OneLevel, Recalibration, SelectedSources, WarmStarted
+from dpbilevel.applications import Recalibration, SelectedSources, WarmStarted
+from dpbilevel.bilevel import OneLevel
 from dpbilevel.planning import conclusions, losses, race
 from dpbilevel.planning.candidates import Candidate
 from dpbilevel.planning.settings import toml_of

@@ -1,20 +1,21 @@
 """What a run costs, computed a second time: from noise, clip norms and batches alone.
 
-Nothing of `dpbilevel.privacy.accounting`, of the events and charges of releases, or of
-dp-accounting is used. Of a release this reads how much noise a run adds, to what norm
-it clips and how batches are drawn, which the contract suite compares with what runs do.
+Nothing of `dpbilevel.privacy.accounting`, of the events and charges of releases, or
+of dp-accounting is used. Of a release this reads how much noise a run adds, to what
+norm it clips and how batches are drawn, which the contract suite compares with what
+runs do.
 """
 
 import collections
 import math
 
 import dpbilevel as dpb
-from dpbilevel.privacy.allocation import RandomAllocation
-from dpbilevel.privacy.fixed_size import FixedSize
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.sampling import FullBatch, Poisson
+from dpbilevel.privacy.sampling.allocation import RandomAllocation
+from dpbilevel.privacy.sampling.base import FullBatch, Poisson
+from dpbilevel.privacy.sampling.fixed_size import FixedSize
+from dpbilevel.privacy.sampling.single_pass import SinglePass
 from dpbilevel.privacy.selection import Selection
-from dpbilevel.privacy.single_pass import SinglePass
 from dpbilevel.search.declared import Trainings
 from tests.privacy import reference_accounting as reference
 

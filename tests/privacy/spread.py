@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import dpbilevel as dpb
 from dpbilevel.core.loop import planned_rows
-from dpbilevel.privacy.clipping import Bounded, clipped_mean, unsealed
+from dpbilevel.privacy.per_example.clipping import Bounded, clipped_mean, unsealed
 
 N, D = 4096, 16
 MICROBATCH = 128

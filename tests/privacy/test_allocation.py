@@ -12,11 +12,14 @@ import pytest
 import scipy
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting, allocation_loss
-from dpbilevel.privacy.allocation import RandomAllocation, RandomAllocationEvent
+from dpbilevel.privacy.accounting import allocation_loss, profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
+from dpbilevel.privacy.sampling.allocation import (
+    RandomAllocation,
+    RandomAllocationEvent,
+)
 from tests import cases
 from tests.privacy import reference_accounting as reference
 
@@ -110,7 +113,7 @@ def test_a_term_on_the_grid_keeps_its_mass_and_at_least_its_mean(way):
 def test_the_two_directions_of_add_or_remove_are_composed_apart():
     mu, epsilon = 1.0, 0.3
     event = RandomAllocationEvent(2, dp_accounting.GaussianDpEvent(1 / mu))
-    ways = accounting.compositions(event, ADD_OR_REMOVE)
+    ways = profiles.compositions(event, ADD_OR_REMOVE)
     for way, composed in zip(("remove", "add"), ways, strict=True):
         exact = of_two(way, mu, epsilon)
         assert exact * (1 - 1e-4) <= composed.delta(epsilon) <= 1.01 * exact
@@ -194,7 +197,7 @@ def test_profiles_are_convex_and_never_below_the_divergence(relation):
 
 def epsilon_of(event, relation, delta=1e-6):
     composed = dp_accounting.ComposedDpEvent([event])
-    return accounting.epsilon(composed, relation, delta)
+    return profiles.epsilon(composed, relation, delta)
 
 
 @pytest.mark.parametrize("relation", dpb.Neighbours)
@@ -228,7 +231,7 @@ def test_two_passes_are_those_of_a_quadrature():
     event = RandomAllocationEvent(2, dp_accounting.GaussianDpEvent(1 / (2 * mu)))
     twice = dp_accounting.SelfComposedDpEvent(event, 2)
     composed = dp_accounting.ComposedDpEvent([twice])
-    found = accounting.delta(composed, REPLACE, epsilon)
+    found = profiles.delta(composed, REPLACE, epsilon)
     assert exact * (1 - 1e-4) <= found <= 1.01 * exact
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.privacy import microbatches, summation
-from dpbilevel.privacy.clipping import unsealed
-from dpbilevel.privacy.microbatches import _chunk_rows, microbatch_rows
+from dpbilevel.privacy.per_example import microbatches, summation
+from dpbilevel.privacy.per_example.clipping import unsealed
+from dpbilevel.privacy.per_example.microbatches import _chunk_rows, microbatch_rows
 
 
 def identity(record):
@@ -326,7 +326,7 @@ MODULES = [m.name for m in pkgutil.walk_packages(dpb.__path__, "dpbilevel.")]
 def test_examples_in_docstrings_run(name):
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
-    assert results.attempted > 0 or name != "dpbilevel.privacy.clipping"
+    assert results.attempted > 0 or name != "dpbilevel.privacy.per_example.clipping"
 
 
 def test_more_records_than_sums_have_room_for_are_refused():

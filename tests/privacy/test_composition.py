@@ -10,9 +10,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting, pure
-from dpbilevel.privacy.composition import Composition, _Law
-from dpbilevel.privacy.losses import Allocated, Atoms, Shifted, Subset
+from dpbilevel.privacy.accounting import profiles, pure
+from dpbilevel.privacy.accounting.composition import Composition, _Law
+from dpbilevel.privacy.accounting.losses import Allocated, Atoms, Shifted, Subset
 from tests.privacy import reference_accounting as reference
 
 
@@ -73,7 +73,7 @@ def test_what_a_pass_may_lose_beyond_its_largest_finite_loss_counts_as_infinite(
 def test_composed_releases_without_delta_cost_what_a_binomial_sum_does(one, count):
     chance = 1 / (1 + math.exp(-one))
     event = dp_accounting.SelfComposedDpEvent(pure.event(one), count)
-    profile = accounting.profile(event, dpb.Neighbours.REPLACE_ONE)
+    profile = profiles.profile(event, dpb.Neighbours.REPLACE_ONE)
     ups = np.arange(count + 1)
     law = scipy.stats.binom.pmf(ups, count, chance)
     for part in (0.3, 0.5, 0.7):
@@ -81,7 +81,7 @@ def test_composed_releases_without_delta_cost_what_a_binomial_sum_does(one, coun
         gaps = np.maximum(one * (2 * ups - count) - epsilon, 0)
         exact = law @ -np.expm1(-gaps)
         assert exact * (1 - 1e-9) <= profile(epsilon) <= 1.01 * exact
-    found = accounting.epsilon(event, dpb.Neighbours.REPLACE_ONE, float(exact))
+    found = profiles.epsilon(event, dpb.Neighbours.REPLACE_ONE, float(exact))
     assert epsilon * (1 - 1e-6) <= found <= 1.01 * epsilon
 
 
@@ -95,7 +95,7 @@ def test_every_release_without_delta_beside_gaussian_ones_counts():
         * reference.gaussian(mu, epsilon - one * (2 * ups - count))
         for ups in range(count + 1)
     )
-    found = accounting.delta(event, dpb.Neighbours.REPLACE_ONE, epsilon)
+    found = profiles.delta(event, dpb.Neighbours.REPLACE_ONE, epsilon)
     assert exact * (1 - 1e-9) <= found <= 1.01 * exact
 
 

@@ -12,10 +12,12 @@ import dpbilevel as dpb
 from dpbilevel.core import plan
 from dpbilevel.core.levels import check_apart
 from dpbilevel.core.loop import planned_rows, scan_steps
-from dpbilevel.core.resume import first_checkpoint, run_in_parts
-from dpbilevel.privacy import clipped_mean, microbatches, stores
-from dpbilevel.privacy.clipping import unsealed
-from dpbilevel.privacy.disk import OnDisk, _Chunks, reader
+from dpbilevel.privacy import clipped_mean
+from dpbilevel.privacy.per_example import microbatches
+from dpbilevel.privacy.per_example.clipping import unsealed
+from dpbilevel.privacy.records import stores
+from dpbilevel.privacy.records.disk import OnDisk, _Chunks, reader
+from dpbilevel.runs.resume import first_checkpoint, run_in_parts
 from tests.privacy.test_stores import write
 
 COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
@@ -356,7 +358,7 @@ def test_sampled_records_on_disk_are_refused_before_noise_is_sought(
 def test_what_needs_records_in_memory_says_so(tmp_path):
     disk = mapped(tmp_path, records())
     with pytest.raises(ValueError, match="must be in memory here"):
-        dpb.bilevel.derivatives._mean(lambda total: total, disk, N)
+        dpb.bilevel.certificates.derivatives._mean(lambda total: total, disk, N)
     with pytest.raises(ValueError, match="share their leading axis"):
         fitted({"both": disk})
     with pytest.raises(ValueError, match="mask= is for records in memory"):

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.privacy.clipping import clipped_mean, one_record, unsealed
-from dpbilevel.privacy.factored import (
-    Factored,
-    SparseRows,
-    is_structured,
-)
-from dpbilevel.privacy.structure import structured
+from dpbilevel.privacy.per_example.clipping import clipped_mean, one_record, unsealed
+from dpbilevel.privacy.per_example.factored import Factored, SparseRows, is_structured
+from dpbilevel.privacy.per_example.structure import structured
 
 ADDED = Neighbours.ADD_OR_REMOVE_ONE
 

@@ -10,7 +10,7 @@ from dp_accounting import pld, rdp
 from scipy.stats import beta, norm
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from tests.privacy import reference_accounting as reference
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -52,7 +52,7 @@ def subset(rate, multiplier, size=1_000_000):
 
 
 def delta(event, relation, epsilon):
-    return lambda: accounting.delta(event, relation, epsilon)
+    return lambda: profiles.delta(event, relation, epsilon)
 
 
 def gaussian_rows():
@@ -87,7 +87,7 @@ def gaussian_rows():
         yield (
             f"epsilon of a gaussian of {multiplier} at {target}",
             Row(
-                functools.partial(accounting.epsilon, event, REPLACE, target),
+                functools.partial(profiles.epsilon, event, REPLACE, target),
                 functools.partial(inverse_gaussian, 1 / multiplier, target),
                 functools.partial(inverse_gaussian, 2 / multiplier, target),
                 1e-8,
@@ -409,7 +409,7 @@ def total_variation_rows():
         yield (
             f"a sampler {distance} off at {epsilon}",
             Row(
-                functools.partial(accounting.total_variation_delta, epsilon, distance),
+                functools.partial(profiles.total_variation_delta, epsilon, distance),
                 functools.partial(hockey_stick, (p, q), epsilon),
                 functools.partial(
                     lambda e, t: 2 * math.exp(e) * t, epsilon, 2 * distance
@@ -424,8 +424,8 @@ def total_variation_rows():
             f"an approximate sampler of a gaussian law, {distance} at {epsilon}",
             Row(
                 lambda e=epsilon, t=distance, event=event: (
-                    accounting.total_variation_delta(
-                        e, t, accounting.delta(event, REPLACE, e)
+                    profiles.total_variation_delta(
+                        e, t, profiles.delta(event, REPLACE, e)
                     )
                 ),
                 lambda e=epsilon, t=distance, d=exact: d + t + math.exp(e) * t,
@@ -453,7 +453,7 @@ def extreme_rows():
     yield (
         "a million rare releases",
         Row(
-            functools.partial(accounting.delta, rare, ADD_OR_REMOVE, 1.0),
+            functools.partial(profiles.delta, rare, ADD_OR_REMOVE, 1.0),
             functools.partial(rarely_seen, 1e-6, 5.0),
             functools.partial(rarely_seen, 1e-5, 5.0),
             BOUND,
@@ -464,7 +464,7 @@ def extreme_rows():
     yield (
         "almost no noise",
         Row(
-            functools.partial(accounting.delta, loud, REPLACE, 50.0),
+            functools.partial(profiles.delta, loud, REPLACE, 50.0),
             functools.partial(reference.composed, losses, 50.0, 1e-6),
             functools.partial(reference.gaussian, math.sqrt(2) / 0.11, 50.0),
         ),
@@ -545,9 +545,9 @@ every_event = pytest.mark.parametrize("name", EVENTS)
 @every_event
 def test_fine_is_below_coarse_below_renyi_below_basic_composition(name):
     event, relation = EVENTS[name]
-    fine = accounting.epsilon(times(event, 200), relation, 1e-5)
-    coarse = accounting.epsilon(times(event, 200), relation, 1e-5)
-    basic = 200 * accounting.epsilon(event, relation, 1e-5 / 200)
+    fine = profiles.epsilon(times(event, 200), relation, 1e-5)
+    coarse = profiles.epsilon(times(event, 200), relation, 1e-5)
+    basic = 200 * profiles.epsilon(event, relation, 1e-5 / 200)
     assert 0 < fine <= coarse <= basic
     if name == "poisson, replace":  # no Renyi accountant: adding and removing
         return
@@ -568,9 +568,9 @@ def test_a_count_equals_a_list_and_a_nest_of_events(name):
         times(composed([event, times(event, 2)]), 4),
         composed([times(event, 5), dp_accounting.NoOpDpEvent(), times(event, 7)]),
     ]
-    values = [accounting.delta(form, relation, 0.3) for form in forms]
+    values = [profiles.delta(form, relation, 0.3) for form in forms]
     assert values == pytest.approx([values[0]] * 4, rel=1e-6)
-    assert values[0] > accounting.delta(times(event, 11), relation, 0.3)
+    assert values[0] > profiles.delta(times(event, 11), relation, 0.3)
 
 
 def charged(
@@ -632,7 +632,7 @@ def test_nobody_in_the_ball_is_seen_better_than_an_opposite_pair():
 
     for epsilon in (0.02, 0.2, 0.6):
         event = Poisson(rate, Gaussian(sigma / 2))
-        claimed = accounting.delta(event, REPLACE, epsilon)
+        claimed = profiles.delta(event, REPLACE, epsilon)
         attained = []
         for radius in (0.0, 0.5, 1.0):
             for angle in np.linspace(0, math.pi, 5):
@@ -659,16 +659,16 @@ def test_an_attack_never_wins_more_than_is_claimed(relation):
     event = Poisson(rate, Gaussian(multiplier))
     if relation is REPLACE:
         event = subset(rate, multiplier)
-    assert attained <= accounting.delta(times(event, count), relation, epsilon)
+    assert attained <= profiles.delta(times(event, count), relation, epsilon)
     # The attack is strong enough to refute one release fewer in three.
-    assert attained > accounting.delta(times(event, 6), relation, epsilon)
+    assert attained > profiles.delta(times(event, 6), relation, epsilon)
 
 
 def test_subsets_accounted_as_poisson_batches_would_be_refuted():
     attained = reference.removed(0.3, 1.0, 0.5)
-    claimed = accounting.delta(subset(0.3, 1.0), REPLACE, 0.5)
+    claimed = profiles.delta(subset(0.3, 1.0), REPLACE, 0.5)
     assert claimed >= attained * (1 - 1e-9)
-    poisson = accounting.delta(Poisson(0.3, Gaussian(1.0)), REPLACE, 0.5)
+    poisson = profiles.delta(Poisson(0.3, Gaussian(1.0)), REPLACE, 0.5)
     assert poisson < 0.8 * attained
 
 
@@ -706,4 +706,4 @@ def test_the_factor_two_of_replacing_is_applied_once_whatever_accountants_do():
 def test_events_whose_counts_or_relations_are_doubtful_do_not_get_through(event):
     for form in (event, times(event, 100), dp_accounting.ComposedDpEvent([event])):
         with pytest.raises(ValueError, match="not accounted for"):
-            accounting.epsilon(form, REPLACE, 1e-5)
+            profiles.epsilon(form, REPLACE, 1e-5)

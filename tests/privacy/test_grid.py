@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.privacy import floats
-from dpbilevel.privacy.grid import Grid
-from dpbilevel.privacy.limbs import Limbs
+from dpbilevel.privacy.exact import floats
+from dpbilevel.privacy.exact.grid import Grid
+from dpbilevel.privacy.exact.int61 import Limbs
+from dpbilevel.privacy.exact.normal import from_words, normal_integers
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.normal import from_words, normal_integers
 
 MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpbilevel.privacy import factored
-from dpbilevel.privacy.clipping import clipped_mean, unsealed
+from dpbilevel.privacy.per_example import factored
+from dpbilevel.privacy.per_example.clipping import clipped_mean, unsealed
 
 HALF = jnp.bfloat16
 # The terms of the places nearly cancel, so that their errors are long beside the sum.

@@ -9,7 +9,7 @@ from dp_accounting import pld
 from scipy.stats import norm
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
 
@@ -124,7 +124,7 @@ def test_overlapping_full_batches_are_one_gaussian_of_added_sensitivity(
 ):
     ledger = dpb.privacy.Ledger((release(BOTH, 7, 3.0, clip_norms=clip_norms),), people)
     event = ledger.events()["person"]
-    assert accounting.gaussian_mu(event) == pytest.approx(math.sqrt(7) / 3, rel=1e-12)
+    assert profiles.gaussian_mu(event) == pytest.approx(math.sqrt(7) / 3, rel=1e-12)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -178,13 +178,13 @@ def test_overflowing_batches_are_charged_to_delta():
     ledger = dpb.privacy.Ledger((part,))
     assert part.failure == pytest.approx(5 * sampling.failure(REPLACE, 1000))
     event = ledger.events()["records"]
-    without = accounting.delta(event, REPLACE, 0.2)
+    without = profiles.delta(event, REPLACE, 0.2)
     slack = part.failure * (1 + math.exp(0.2))
     assert ledger.delta(0.2) == pytest.approx(without + slack, rel=1e-9)
     assert slack > 1e-4 * without
     epsilon = ledger.epsilon(DELTA)
     assert ledger.delta(epsilon) <= DELTA
-    assert epsilon > accounting.epsilon(event, REPLACE, DELTA)
+    assert epsilon > profiles.epsilon(event, REPLACE, DELTA)
 
 
 def test_overflows_add_up_over_roles_and_releases_and_once_for_a_joint_batch():
@@ -211,7 +211,7 @@ def test_a_larger_epsilon_never_needs_a_larger_delta():
     # It is what some smaller epsilon pays, overflow included.
     event = ledger.events()["records"]
     grid = np.linspace(0.5, 4.0, 71)
-    paid = [accounting.delta(event, REPLACE, e) for e in grid]
+    paid = [profiles.delta(event, REPLACE, e) for e in grid]
     paid += part.failure * (1 + np.exp(grid))
     assert deltas[2] == pytest.approx(min(paid), rel=2e-2)
     assert 0 < ledger.delta(0.0) <= 1
@@ -223,11 +223,9 @@ def test_batches_that_overflow_cost_no_more_than_full_batches(rate, capacity):
     assert part.failure > 0.1
     ledger, mu = dpb.privacy.Ledger((part,)), math.sqrt(3) / 2.0
     for epsilon in (0.0, 5.0):
-        full = float(accounting.gaussian_delta(mu, epsilon))
+        full = float(profiles.gaussian_delta(mu, epsilon))
         assert ledger.delta(epsilon) == pytest.approx(full)
-    assert ledger.epsilon(DELTA) == pytest.approx(
-        accounting.gaussian_epsilon(mu, DELTA)
-    )
+    assert ledger.epsilon(DELTA) == pytest.approx(profiles.gaussian_epsilon(mu, DELTA))
 
 
 def test_batches_that_overflow_cost_the_people_who_lose_most_a_full_batch():
@@ -235,7 +233,7 @@ def test_batches_that_overflow_cost_the_people_who_lose_most_a_full_batch():
     part = release(BOTH, 3, 2.0, sampling, clip_norms=(1.0, 3.0))
     ledger, mu = dpb.privacy.Ledger((part,), DISJOINT), math.sqrt(3) / 2.0
     for epsilon in (0.0, 2.0):
-        full = float(accounting.gaussian_delta(0.75 * mu, epsilon))
+        full = float(profiles.gaussian_delta(0.75 * mu, epsilon))
         assert ledger.delta(epsilon) == pytest.approx(full)
 
 
@@ -244,7 +242,7 @@ def test_the_epsilon_of_little_noise_is_finite_beside_a_chance_of_overflow():
     ledger = dpb.privacy.Ledger((part,))
     mu = math.sqrt(200) / 0.2
     # Times e^epsilon, the chance of overflow is above any delta.
-    assert 100 < ledger.epsilon(DELTA) <= accounting.gaussian_epsilon(mu, DELTA)
+    assert 100 < ledger.epsilon(DELTA) <= profiles.gaussian_epsilon(mu, DELTA)
 
 
 @pytest.mark.parametrize("multiplier", [0.0, 1e-3])

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpbilevel.privacy import limbs
-from dpbilevel.privacy.limbs import MOST_PLACES, Limbs
+from dpbilevel.privacy.exact import int61
+from dpbilevel.privacy.exact.int61 import MOST_PLACES, Limbs
 
 LEAST, LARGEST = -(2**60), 2**60 - 1
 MASK = 2**30 - 1
@@ -113,7 +113,7 @@ def test_floats_are_rounded_to_the_nearest_integer(dtype):
     with jax.enable_x64(dtype == "float64"):
         values = [float(v) for v in VALUES] + [0.5, 1.5, -0.5, -2.5, 0.49, 1e-40, 1e30]
         values = np.asarray([*values, -1e30, np.inf, -np.inf], dtype)
-        result = jax.jit(limbs.from_float)(jnp.asarray(values))
+        result = jax.jit(int61.from_float)(jnp.asarray(values))
         expected = [
             cut(round(float(v))) if np.isfinite(v) else (LARGEST if v > 0 else LEAST)
             for v in values
@@ -123,7 +123,7 @@ def test_floats_are_rounded_to_the_nearest_integer(dtype):
 
 def test_integers_of_32_bits_are_kept():
     values = [-(2**31), 2**31 - 1, 0, -1, 2**30, -(2**30), *range(-5, 5)]
-    assert whole(limbs.from_int32(jnp.asarray(values, jnp.int32))) == values
+    assert whole(int61.from_int32(jnp.asarray(values, jnp.int32))) == values
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 2**15, 2**15 + 1, 3 * 2**15 + 11])
@@ -131,7 +131,7 @@ def test_sums_over_many_rows_are_exact(rows):
     rng = np.random.default_rng(rows)
     counts = rng.integers(-(2**31), 2**31, (rows, 4), dtype=np.int32)
     counts[:, 0], counts[:, 1] = -(2**31), 2**31 - 1  # nothing else sums higher
-    total = jax.jit(limbs.sum_rows)(jnp.asarray(counts))
+    total = jax.jit(int61.sum_rows)(jnp.asarray(counts))
     assert whole(total) == counts.sum(axis=0, dtype=np.int64).tolist()
     # The control: 32 bits alone wrap around.
     wrapped = counts.sum(axis=0, dtype=np.int32)
@@ -146,8 +146,8 @@ def test_a_scan_over_chunks_carries():
     @jax.jit
     def run(counts):
         return jax.lax.scan(
-            lambda total, chunk: (total + limbs.sum_rows(chunk), None),
-            limbs.zeros((2,)),
+            lambda total, chunk: (total + int61.sum_rows(chunk), None),
+            int61.zeros((2,)),
             counts,
         )[0]
 
@@ -161,10 +161,10 @@ def test_a_scan_over_chunks_carries():
 
 def test_more_rows_than_fit_are_refused():
     with pytest.raises(ValueError, match="at most 536870912 rows"):
-        jax.eval_shape(limbs.sum_rows, jax.ShapeDtypeStruct((2**29 + 1,), jnp.int32))
+        jax.eval_shape(int61.sum_rows, jax.ShapeDtypeStruct((2**29 + 1,), jnp.int32))
     with pytest.raises(ValueError, match="at most 268435456 rows"):
         jax.eval_shape(
-            limbs.sum_floats, jax.ShapeDtypeStruct((2**28 + 1,), jnp.float32)
+            int61.sum_floats, jax.ShapeDtypeStruct((2**28 + 1,), jnp.float32)
         )
 
 
@@ -177,7 +177,7 @@ def test_sums_of_rounded_floats_are_exact(n):
     values[0] = [2.0**32, -(2.0**32)]
     values[-1] = [0.5, -1.5]  # ties go to even
     expected = [sum(int(v) for v in np.round(column)) for column in values.T]
-    assert whole(jax.jit(limbs.sum_floats)(jnp.asarray(values))) == expected
+    assert whole(jax.jit(int61.sum_floats)(jnp.asarray(values))) == expected
 
 
 @pytest.mark.parametrize("places", [1, 5000])
@@ -186,7 +186,7 @@ def test_sums_at_indices_are_exact_and_drop_what_is_out_of_range(places):
     indices = rng.integers(-3, 9, (4, places)).astype(np.int32)
     counts = rng.integers(-(2**24), 2**24, (4, places, 2)).astype(np.int32)
     counts[0] = 2**24  # the most that a record may have, at every place
-    found = jax.jit(functools.partial(limbs.sum_at, (7, 2)))(indices, counts)
+    found = jax.jit(functools.partial(int61.sum_at, (7, 2)))(indices, counts)
     expected = [
         sum(int(v) for v in counts[..., j][indices == i])
         for i in range(7)
@@ -199,7 +199,7 @@ def along(values, devices):
     """The sums over devices of as many values each, as a program of all finds them."""
     rows = wide(values)
     rows = jax.tree.map(lambda v: v.reshape(devices, -1), rows)
-    total = jax.vmap(lambda v: limbs.sum_over(v, "i"), axis_name="i", out_axes=None)
+    total = jax.vmap(lambda v: int61.sum_over(v, "i"), axis_name="i", out_axes=None)
     return whole(jax.jit(total)(rows))
 
 

@@ -9,7 +9,8 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy import noise, normal
+from dpbilevel.privacy import noise
+from dpbilevel.privacy.exact import normal
 from dpbilevel.privacy.noise import check_key
 
 ALPHA = 1e-4

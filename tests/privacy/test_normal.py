@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dpbilevel.privacy import normal as module
-from dpbilevel.privacy.normal import MOST_DOUBLINGS, probabilities
+from dpbilevel.privacy.exact import normal as module
+from dpbilevel.privacy.exact.normal import MOST_DOUBLINGS, probabilities
 
 T = 2**10
 REACH = 2**14

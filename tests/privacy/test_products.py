@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.privacy import products
-from dpbilevel.privacy.products import Product, check_products, highest, product_errors
+from dpbilevel.privacy.exact import matmul_check
+from dpbilevel.privacy.exact.matmul_check import (
+    Product,
+    check_products,
+    highest,
+    product_errors,
+)
 from tests.onelevel.test_inner_solvers import planned_noisy_gd
 
 SQUARE = Product("gkp,gkq->gpq", 64, 128, 128)
@@ -20,7 +25,7 @@ NINE = ((2, 2), (1, 2), (2, 1), *SIX)
 
 
 def short_form(multiply=highest, dtype="float32"):
-    return list(product_errors(dtype, products._BEFORE_SUMS, multiply))
+    return list(product_errors(dtype, matmul_check._BEFORE_SUMS, multiply))
 
 
 def rounded(bits):
@@ -131,7 +136,7 @@ def test_every_product_of_this_device_is_within_the_bound():
     assert all(error.passed for error in product_errors())
 
 
-@pytest.mark.parametrize("product", products.PRODUCTS, ids=str)
+@pytest.mark.parametrize("product", matmul_check.PRODUCTS, ids=str)
 def test_every_product_shows_three_passes_of_tf32(product):
     (error,) = product_errors(products=(product,), multiply=COARSE["TF32, 3 passes"])
     assert 1.5 < error.ratio < 3
@@ -169,9 +174,9 @@ def exactly(computed, left, right):
 
 @pytest.mark.parametrize(("dtype", "digits"), [("float32", 49), ("float64", 98)])
 def test_errors_are_those_of_exact_arithmetic(dtype, digits, x64):
-    for names, left, right in products._factors(SMALL, np.dtype(dtype)):
+    for names, left, right in matmul_check._factors(SMALL, np.dtype(dtype)):
         computed = np.asarray(jnp.einsum(SMALL.subscripts, left, right))
-        errors, magnitudes = products._exact_errors(computed, left, right)
+        errors, magnitudes = matmul_check._exact_errors(computed, left, right)
         for g, p, q in np.random.default_rng(1).integers(len(names), size=(50, 3)):
             exact, magnitude = exactly(computed[g, p, q], left[g, :, p], right[g, :, q])
             error = Fraction(float(errors[g, p, q]))
@@ -190,15 +195,15 @@ def test_the_default_precision_of_matrix_products_makes_no_difference():
 
 @pytest.fixture
 def no_memory():
-    products._worst.cache_clear()
+    matmul_check._worst.cache_clear()
     yield
-    products._worst.cache_clear()
+    matmul_check._worst.cache_clear()
 
 
 @pytest.fixture
 def coarse(no_memory, monkeypatch):
     planted = functools.partial(product_errors, multiply=COARSE["TF32"])
-    monkeypatch.setattr(products, "product_errors", planted)
+    monkeypatch.setattr(matmul_check, "product_errors", planted)
 
 
 REFUSED = r"on .+ \(.pu, JAX .*\), a matrix product in float32 with precision HIGHEST"
@@ -223,9 +228,9 @@ def test_a_plan_is_refused_on_such_a_device(coarse):
 
 def test_a_second_check_computes_nothing(no_memory, monkeypatch):
     check_products("here")
-    monkeypatch.setattr(products, "product_errors", None)
+    monkeypatch.setattr(matmul_check, "product_errors", None)
     check_products("there")
-    assert products._worst.cache_info().misses == 1
+    assert matmul_check._worst.cache_info().misses == 1
 
 
 def checked(x):
@@ -251,7 +256,7 @@ TRACED = {
 @pytest.mark.parametrize("name", TRACED)
 def test_the_check_runs_at_once_where_a_program_is_traced(name, no_memory):
     TRACED[name](jnp.ones(3))
-    assert products._worst.cache_info().misses == 1
+    assert matmul_check._worst.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
@@ -259,12 +264,12 @@ def test_the_check_runs_under_a_mesh(kind, no_memory):
     kinds = (getattr(jax.sharding.AxisType, kind),)
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=kinds)):
         jax.jit(checked)(jnp.ones(3))
-    assert products._worst.cache_info().misses == 1
+    assert matmul_check._worst.cache_info().misses == 1
 
 
 def test_with_64_bit_both_dtypes_are_checked(x64, no_memory):
     jax.jit(checked)(jnp.ones(3))
-    assert products._worst.cache_info().misses == 2
+    assert matmul_check._worst.cache_info().misses == 2
 
 
 def test_checks_on_another_device_are_separate(no_memory):
@@ -272,4 +277,4 @@ def test_checks_on_another_device_are_separate(no_memory):
         check_products("here")
     with jax.default_device(jax.devices("cpu")[0]):
         check_products("here")
-    assert products._worst.cache_info().misses == 1
+    assert matmul_check._worst.cache_info().misses == 1

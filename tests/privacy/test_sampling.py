@@ -9,9 +9,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy.allocation import RandomAllocation
-from dpbilevel.privacy.rows import padded_rows
-from dpbilevel.privacy.sampling import masked_batch
+from dpbilevel.privacy.records.rows import padded_rows
+from dpbilevel.privacy.sampling.allocation import RandomAllocation
+from dpbilevel.privacy.sampling.base import masked_batch
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 ALPHA = 1e-4

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpbilevel.privacy.clipping import clipped_mean
-from dpbilevel.privacy.summation import GridSum
+from dpbilevel.privacy.per_example.clipping import clipped_mean
+from dpbilevel.privacy.per_example.summation import GridSum
 
 from .spread import POISSON, D, N, collectives
 

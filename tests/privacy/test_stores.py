@@ -10,9 +10,9 @@ import pytest
 
 from dpbilevel import Levels
 from dpbilevel.core.levels import check_apart
-from dpbilevel.privacy import stores
-from dpbilevel.privacy.copies import copies
-from dpbilevel.privacy.disk import OnDisk, reader
+from dpbilevel.privacy.records import stores
+from dpbilevel.privacy.records.copies import copies
+from dpbilevel.privacy.records.disk import OnDisk, reader
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.core import checkpoint, lock, spending
+from dpbilevel.runs import checkpoint, lock, spending
 from dpbilevel.search import rounds
 from tests.search import test_search as looped
 from tests.search.test_search import BUDGET, FINISHED, NAME, RECORDS, SOLVERS, START

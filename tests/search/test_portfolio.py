@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
 from dpbilevel.search.base import Proposal
 from dpbilevel.search.portfolio import relative
 
@@ -157,13 +157,13 @@ def test_a_draw_and_gaussian_releases_are_accounted_for_exactly():
     ledger = gibo().with_sizes(400).with_noise(2.0).ledger(PLATEAU, 400)
     (event,) = ledger.events().values()
     relation = dpb.Neighbours.REPLACE_ONE
-    (composed,) = accounting.compositions(event, relation)
+    (composed,) = profiles.compositions(event, relation)
     for epsilon in (0.0, 0.5, 1.5):
-        found = accounting.delta(event, relation, epsilon)
+        found = profiles.delta(event, relation, epsilon)
         above = composed.delta(epsilon)
         assert found <= above <= found * (1 + 1e-3) + 1e-12
         if epsilon:
-            back = accounting.epsilon(event, relation, found)
+            back = profiles.epsilon(event, relation, found)
             assert back == pytest.approx(epsilon, rel=1e-9)
 
 

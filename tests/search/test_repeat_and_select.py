@@ -11,8 +11,8 @@ import scipy.optimize
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy import accounting, renyi
-from dpbilevel.privacy.best_of import BestOf
+from dpbilevel.privacy.accounting import profiles, renyi
+from dpbilevel.privacy.accounting.best_of import BestOf
 from dpbilevel.privacy.selection import Repetitions, Selection
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER, SEARCHED, Y0
@@ -125,14 +125,14 @@ def test_the_profile_is_the_mean_of_the_convex_function_and_hardly_above(
         assert exact * (1 - 1e-3) < claimed.delta(epsilon) < 1.3 * exact
     assert claimed.delta(6 * mu) < divergences.delta(6 * mu)
     # The control: the price of one run would be too little.
-    assert brute_force(law, mu, 6 * mu) > 2 * accounting.gaussian_delta(mu, 6 * mu)
+    assert brute_force(law, mu, 6 * mu) > 2 * profiles.gaussian_delta(mu, 6 * mu)
 
 
 @pytest.mark.parametrize("mean", [1.003, 1.01])
 def test_of_hardly_more_than_one_run_the_price_is_that_of_one(mean):
     claimed = BestOf(Repetitions(mean, 1.0), 0.5)
     for epsilon in (0.5, 1.5):
-        single = accounting.gaussian_delta(0.5, epsilon)
+        single = profiles.gaussian_delta(0.5, epsilon)
         assert single < claimed.delta(epsilon) < 1.1 * single
 
 
@@ -173,11 +173,11 @@ EPSILONS = (0.5, 1.0, 2.0, 3.0)
 def test_the_claim_holds_for_the_exact_law_of_two_neighbours(mean, shape):
     law = chances(mean, shape, 1000)
     left, right = selected(law, binned(0.0)), selected(law, binned(MU))
-    claimed = accounting.profile(Repetitions(mean, shape).event(GAUSSIAN), REPLACE)
+    claimed = profiles.profile(Repetitions(mean, shape).event(GAUSSIAN), REPLACE)
     exact = np.asarray([exact_delta(left, right, e) for e in EPSILONS])
     promised = np.asarray([claimed(e) for e in EPSILONS])
     assert (exact <= promised).all()
-    single = accounting.gaussian_delta(MU, np.asarray(EPSILONS))
+    single = profiles.gaussian_delta(MU, np.asarray(EPSILONS))
     # The control: one repetition's price would not cover the best of many.
     assert (exact > single).any()
 
@@ -195,7 +195,7 @@ def test_the_claim_holds_where_a_record_moves_candidates_apart(mean, shape, shar
     # Half the shift, so that two neighbours are one shift apart.
     pair = [selected(law, tilted(s * MU / 2, share)) for s in (1, -1)]
     event = Repetitions(mean, shape).event(GAUSSIAN)
-    claimed = accounting.profile(event, REPLACE)
+    claimed = profiles.profile(event, REPLACE)
     for epsilon in (0.0, *EPSILONS):
         assert 0 < exact_delta(*pair, epsilon) <= claimed(epsilon)
 
@@ -230,10 +230,10 @@ def test_the_claim_holds_for_the_worst_neighbours_and_little_more(
 ):
     exact = worst_epsilon(chances(mean, shape, 400), delta)
     event = Repetitions(mean, shape).event(GAUSSIAN)
-    claimed = accounting.epsilon(event, REPLACE, delta)
+    claimed = profiles.epsilon(event, REPLACE, delta)
     assert exact < claimed < slack * exact
     # The control: what one repetition costs is refuted.
-    assert accounting.gaussian_epsilon(MU, delta) < exact
+    assert profiles.gaussian_epsilon(MU, delta) < exact
 
 
 @laws
@@ -260,25 +260,25 @@ def test_the_number_cut_at_the_steps_is_covered_by_the_failure(mean, shape):
 def test_selections_compose_with_each_other_and_with_gaussians():
     selection = Repetitions(10.0).event(GAUSSIAN)
     one, two = (
-        accounting.epsilon(
+        profiles.epsilon(
             dp_accounting.SelfComposedDpEvent(selection, count), REPLACE, 1e-5
         )
         for count in (1, 2)
     )
     both = dp_accounting.ComposedDpEvent([selection, GAUSSIAN])
-    more = accounting.epsilon(both, REPLACE, 1e-5)
+    more = profiles.epsilon(both, REPLACE, 1e-5)
     assert one < more < two < 2 * one
     sampled = dp_accounting.PoissonSampledDpEvent(0.1, GAUSSIAN)
     with pytest.raises(ValueError, match="not accounted for together with private"):
-        accounting.epsilon(
+        profiles.epsilon(
             dp_accounting.ComposedDpEvent([selection, sampled]), REPLACE, 1e-5
         )
 
 
 def test_no_noise_is_not_private():
     event = Repetitions(10.0).event(dp_accounting.GaussianDpEvent(0.0))
-    assert accounting.epsilon(event, REPLACE, 1e-5) == math.inf
-    assert accounting.delta(event, REPLACE, 1.0) == 1.0
+    assert profiles.epsilon(event, REPLACE, 1e-5) == math.inf
+    assert profiles.delta(event, REPLACE, 1.0) == 1.0
 
 
 @pytest.mark.parametrize("shape", [1.0, math.inf])

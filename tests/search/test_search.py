@@ -15,8 +15,8 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.cli import results
-from dpbilevel.core import checkpoint, spending
 from dpbilevel.privacy import noise
+from dpbilevel.runs import checkpoint, spending
 from dpbilevel.search import rounds as searching
 from tests.attacks.test_secrets import children, holds, root_key
 

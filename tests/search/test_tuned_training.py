@@ -14,9 +14,9 @@ import dpbilevel as dpb
 from dpbilevel.core.descent import Rejections, rejected_updates
 from dpbilevel.core.loop import scan_steps
 from dpbilevel.onelevel import AdaptiveClipGD
-from dpbilevel.privacy import accounting
+from dpbilevel.privacy.accounting import profiles
+from dpbilevel.privacy.accounting.repetitions import Repetitions
 from dpbilevel.privacy.noise import step_keys
-from dpbilevel.privacy.repetitions import Repetitions
 from tests.cases import Audited, Case, planned
 from tests.problems import LEVELS, WEIGHTING, X0, Y0
 from tests.search.test_repeat_and_select import chances, exact_delta, selected
@@ -97,8 +97,8 @@ def test_each_kind_of_person_pays_a_selection_among_what_reads_their_records(
     for person, mu in mus.items():
         one = law.event(dp_accounting.GaussianDpEvent(1 / mu))
         for epsilon in (0.5, 1.5):
-            assert accounting.delta(found[person], REPLACE, epsilon) == pytest.approx(
-                accounting.delta(one, REPLACE, epsilon), rel=1e-9
+            assert profiles.delta(found[person], REPLACE, epsilon) == pytest.approx(
+                profiles.delta(one, REPLACE, epsilon), rel=1e-9
             )
     (release,) = ledger.releases
     assert ledger.failure == release.failure == float(law.beyond(60)[-1])
@@ -141,7 +141,7 @@ def test_the_claim_holds_for_the_exact_law_of_model_and_loss(shape, weight):
         Repetitions(5.0, shape).event(dp_accounting.GaussianDpEvent(1 / mu))
         for mu in (math.hypot(of_model, of_loss), of_loss)
     ]
-    both, loss_alone = (accounting.profile(event, REPLACE) for event in claims)
+    both, loss_alone = (profiles.profile(event, REPLACE) for event in claims)
     exact = [exact_delta(*pair, epsilon) for epsilon in (1.0, 2.0, 3.0)]
     assert all(d <= both(e) for d, e in zip(exact, (1.0, 2.0, 3.0), strict=True))
     # The control: the price of the loss alone does not cover the model.

@@ -189,7 +189,7 @@ def sources(n=1200):
     return X, np.where(names == "b", other, y), names
 
 
-SOLVER = dpb.bilevel.SelectedSources(
+SOLVER = dpb.applications.SelectedSources(
     dpb.NoisyGD(10, 1.0, 2.0), dpb.NoisyGD(30, 1.0, 8.0)
 )
 

@@ -9,8 +9,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
+from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, computed_once, derive
-from ...privacy.normal import standard_normal
 from .base import AbstractPotential
 from .proximal import (
     AbstractExactOracle,

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Count, Fraction, Positive
+from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, check_key, derive
-from ...privacy.normal import standard_normal
 from ...sets import AbstractSet
 from . import _untimed, restricted
 from ._untimed import where

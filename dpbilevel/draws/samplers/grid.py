@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from ... import _checks
 from ...onelevel.problem import check_set
-from ...privacy.clipping import one_record
-from ...privacy.floats import double_precision
+from ...privacy.exact.floats import double_precision
 from ...privacy.noise import derive, standard_gumbel
+from ...privacy.per_example.clipping import one_record
 from ...sets import AbstractSet, Box
 from .base import AbstractSampler, Regularity, SamplerGuarantee
 

@@ -16,8 +16,8 @@ import optax
 import scipy
 from jaxtyping import Array, Bool, Float, PyTree
 
+from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, derive, standard_exponential
-from ...privacy.normal import standard_normal
 from ...sets import AbstractSet, Ball, Box, Product, Simplex
 from .truncated import log_probability, mills_ratio, tail_exponent, truncated_normal
 

@@ -16,8 +16,8 @@ from jaxtyping import PyTree
 
 from ...bilevel.problem import BilevelProblem
 from ...onelevel.problem import FiniteSum
-from ...privacy.clipping import Basis, one_record
-from ...privacy.floats import check_rounding
+from ...privacy.exact.floats import check_rounding
+from ...privacy.per_example.clipping import Basis, one_record
 from ..mechanisms import BoundedScore, Measure
 from ..samplers.base import AbstractPotential, Regularity
 

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Number
-from ...bilevel import certified, derivatives, sensitivities
-from ...bilevel.bounds import Bounds, Metric
-from ...bilevel.constants import AbstractCertificate
+from ...bilevel.certificates import certified, derivatives, sensitivities
+from ...bilevel.certificates.bounds import Bounds, Metric
+from ...bilevel.certificates.constants import AbstractCertificate
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
-from ...privacy.clipping import clipped_mean, unsealed
+from ...privacy.per_example.clipping import clipped_mean, unsealed
 from ...sets import Ball, Euclidean
 from ..samplers.base import AbstractPotential, Regularity
 from .base import SOLVES, AbstractScore, check_error, check_loss_dtype

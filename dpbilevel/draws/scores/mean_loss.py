@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from ... import _checks
 from ..._checks import Number
-from ...bilevel import sensitivities
+from ...bilevel.certificates import sensitivities
 from ...onelevel.problem import FiniteSum
-from ...privacy.clipping import Basis, clipped_mean, unsealed
+from ...privacy.per_example.clipping import Basis, clipped_mean, unsealed
+from ...privacy.per_example.structure import rowwise
 from ...privacy.queries import RECORDS
-from ...privacy.rows import unpacked
-from ...privacy.sampling import Batch, FullBatch
-from ...privacy.structure import rowwise
+from ...privacy.records.rows import unpacked
+from ...privacy.sampling.base import Batch, FullBatch
 from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
 from .base import AbstractScore, check_error, check_loss_dtype
 

@@ -1,0 +1,1 @@
+"""Certificates: constants of a problem, and the sensitivities that they prove."""

@@ -1,0 +1,276 @@
+"""Hypergradients, sealed with the sensitivity that a certificate proves.
+
+A hypergradient is not a sum over records, so clipping does not bound the effect of one
+record. A certificate does, and errors of the computation are part of the bound.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import PyTree
+from typing_extensions import override
+
+from ... import _checks
+from ..._checks import Number
+from ...privacy.budget import People
+from ...privacy.certified import AbstractCertifiedQuery, Costs
+from ...privacy.exact.floats import all_finite
+from ...privacy.exact.grid import ROUNDED_BITS, on_grid
+from ...privacy.per_example.clipping import Basis, Bounded, Precision
+from ...privacy.queries import LEVELS, Query
+from ...sets import Ball, Euclidean
+from ..problem import BilevelProblem, Levels, Sizes
+from . import sensitivities
+from .bounds import Bounds
+from .clipped_upper import ClippedUpper
+from .constants import AbstractCertificate
+from .derivatives import Means, common_dtype, readable
+
+
+@dataclasses.dataclass(frozen=True)
+class HypergradientQuery(AbstractCertifiedQuery):
+    r"""The hypergradient, with the sensitivity that constants prove.
+
+    $$\bar\nabla F(x, y) = \nabla_x F - \nabla_{xy} G\, v, \qquad \nabla_{yy} G\, v
+    \approx \nabla_y F, \qquad y \approx y^*(x),$$
+
+    by fixed numbers of accelerated gradient and Chebyshev steps. It is projected onto
+    the ball of radius $\bar L$ that holds the exact one, which sets no two values
+    further apart; where it is not finite it is zero.
+
+    With `clip_norm` it is instead the mean of the upper records' contributions, each
+    clipped; see `ClippedUpper`. A contribution has the public term of the upper level.
+
+    Args:
+        problem: The problem, with a certificate as `constants`.
+        sizes: The planned sizes.
+        clip_norm: $C$, the bound on the contribution of an upper record, or `None`.
+
+    Privacy:
+        One query. Its sensitivity under replace-one is `hypergradient_sensitivity` at
+        the point, and on the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of
+        the smaller role's each. It rests on the certificate and, for rounding, on
+        per-record derivatives that are exact to 32 units of roundoff; with `clip_norm`
+        what upper records are charged rests on clipping alone. $y$ and $v$ are not
+        private and are not returned.
+    """
+
+    problem: BilevelProblem
+    sizes: Sizes
+    clip_norm: float | None = None
+
+    @property
+    def certificate(self) -> AbstractCertificate:
+        """What the sensitivity rests on, beside the clip."""
+        certificate = certificate_of(self.problem)
+        if self.clip_norm is None:
+            return certificate
+        return ClippedUpper(certificate, self.clip_norm)
+
+    @override
+    def costs(self, precision: Precision) -> Costs:
+        certificate, sizes = self.certificate, self.sizes
+        dtype = jnp.result_type(float)
+        sensitivities.check_dtype(certificate, sizes, dtype)
+        shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
+
+        def query(role):
+            contribution = float(getattr(shares, role)) / 2
+            return Query.of_contribution(role, getattr(sizes, role), contribution)
+
+        queries = tuple(map(query, LEVELS))
+        largest = float(certificate.bounds(sizes).largest)
+        joint = sizes.people is People.SHARED
+        return Costs(queries, Basis.CONSTANTS, largest, joint)
+
+    @override
+    def read(self, point, data, *, precision, key, index=None) -> Bounded:
+        """The hypergradient at a point, sealed with its sensitivity there.
+
+        The point is the upper variable, released, and where the lower solve starts
+        after projection onto the ball that holds all lower solutions: public or already
+        private. Records are read in its dtype; one with an entry that is not finite in
+        it is read as all zeros.
+        """
+        _checks.strict_floats("ImplicitBilevel")
+        (x, y0), sizes = point, self.sizes
+        _check_rows(data, sizes)
+        certificate, dtype = self.certificate, common_dtype(point)
+        sensitivities.check_dtype(certificate, sizes, dtype)
+        bounds = certificate.bounds(sizes, x)
+        counts = sensitivities.step_counts(certificate, sizes)
+        dimensions = optax.tree.size(x), optax.tree.size(y0)
+        shares = sensitivities.hypergradient_sensitivity(
+            certificate, sizes, dtype, x, dimensions
+        )
+        # The noise is a constant of derivatives through released values.
+        shares = jax.lax.stop_gradient(
+            jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
+        )
+        given = self.problem, data, x, y0, sizes, bounds, counts
+        with jax.default_matmul_precision("highest"):
+            if bounds.clip is None:
+                value, shares = _rounded(hypergradient(*given), shares, precision)
+            else:
+                query = Query(LEVELS[0], sizes.upper, bounds.clip)
+                fun = upper_contribution(*given)
+                value = query.read(fun, data.upper, precision=precision, key=None)
+                value, shares = _with_lower(value, x, shares, bounds.clip, precision)
+        ratios, factor = sensitivities.multiple_of_ratios(certificate, sizes, shares)
+        contribution = (ratios.upper + ratios.lower) / 2 * factor
+        return dataclasses.replace(value, contribution=contribution)
+
+
+def _rounded(
+    value: PyTree, shares: Levels, precision: Precision
+) -> tuple[Bounded, Levels]:
+    """A hypergradient, on a grid if asked, and the shares with that rounding."""
+    if precision == "grid":
+        least = jnp.minimum(shares.upper, shares.lower)
+        rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
+        shares = jax.tree.map(lambda v: v + rounded, shares)
+        value = on_grid(value, least)
+    return Bounded(value, math.inf, Basis.CONSTANTS), shares
+
+
+def _with_lower(
+    clipped: Bounded, x: PyTree, shares: Levels, clip: Number, precision: Precision
+) -> tuple[Bounded, Levels]:
+    r"""A clipped mean that lower records move too.
+
+    They move what every upper record counts for, and so all roundings of a grid: each
+    of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
+    """
+    nothing = optax.tree.zeros_like(x)
+    lower = shares.lower
+    if precision == "grid":
+        lower += math.sqrt(optax.tree.size(x)) * 2.0**-23 * clip
+        nothing = on_grid(nothing, lower)
+    moved = Bounded(nothing, lower / 2, Basis.CONSTANTS)
+    return clipped + moved, Levels(shares.upper, lower)
+
+
+def _check_rows(data: Levels, sizes: Sizes) -> None:
+    """Refuses more records than planned: constants bound means of so many at most."""
+    for role in LEVELS:
+        rows = _checks.leading_axis(role, getattr(data, role))
+        if rows > getattr(sizes, role):
+            raise ValueError(
+                f"ImplicitBilevel: {rows} records of the {role} level, but planned for "
+                f"{getattr(sizes, role)}; calibrate for the sizes of the data."
+            )
+
+
+def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
+    """The problem's certificate.
+
+    Raises:
+        ValueError: It has none, or one for other functions; its lower level has a set.
+    """
+    if not isinstance(problem.constants, AbstractCertificate):
+        none = problem.constants is None
+        kind = None if none else f"of type {type(problem.constants).__name__}"
+        raise ValueError(
+            "BilevelProblem: this solver's guarantee rests on bounds of the problem's "
+            f"functions, but problem.constants is {kind}. "
+            "Declare dpbilevel.bilevel.SecondOrderConstants(...), take a problem that "
+            "brings its own, such as dpbilevel.linear_tuning(...), or use "
+            "PenaltyBilevel, which clips."
+        )
+    if not isinstance(problem.y_set, Euclidean):
+        raise ValueError(
+            "BilevelProblem: implicit derivatives are those of an unconstrained lower "
+            f"level, got y_set={problem.y_set}. Leave y_set out; the constants' "
+            "solution_radius says where the lower solutions are."
+        )
+    problem.constants.check(problem)
+    return problem.constants
+
+
+def hypergradient(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    counts: sensitivities.StepCounts,
+) -> PyTree:
+    """The hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE.
+
+    The lower solve starts at `y0`; `bounds` are the certificate's at `x`.
+    """
+    means, y, solve = _lower_level(problem, data, x, y0, sizes, bounds, counts)
+    direct, right = means.upper(x, y)  # the right-hand side of the system
+    lower_x = functools.partial(means.lower_x, x)
+    cross = jax.jvp(lower_x, (y,), (solve(right),))[1]
+    value = optax.tree.sub(direct, cross)
+    finite = all_finite(value)
+    value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
+    return Ball(bounds.gradient).project(value)  # the ball of the exact one
+
+
+def upper_contribution(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    counts: sensitivities.StepCounts,
+) -> Callable[[PyTree], PyTree]:
+    r"""What an upper record adds to a hypergradient: a function of it. NON-PRIVATE.
+
+    $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
+    G$, the derivative of the lower solution. As Chebyshev's steps apply a polynomial of
+    the symmetric $\nabla_{yy} G$, this is the `hypergradient` of copies of the record,
+    in exact arithmetic. Arguments are those of `hypergradient`.
+    """
+    means, y, solve = _lower_level(problem, data, x, y0, sizes, bounds, counts)
+    flat, unravel = ravel_pytree(x)
+    mixed = functools.partial(means.lower_yx, x, y)  # of a direction of x
+    basis = jnp.eye(flat.size, dtype=flat.dtype)
+    jacobian = jax.vmap(lambda e: solve(mixed(unravel(-e))))(basis)  # rows: J^T
+
+    def fun(record: PyTree) -> PyTree:
+        record = readable(record, flat.dtype)
+
+        def loss(x, y):
+            public = problem.upper_public
+            own = problem.upper(x, y, record)
+            return own if public is None else own + public(x, y)
+
+        direct, slope = jax.grad(loss, (0, 1))(x, y)
+        rows = jax.vmap(functools.partial(optax.tree.vdot, slope))(jacobian)
+        value = optax.tree.add(direct, unravel(jnp.asarray(rows)))
+        return jax.lax.optimization_barrier(value)  # formed, as rounding assumes
+
+    return fun
+
+
+def _lower_level(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    counts: sensitivities.StepCounts,
+) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
+    """The means, the lower solution, and a solver of systems with its Hessian."""
+    ball = Ball(bounds.solution_radius)
+    spectrum, means = bounds.spectrum, Means(problem, data, sizes)
+    lower_y = functools.partial(means.lower_y, x)
+    y = spectrum.accelerated_gradient(lower_y, ball.project(y0), counts.lower)
+    y = ball.project(y)  # where the bounds hold
+
+    def hessian(v):
+        return jax.jvp(lower_y, (y,), (v,))[1]
+
+    return means, y, lambda b: spectrum.chebyshev(hessian, b, counts.linear)

@@ -1,0 +1,248 @@
+"""How far one record moves a hypergradient that is computed inexactly, and how exactly.
+
+Everything here is known before any data is seen, or from the released x. `certificate`
+holds the bounds, `sizes` are the planned ones, `dtype` is that of the computation, and
+`bounds` are the certificate's at an `x`, by default at the worst one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from ..._checks import Number
+from ...privacy.budget import People
+from ...privacy.exact.floats import check_rounding
+from ..problem import Levels, Sizes
+from .bounds import Bounds
+from .constants import AbstractCertificate
+
+# How much of the sensitivity both inexact solves may add, and how much rounding may.
+_SOLVES, _ROUNDING = 0.01, 0.05
+# More inner steps than anyone would run.
+MOST_STEPS = 100_000
+# Coordinates of x and y that a ledger lists the rounding of clipped contributions for.
+_LISTED_DIMENSIONS = 64, 4096
+# Rows that are summed at once, and the units of roundoff granted to one record's loss.
+ROWS, UNITS = 4096, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounts:
+    """How many steps the two inner solves take, fixed before any data is seen.
+
+    Attributes:
+        lower: Accelerated gradient steps for the lower solution.
+        linear: Chebyshev steps for the linear system.
+    """
+
+    lower: int
+    linear: int
+
+
+@functools.lru_cache
+def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
+    r"""The fewest steps whose errors add at most 1 % to the sum of sensitivities.
+
+    An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
+    Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
+    the worst $x$.
+
+    Raises:
+        ValueError: The condition number asks for more steps than anyone would run.
+    """
+    bounds = certificate.bounds(sizes)
+    allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)  # solves, roles, neighbours
+    spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
+
+    def fewest(steps: Callable[[Any], Any], factor: Any) -> int:
+        count = 1.0 if factor == 0 else math.inf
+        if factor > 0 and allowed > 0:
+            count = steps(allowed / factor)
+        if not count <= MOST_STEPS:
+            raise ValueError(
+                "ImplicitBilevel: the constants ask for more than "
+                f"{MOST_STEPS} inner steps, with smoothness {bounds.smoothness:.3g} "
+                f"and strong convexity {bounds.strong_convexity:.3g}. Raise the strong "
+                "convexity (mu_g) by a larger public penalty, or use PenaltyBilevel, "
+                "which needs no constants."
+            )
+        return int(count)
+
+    accelerated = functools.partial(spectrum.accelerated_steps, radius)
+    linear_factor = bounds.linear_error * bounds.upper_gradient
+    return StepCounts(
+        fewest(accelerated, bounds.lower_error),
+        fewest(spectrum.chebyshev_steps, linear_factor),
+    )
+
+
+def hypergradient_sensitivity(
+    certificate: AbstractCertificate,
+    sizes: Sizes,
+    dtype: DTypeLike,
+    x: PyTree | None = None,
+    dimensions: tuple[int, int] = (1, 1),
+) -> Levels:
+    r"""How far one replaced record of each level moves the computed hypergradient.
+
+    $S_r + 2 (C \alpha + c \tau + \omega)$ with $\alpha$ and $\tau$ what the fixed
+    numbers of steps guarantee at this $x$, and $\omega$ a bound on floating-point
+    rounding to first order in the unit roundoff $u$. With $\rho = u (32 + \text{rows} +
+    \text{chunks})$ the relative error of a mean over records, every gradient is off by
+    $e = \rho L' + 100 u \beta r$ at most, with $L'$ the parts of $\nabla_y G$ where
+    the accelerated method looks; the last term also stands for the sums that its steps
+    make. They add up to an error of $2 e / \mu$ in $y$, those of the linear solver to a
+    residual of at most $4 \sqrt\kappa (2 \kappa + 1) \rho p L_{fy}$, and the last sums
+    to $2 \rho p \bar L$, where $p$ = `Bounds.parts`: sums round like their parts, which
+    may cancel. No two values in the ball of radius $\bar L$ are further apart than $2
+    \bar L$. Numbers on the host without `x`.
+
+    Where upper records are clipped, at $C$, they are charged $2 C / n_f$ alone, as no
+    error of the lower level depends on them. $d_x$ systems are solved then, and with
+    $d_x, d_y$ the `dimensions`, by default the least ones, $\omega$ has instead of the
+    last two terms the following. As $\|\nabla_{xy} G\, w\| \le c \sqrt\mu
+    \|w\|_H$ for all $w$, the right-hand sides together are at most $c \sqrt{d_x \mu
+    \beta}$ long, which makes the linear term $\sqrt{d_x \kappa}$ times as large; one
+    record's contribution is off by $u (32 + d_y) p (\bar L + \sqrt{d_x} c L_{fy})$; and
+    clips and their sum, in groups of 64, by $u (128 + 2 d_x) C$.
+    """
+    bounds = certificate.bounds(sizes, x)
+    error = solve_error(bounds, step_counts(certificate, sizes))
+    error += rounding_error(bounds, sizes, dtype, dimensions)
+    least = jnp.minimum if isinstance(error, jax.Array) else min
+    of_upper = error if bounds.clip is None else 0 * error
+    return Levels(
+        least(bounds.upper + 2 * of_upper, 2 * bounds.largest),  # both are in one ball
+        least(bounds.lower + 2 * error, 2 * bounds.largest),
+    )
+
+
+def check_dtype(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
+) -> None:
+    """Refuses a plan whose rounding the dtype makes a large part of the sensitivity.
+
+    Raises:
+        ValueError: Rounding would add more than 5 % to the sum of sensitivities.
+    """
+    bounds = certificate.bounds(sizes)
+    check_rounding(
+        "ImplicitBilevel",
+        "roundings of the hypergradient",
+        4 * rounding_error(bounds, sizes, dtype),  # two neighbours, two roles
+        bounds.upper + bounds.lower,
+        dtype,
+        allowed=_ROUNDING,
+        remedy="raise the strong convexity (mu_g) by a larger public penalty, in "
+        "linear_tuning by the lower end of bounds=; or use PenaltyBilevel or "
+        "SingleLoopBilevel, which clip",
+    )
+
+
+def ledger_sensitivity(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
+) -> Levels:
+    r"""The sensitivities that a ledger lists: the largest ones over all x.
+
+    Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and
+    the dtype are known. Where the sensitivities vary with $x$, each by its own factor,
+    both roles are listed with the larger one: noise that serves the role that needs it
+    most then serves the whole budget best. The rounding of clipped contributions is
+    listed for 64 coordinates of $x$ and 4096 of $y$; with more, the noise is larger
+    than listed.
+    """
+    shares = hypergradient_sensitivity(
+        certificate, sizes, dtype, dimensions=_LISTED_DIMENSIONS
+    )
+    ratios, factor = multiple_of_ratios(certificate, sizes, shares)
+    return Levels(factor * ratios.upper, factor * ratios.lower)
+
+
+def multiple_of_ratios(
+    certificate: AbstractCertificate, sizes: Sizes, shares: Levels
+) -> tuple[Levels, Any]:
+    """What noise is relative to: ratios of the roles, and a common factor.
+
+    For disjoint people `role_ratios` and the least factor that makes them as large as
+    the shares, what a record of each level changes at some $x$; the shares themselves
+    and 1 for all others.
+    """
+    if sizes.people is not People.DISJOINT:
+        return shares, 1.0
+    ratios = role_ratios(certificate, sizes)
+    parts = shares.upper / ratios.upper, shares.lower / ratios.lower
+    most = jnp.maximum if isinstance(parts[0], jax.Array) else max
+    return ratios, most(*parts)
+
+
+def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
+    """What the listed sensitivities of disjoint people are proportional to."""
+    bounds = certificate.bounds(sizes)
+    error = 2 * solve_error(bounds, step_counts(certificate, sizes))
+    upper, lower = float(bounds.upper + error), float(bounds.lower + error)
+    # Of a role whose records move nothing only rounding is left; it must not cost much.
+    least = 1e-3 * max(upper, lower)
+    upper, lower = max(upper, least), max(lower, least)
+    if certificate.varies:  # each by its own factor
+        upper = lower = max(upper, lower)
+    return Levels(upper, lower)
+
+
+def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
+    """How far both inexact solves move the hypergradient."""
+    spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
+    lower = spectrum.accelerated_error(radius, counts.lower)
+    linear = spectrum.chebyshev_error(counts.linear) * bounds.upper_gradient
+    return bounds.lower_error * lower + bounds.linear_error * linear
+
+
+def rounding_error(
+    bounds: Bounds,
+    sizes: Sizes,
+    dtype: DTypeLike,
+    dimensions: tuple[int, int] = (1, 1),
+) -> Number:
+    """How far rounding moves the hypergradient, to first order.
+
+    As derived at `hypergradient_sensitivity`.
+    """
+    mean = _mean_rounding(sizes, dtype) * bounds.parts
+    kappa = bounds.spectrum.condition_number
+    linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
+    last = 2 * mean * bounds.gradient
+    if bounds.clip is not None:
+        (of_x, of_y), unit = dimensions, _unit(dtype)
+        linear = linear * (of_x * kappa) ** 0.5
+        turned = of_x**0.5 * bounds.linear_error * bounds.upper_gradient
+        last = unit * (UNITS + of_y) * bounds.parts * (bounds.gradient + turned)
+        last += unit * (128 + 2 * of_x) * bounds.clip
+    return (
+        bounds.lower_error * solution_rounding(bounds, sizes, dtype)
+        + bounds.linear_error * linear
+        + last
+    )
+
+
+def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
+    """How far rounding moves a computed lower solution, to first order."""
+    gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
+    gradient += 100 * _unit(dtype) * bounds.smoothness * bounds.solution_radius
+    return 2 * gradient / bounds.strong_convexity
+
+
+def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
+    """The relative error of a mean over records."""
+    n = max(sizes.upper, sizes.lower)  # the longer mean
+    return _unit(dtype) * (UNITS + min(n, ROWS) + -(-n // ROWS))
+
+
+def _unit(dtype: DTypeLike) -> float:
+    """The unit roundoff."""
+    return float(jnp.finfo(dtype).eps) / 2

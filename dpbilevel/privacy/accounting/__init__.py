@@ -1,0 +1,1 @@
+"""Privacy profiles: Gaussian, discretized losses, pure, Renyi, private selection."""

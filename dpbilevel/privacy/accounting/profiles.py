@@ -1,0 +1,318 @@
+"""From events to a privacy profile: closed forms, and compositions of losses.
+
+One convention for every `event`, a composition: the noise multiplier inside is the
+noise over the sensitivity *under the stated relation*, `neighbours`. dp-accounting's
+accountants disagree on who doubles a sensitivity under replace-one, so the conversion
+is made here and nowhere else.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+from .._lazy import dp_accounting
+from ..budget import Neighbours
+from ..sampling.allocation import RandomAllocationEvent
+from . import allocation_loss, pure, renyi
+from .best_of import BestOf
+from .composition import Composition
+from .gaussian import gaussian_delta, gaussian_epsilon
+from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
+from .repetitions import Repetitions
+
+# A batch with noise below one over this counts as a full batch, because its losses are
+# too large to be discretized.
+_LARGEST_SHIFT = 15.0
+_LARGEST_EPSILON = 700.0  # beyond it nothing is private
+
+
+def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
+    r"""The $\mu$ of Gaussian differential privacy, when the event has an exact one.
+
+    $\sqrt{\sum_k m_k^{-2}}$ for compositions of unsampled Gaussians, else `None`.
+    """
+    mu, others = _split(event)
+    return None if others else mu
+
+
+def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
+    """The epsilon of every part, where all are releases without delta, else `None`."""
+    parts = _flatten(event)
+    releases = [(part, count) for part, count in parts if pure.is_pure(part)]
+    if len(releases) < len(parts):
+        return None
+    return [pure.epsilon_of(part) for part, count in releases for _ in range(count)]
+
+
+def selects(event: "dp_accounting.DpEvent") -> bool:
+    """Whether `event` is accounted for by Renyi divergences."""
+    return renyi.selects(_flatten(event))
+
+
+def is_exact(event: "dp_accounting.DpEvent") -> bool:
+    """Whether the profile of `event` is a closed form."""
+    parts = pure_epsilons(event)
+    single = parts is not None and len(parts) <= 1
+    return single or gaussian_mu(event) is not None or _draw_and_gaussians(event)
+
+
+def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
+    r"""The $\delta$ of an output within total variation of a private one.
+
+    With $P, Q$ the laws on two neighbours and $P^*, Q^*$ those of an $(\varepsilon,
+    \delta)$-DP mechanism, each within $\eta$ of its own,
+
+    $$
+    P(S) \le P^*(S) + \eta \le e^\varepsilon Q^*(S) + \delta + \eta
+         \le e^\varepsilon Q(S) + \delta + (1 + e^\varepsilon) \eta .
+    $$
+
+    The $\eta$ of several releases add up before they enter.
+
+    Args:
+        epsilon: $\varepsilon \ge 0$.
+        distance: $\eta$: the chance that a batch overflows, or the distance of a
+            sampler's law from its target; from a theorem, not from a diagnostic.
+        delta: $\delta$ of the private mechanism.
+
+    Returns:
+        $\delta + (1 + e^\varepsilon) \eta$, at most 1.
+    """
+    return min(1.0, delta + (1 + math.exp(min(epsilon, 700.0))) * distance)
+
+
+def delta(
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, epsilon: float
+) -> float:
+    r"""Return the smallest $\delta$ at which `event` is $(\varepsilon, \delta)$-DP.
+
+    The result is an upper bound. It is exact for unsampled Gaussians, and above the
+    exact value by less than a hundredth for sampled ones.
+
+    Raises:
+        ValueError: An event that this library does not account for.
+    """
+    return profile(event, neighbours)(epsilon)
+
+
+def profile(
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
+) -> Callable[[float], float]:
+    r"""Return the function from $\varepsilon \ge 0$ to what `delta` returns.
+
+    Args:
+        event: A composition.
+        neighbours: The relation.
+        rough: Whether estimates suffice; only for the choice of noise.
+    """
+    mu = gaussian_mu(event)
+    if mu is not None:  # closed forms first
+        return lambda epsilon: float(gaussian_delta(mu, epsilon))
+    parts = pure_epsilons(event)
+    if parts is not None and len(parts) == 1:
+        return lambda epsilon: float(pure.delta(parts[0], epsilon))
+    if selects(event):
+        return _profile_of_selections(_flatten(event))
+    if _draw_and_gaussians(event):
+        mu, ((draw, _),) = _split(event)
+        assert pure.is_pure(draw)
+        total = pure.epsilon_of(draw)
+        return lambda epsilon: float(pure.delta_with_gaussian(total, mu, epsilon))
+    ways = compositions(event, neighbours, rough=rough)
+    whole = full_batch_mu(event)
+
+    def numeric(epsilon: float) -> float:
+        if parts is not None and epsilon >= sum(parts):
+            return 0.0  # without the rounding of a discretized loss
+        epsilon = min(epsilon, _LARGEST_EPSILON)
+        most = 1.0 if whole is None else float(gaussian_delta(whole, epsilon))
+        return min(
+            most, max((w.delta(epsilon, rough=rough) for w in ways), default=1.0)
+        )
+
+    return numeric
+
+
+def epsilon(
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, delta: float
+) -> float:
+    r"""Return the smallest $\varepsilon$ at which `event` is $(\varepsilon,
+    \delta)$-DP.
+    """  # noqa: D205
+    mu = gaussian_mu(event)
+    if mu is not None:
+        return gaussian_epsilon(mu, delta)
+    parts = pure_epsilons(event)
+    if parts is not None and (delta == 0 or len(parts) == 1):
+        return pure.smallest_epsilon(sum(parts), delta)
+    if delta == 0 and not _draw_and_gaussians(event):
+        return math.inf
+    about = smallest_epsilon(profile(event, neighbours, rough=True), delta)
+    value = smallest_epsilon(
+        profile(event, neighbours), delta, min(about, _LARGEST_EPSILON)
+    )
+    whole = full_batch_mu(event)
+    if whole is not None:
+        value = min(value, gaussian_epsilon(whole, delta))
+    return value if parts is None else min(value, sum(parts))
+
+
+def smallest_epsilon(
+    delta_of: Callable[[float], float], delta: float, about: float = 0.0
+) -> float:
+    r"""Return the smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
+
+    The result is the safe end of the last bracket.
+
+    Args:
+        delta_of: The profile, decreasing.
+        delta: $\delta$ in [0, 1].
+        about: Where to look first, to six digits; finite.
+    """
+    low, high, step = 0.0, about, max(about / 128, 1e-3)
+    if about > step and not delta_of(about - step) <= delta:
+        low = about - step
+    while not delta_of(high) <= delta:
+        low, high, step = high, high + step, 2 * step
+        if high > _LARGEST_EPSILON:
+            return math.inf
+    while high - low > (1e-6 if about else 1e-12) * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if delta_of(middle) <= delta else (middle, high)
+    return high
+
+
+def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
+    r"""Return the $\mu$ that the Gaussian releases of an event have on full batches.
+
+    By the convexity of the divergence in pairs of laws, a batch that is drawn
+    independently of record values costs no more than a batch with the record.
+
+    Returns:
+        `None` if there are other releases.
+    """
+    mu, sampled = _split(event)
+    if any(pure.is_pure(part) or renyi.selects([(part, 1)]) for part, _ in sampled):
+        return None
+    return math.hypot(mu, *(math.sqrt(n) * _shift(part) for part, n in sampled))
+
+
+def compositions(
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
+) -> tuple[Composition, ...]:
+    """Return the losses of an event, in one or both directions of the relation.
+
+    Args:
+        event: A composition.
+        neighbours: The relation.
+        rough: Whether a pass may be replaced by as many Poisson batches.
+
+    Returns:
+        The losses, or `None` if they are too large to be discretized.
+
+    Raises:
+        ValueError: An event that this library does not account for.
+    """
+    mu, sampled = _split(event)
+    if rough:
+        sampled = [_in_poisson_batches(*pair) for pair in sampled]
+    kept = [(_losses(part, neighbours), count) for part, count in sampled]
+    if max([mu, *(_shift(part) for part, _ in sampled)]) > _LARGEST_SHIFT:
+        return ()
+    if mu:
+        kept.append(((Shifted(1.0, 1.0, mu / 2),), 1))
+    number = max((len(ways) for ways, _ in kept), default=0)
+    return tuple(
+        _composition(tuple((ways[min(way, len(ways) - 1)], n) for ways, n in kept))
+        for way in range(number)
+    )
+
+
+_composition = functools.lru_cache(maxsize=16)(Composition)
+
+
+def _in_poisson_batches(part, count: int):
+    """Return Poisson batches of about the same cost, which are faster to compute."""
+    if not isinstance(part, RandomAllocationEvent) or part.batches == 1:
+        return part, count
+    batch = dp_accounting.PoissonSampledDpEvent(1 / part.batches, part.event)
+    return batch, count * part.batches
+
+
+def _shift(part) -> float:
+    """Return the distance of the means of a full batch, in standard deviations."""
+    if pure.is_pure(part):  # large if epsilon is large
+        return pure.epsilon_of(part) / _LARGEST_SHIFT
+    multiplier = part.event.noise_multiplier
+    return 1 / multiplier if multiplier else math.inf
+
+
+def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
+    """Return the loss of one release, of both directions if they differ."""
+    match part:
+        case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
+            ratio = math.exp(-pure.epsilon_of(part))
+            masses = 1 / (1 + ratio), ratio / (1 + ratio)
+            return (Atoms(masses, masses[::-1]),)
+        case dp_accounting.PoissonSampledDpEvent(
+            sampling_probability=rate, event=dp_accounting.GaussianDpEvent()
+        ):
+            if neighbours is Neighbours.REPLACE_ONE:
+                return (Shifted(rate, rate, _shift(part) / 2),)
+            return tuple(Shifted(rate, 0.0, _shift(part), v) for v in (False, True))
+        case dp_accounting.SampledWithoutReplacementDpEvent(
+            source_dataset_size=size,
+            sample_size=sample,
+            event=dp_accounting.GaussianDpEvent(),
+        ) if neighbours is Neighbours.REPLACE_ONE:
+            return (Subset(sample / size, _shift(part)),)
+        case RandomAllocationEvent(batches):
+            mu = _shift(part) / neighbours.contributions
+            ways: tuple[allocation_loss.Way, ...] = ("replace",)
+            if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+                ways = "remove", "add"
+            return tuple(Allocated(way, mu, batches) for way in ways)
+    raise ValueError(
+        f"accounting: {type(part).__name__} is not accounted for under {neighbours}."
+    )
+
+
+def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]":
+    match event:
+        case dp_accounting.NoOpDpEvent():
+            return []
+        case dp_accounting.SelfComposedDpEvent(event=inner, count=repeats):
+            return _flatten(inner, count * repeats)
+        case dp_accounting.ComposedDpEvent(events=parts):
+            return [leaf for part in parts for leaf in _flatten(part, count)]
+    return [(event, count)]
+
+
+def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
+    """The mu of all unsampled Gaussians together, and the other parts."""
+    ratios, others = [], []
+    for part, count in _flatten(event):
+        if isinstance(part, dp_accounting.GaussianDpEvent):
+            multiplier = part.noise_multiplier
+            ratios.append(math.sqrt(count) / multiplier if multiplier else math.inf)
+        else:
+            others.append((part, count))
+    return math.hypot(*ratios), others
+
+
+def _profile_of_selections(parts) -> Callable[[float], float]:
+    """From the divergences of all parts; of a single one also its own profile."""
+    together = renyi.Divergences(parts).delta
+    part, count = parts[0]
+    if len(parts) > 1 or count > 1 or part.event.noise_multiplier == 0:
+        return together
+    law = Repetitions(part.mean, part.shape)
+    alone = BestOf(law, 1 / part.event.noise_multiplier).delta
+    return lambda epsilon: min(together(epsilon), alone(epsilon))
+
+
+def _draw_and_gaussians(event) -> bool:
+    """Whether it is one release without delta, once, and unsampled Gaussians."""
+    mu, others = _split(event)
+    one = [count for part, count in others if pure.is_pure(part)] == [1]
+    return one and len(others) == 1 and 0 < mu < math.inf

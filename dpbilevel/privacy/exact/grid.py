@@ -1,0 +1,163 @@
+"""Exact sums on a public grid: integer counts of a step that is a power of two."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
+
+from ..noise import PRNGKey
+from . import int61
+from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
+from .int61 import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
+from .normal import LOG2_STD, MOST_DOUBLINGS, arrays_of_integers
+
+# A released value is rounded to steps of at most half this share of a record's
+# contribution over the root of the number of coordinates, twice, which moves neighbours
+# apart by at most 2**-12 of it; the margin of the mechanisms covers that.
+_RELEASE_BITS = 12
+# The step in shares of the sensitivity of a value that is rounded as a whole.
+ROUNDED_BITS = 24
+
+
+class Grid(eqx.Module):
+    r"""A pytree of real values $k \cdot 2^e$ with integer $k$.
+
+    Attributes:
+        counts: The integers $k$, a pytree of `Limbs`.
+        exponent: $e$, the same for all leaves; public.
+        contribution: The largest share of one record; of the role with the smallest
+            one, where several roles were added. 0 if the value is never released.
+        dtypes: What each leaf becomes when it is released.
+    """
+
+    counts: PyTree
+    exponent: Int[Array, ""]
+    contribution: Float[Array, ""]
+    dtypes: tuple = eqx.field(static=True)
+
+    def __add__(self, other: "Grid") -> "Grid":
+        """The sum on the finer of the two grids, exact below 2^60 counts.
+
+        Of steps more than 2^30 apart no grid holds both: the contribution of the sum is
+        then 0, and noise is released alone.
+        """
+        places = self.exponent - other.exponent
+        ours, theirs = (jnp.clip(v, 0, MOST_PLACES) for v in (places, -places))
+        counts = jax.tree.map(
+            lambda a, b: a.finer(ours) + b.finer(theirs),
+            self.counts,
+            other.counts,
+            is_leaf=is_limbs,
+        )
+        shares = self.contribution, other.contribution
+        dtype = max((v.dtype for v in shares), key=lambda kind: jnp.finfo(kind).bits)
+        contribution = jnp.minimum(*(v.astype(dtype) for v in shares))
+        contribution = jnp.where(jnp.abs(places) <= MOST_PLACES, contribution, 0)
+        exponent = jnp.minimum(self.exponent, other.exponent)
+        return Grid(counts, exponent, contribution, self.dtypes)
+
+    def values(self) -> PyTree:
+        """The values as floating-point leaves, each rounded once. NON-PRIVATE."""
+        return self._in_steps(self.counts, self.exponent, jnp.int32(2**FRACTION_BITS))
+
+    def _in_steps(
+        self, counts: PyTree, exponent: Int[Array, ""], numerator: Int32[Array, ""]
+    ) -> PyTree:
+        """Each leaf as it is released, in steps of 2**exponent * 2**15 / numerator."""
+        leaves, treedef = _flatten(counts)
+
+        def value(leaf, dtype):
+            inverse = 2.0**FRACTION_BITS / numerator.astype(dtype)
+            return _times_power(leaf.astype(dtype) * inverse, exponent)
+
+        return treedef.unflatten(map(value, leaves, self.dtypes))
+
+    def with_noise(
+        self, std: float | Float[Array, ""], passes: Bool[Array, ""], *, key: PRNGKey
+    ) -> PyTree:
+        r"""The value plus Gaussian noise, both integers of one step.
+
+        The step follows from the noise: it is the standard deviation, rounded up by at
+        most $10^{-4}$ of it, over $2^{10 + h}$ with a public $h$. The noise is then the
+        same integer for every standard deviation, with the law of a rounded Gaussian
+        (`normal_integers`): adding it to integers is rounding the Gaussian mechanism's
+        output, which costs no privacy, and the addition is exact.
+
+        Args:
+            std: The noise's standard deviation.
+            passes: Whether the value is released at all, or noise alone.
+            key: A typed key for this draw alone.
+
+        Returns:
+            Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^52
+            steps. Noise too small for a step of 2^-30 of the sum's is drawn as large as
+            that step allows, at most $2^{-43}$ of the contribution.
+        """
+        leaves, treedef = _flatten(self.counts)
+        sizes = [v.size for v in leaves]
+        std, contribution = map(
+            jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
+        )
+        places = _RELEASE_BITS + 2 + math.ceil(math.log2(max(sum(sizes), 1)) / 2)
+        coarsest = floor_log2(contribution) - places
+        # Zero by its bits: numbers below the normal ones may count as zero or not.
+        silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
+        first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
+        finest = self.exponent - MOST_PLACES
+        # Noise below that of the finest step is drawn as large as that step makes it.
+        whole = silent | (first < finest)
+        first = jnp.maximum(first, finest)
+        doublings = jnp.clip(first - coarsest, 0, MOST_DOUBLINGS)
+        exponent = first - doublings
+        passes &= is_finite(contribution) & is_finite(std)
+        passes &= contribution >= jnp.finfo(contribution.dtype).tiny
+        passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
+        numerator = jnp.where(whole, 2**FRACTION_BITS, _inverse_mantissa(std))
+        shift = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
+
+        def release(counts, noise):
+            kept = counts.shifted(shift).times_fraction(numerator)
+            kept = int61.where(passes, kept, int61.zeros_like(kept))
+            return kept + int61.where(silent, int61.zeros_like(noise), noise)
+
+        noise = arrays_of_integers([v.shape for v in leaves], doublings, key=key)
+        counts = treedef.unflatten(map(release, leaves, noise))
+        return self._in_steps(counts, exponent, numerator)
+
+
+def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
+    r"""A floating-point value rounded to a grid as a whole.
+
+    Two values end up at most $\sqrt d \cdot 2^{-24}$ of the sensitivity further apart.
+
+    Args:
+        value: Floating-point leaves.
+        sensitivity: How far one record moves the value; for several roles, the
+            smallest. Its power of two is the grid's, and public.
+    """
+    exponent = floor_log2(sensitivity) - ROUNDED_BITS
+    dtypes = tuple(v.dtype for v in jax.tree.leaves(value))
+    value = jax.lax.stop_gradient(value)
+    counts = jax.tree.map(lambda v: int61.from_float(_times_power(v, -exponent)), value)
+    return Grid(counts, exponent, sensitivity / 2, dtypes)
+
+
+def _flatten(counts: PyTree) -> tuple[list[Limbs], Any]:
+    return jax.tree.flatten(counts, is_leaf=is_limbs)
+
+
+def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
+    """The value times 2**exponent, in two products so that neither power overflows."""
+    half = exponent >> 1
+    powers = [power_of_two(v, value.dtype) for v in (half, exponent - half)]
+    # Constants would be multiplied first.
+    first, second = jax.lax.optimization_barrier(powers)
+    return value * first * second
+
+
+def _inverse_mantissa(value: Float[Array, ""]) -> Int32[Array, ""]:
+    r"""Some $m \in [2^{14}, 2^{15}]$ with $m v \le 2^{15 + e}$, if $v < 2^{e + 1}$."""
+    return 2 ** (2 * FRACTION_BITS) // upper_mantissa(value, FRACTION_BITS)

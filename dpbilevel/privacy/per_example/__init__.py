@@ -1,0 +1,1 @@
+"""Per-example gradients in factored form: norms, clipping, sums, micro-batches."""

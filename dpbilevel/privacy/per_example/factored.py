@@ -1,0 +1,205 @@
+r"""Values of one record that need not be formed: products and sparse rows.
+
+The gradient of one record's loss with respect to a matrix that the loss multiplies with
+inputs at $T$ places is $\sum_t l_t r_t^\top$, with the inputs $l_t$ and the derivatives
+$r_t$ with respect to the outputs. Its norm and weighted sums over records follow from
+these factors at the cost of a plain gradient. The gradient with respect to the rows of
+a table that a record looks up is treated in the same way.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..exact.floats import wide
+
+# More places than this are summed into an array: if they do not cancel, they are longer
+# together than their sum by the root of their number.
+_MOST_PLACES = 256
+
+
+class Factored(eqx.Module):
+    r"""The array $\sum_t l_t r_t^\top$ of one record, by its factors.
+
+    Attributes:
+        left: $l$, one place a row; not shorter than those of `right`.
+        right: $r$, one place a row.
+        shape: Of the array. Static.
+        left_axes: Its axes that a row of `left` runs over. Static.
+        right_axes: Those of `right`: all others. Static.
+        given: Whether `left` is an array of the record, which takes no memory. Static.
+    """
+
+    left: Float[Array, "*n places p"]
+    right: Float[Array, "*n places q"]
+    shape: tuple[int, ...] = eqx.field(static=True)
+    left_axes: tuple[int, ...] = eqx.field(static=True)
+    right_axes: tuple[int, ...] = eqx.field(static=True)
+    given: bool = eqx.field(static=True, default=False)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that holds the entries of both factors."""
+        return _widest(self.left, self.right)
+
+    @property
+    def places(self) -> int:
+        """$T$."""
+        return self.left.shape[-2]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The lengths of a row of `left` and of `right`."""
+        return self.left.shape[-1], self.right.shape[-1]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the array is one row times a number."""
+        return self.places == 1 and self.widths[1] == 1
+
+    def folded(self, product: Float[Array, "*n p q"]) -> Array:
+        """Sums of products of rows of the factors, as arrays of this shape."""
+        order = self.left_axes + self.right_axes
+        lead = product.shape[:-2]
+        array = product.reshape([*lead, *(self.shape[axis] for axis in order)])
+        axes = [len(lead) + order.index(axis) for axis in range(len(order))]
+        return jnp.transpose(array, [*range(len(lead)), *axes])
+
+    def dense(self) -> Array:
+        """The array of one record."""
+        # The sum is in float32 at least, and is not rounded to fewer bits.
+        left, right = (v.astype(wide(self.dtype)) for v in (self.left, self.right))
+        return self.folded(jnp.einsum("tp,tq->pq", left, right))
+
+    def turned(self) -> "Factored":
+        """The same array with its factors exchanged."""
+        return Factored(
+            self.right, self.left, self.shape, self.right_axes, self.left_axes
+        )
+
+    def times(self, change: Callable[[Array], Array]) -> "Factored":
+        """Return the array times a number, by a function that multiplies with it."""
+        return dataclasses.replace(self, right=change(_widened(self.right)))
+
+    def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
+        """The array with its axes moved: axis `i` becomes `place(i)`."""
+        sides = (tuple(map(place, s)) for s in (self.left_axes, self.right_axes))
+        left_axes, right_axes = sides
+        return dataclasses.replace(
+            self, shape=tuple(shape), left_axes=left_axes, right_axes=right_axes
+        )
+
+    def plus(self, other: "Factored | SparseRows") -> "Factored | None":
+        """The sum: all places of both; `None` where the axes are split differently."""
+        if not isinstance(other, Factored):
+            return None
+        if other.left_axes != self.left_axes:
+            other = other.turned()
+        if (other.left_axes, other.right_axes) != (self.left_axes, self.right_axes):
+            return None
+        pairs = (self.left, other.left), (self.right, other.right)
+        left, right = (_joined(*pair) for pair in pairs)
+        return dataclasses.replace(self, left=left, right=right, given=False)
+
+    def cheapest(self, products: bool) -> "Factored | Array":
+        """The factors, the longer ones left, where they are smaller than the array.
+
+        Without `products`, of one row times a number alone.
+        """
+        (p, q), places = self.widths, self.places
+        turned = self if p >= q else self.turned()
+        if turned.narrow and p * q > 1:
+            return turned
+        smaller = places * (p + q) < p * q or (places == 1 and q * p > 1)
+        few = places <= _MOST_PLACES
+        return turned if products and smaller and few else self.dense()
+
+
+class SparseRows(eqx.Module):
+    """An array of one record that is zero but in some rows, as for a table's gradient.
+
+    Attributes:
+        indices: Of the rows. Those out of range are no rows.
+        rows: The rows; those of equal indices add up.
+        count: The number of rows of the array. Static.
+    """
+
+    indices: Int[Array, "*n places"]
+    rows: Float[Array, "..."]
+    count: int = eqx.field(static=True)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the array."""
+        return self.rows.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array of one record."""
+        return self.count, *self.rows.shape[self.indices.ndim :]
+
+    def times(self, change: Callable[[Array], Array]) -> "SparseRows":
+        """Return the array times a number, by a function that multiplies with it."""
+        return dataclasses.replace(self, rows=change(_widened(self.rows)))
+
+    def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
+        """The sum, where the other one is sparse too."""
+        if not isinstance(other, SparseRows):
+            return None
+        indices = jnp.concatenate((self.indices, other.indices))
+        rows = _joined(self.rows, other.rows)
+        return SparseRows(indices, rows, self.count)
+
+    def dense(self) -> Array:
+        """The array of one record."""
+        inside = jnp.where(self.indices < 0, self.count, self.indices)
+        rows = _widened(self.rows)
+        zeros = jnp.zeros(self.shape, rows.dtype)
+        return zeros.at[inside].add(rows, mode="drop")
+
+    def cheapest(self, products: bool) -> "SparseRows | Array":
+        """The rows, each index once, where they are fewer than those of the array."""
+        del products
+        if len(self.indices) >= self.count:
+            return self.dense()
+        kept = (self.indices >= 0) & (self.indices < self.count)
+        same = (self.indices[:, None] == self.indices[None]) & kept[None]
+        first = ~jnp.any(jnp.tril(same, -1), axis=1)
+        rows = _widened(self.rows)
+        merge = (same & first[:, None]).astype(rows.dtype)
+        spread = jnp.expand_dims(kept, range(1, rows.ndim))
+        rows = jnp.where(spread, rows, 0)  # dropped entries may hold anything
+        rows = jnp.tensordot(merge, rows, 1, precision="highest")
+        return dataclasses.replace(self, rows=rows)
+
+
+Structured = Factored | SparseRows
+
+
+def _widened(factor: Array) -> Array:
+    """Return a factor in float32 at least.
+
+    In half precision each operation would round every factor. Their errors add up
+    where places cancel, and a gradient that is formed has only one of them.
+    """
+    return factor.astype(wide(factor.dtype))
+
+
+def _joined(first: Array, second: Array) -> Array:
+    if first.dtype != second.dtype:
+        dtype = wide(_widest(first, second))
+        first, second = first.astype(dtype), second.astype(dtype)
+    return jnp.concatenate((first, second))
+
+
+def _widest(*factors: Array) -> Any:
+    return max((v.dtype for v in factors), key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def is_structured(leaf: Any) -> bool:
+    """Whether a leaf of a value is not formed."""
+    return isinstance(leaf, Structured)

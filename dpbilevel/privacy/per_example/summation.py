@@ -1,0 +1,360 @@
+"""How clipped values of many records are summed: in floating point, or exactly."""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
+
+from ..exact import int61
+from ..exact.floats import floor_log2, folded, power_of_two, two_sum
+from ..exact.grid import Grid
+from ..exact.int61 import split
+from ..records.shards import Axes
+from .factored import Factored, SparseRows, is_structured
+from .grouped import (
+    COARSE,
+    GROUP,
+    HIGHEST,
+    largest_group,
+    multiples,
+    products,
+    relative_error,
+)
+
+# Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
+_MOST_RECORDS = 2**34
+# How much longer the places of a record may be together than its value, before they
+# count for less.
+_STRETCH = 16.0
+# C / m in steps of the grid.
+_BITS = 23
+# The most of the clip norm that is given up for the rounding of sums in any order.
+MOST_ROUNDING = 2.0**-4
+_ROOM = 30  # bits between a contribution and what of it is flushed to zero
+# Below these a contribution, or the step of a grid for it, may not be a normal number.
+_LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.0**-900}
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractSum(abc.ABC):
+    """Adds up rows of values in units of the clip norm, each at most `share` long.
+
+    Attributes:
+        value: One record's value, as shapes in the dtypes of norms and sums; leaves may
+            be `Factored` or `SparseRows`.
+        clip_norm: The clip norm $C$.
+        denominator: $m$, what the sum is divided by.
+        n: The number of rows that may be records: the first ones of all parts.
+        rows: How many of them are added at once: a chunk.
+        in_place: Whether neighbouring data have all other records in the same rows.
+        own: The number of rows of each part, where they are added in several parts.
+    """
+
+    value: PyTree
+    clip_norm: Float[Array, ""]
+    denominator: Float[Array, ""]
+    n: int
+    rows: int
+    in_place: bool = True
+    own: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses more records than sums have room for."""
+        if self.n > _MOST_RECORDS:
+            raise ValueError(
+                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}; sum "
+                "parts of them and add what is released."
+            )
+
+    @property
+    def part(self) -> int:
+        """The number of rows of each part."""
+        return self.n if self.own is None else self.own
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of each part; the last one may add fewer rows."""
+        return -(-self.part // self.rows)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Those of `value`."""
+        return jax.tree.leaves(self.value, is_leaf=is_structured)
+
+    @property
+    def stretch(self) -> float:
+        r"""$\Lambda \ge 1$: the most that places may be longer than their sum."""
+        return _STRETCH if any(v.places > 1 for v in self._grouped) else 1.0
+
+    @property
+    def rounding(self) -> float:
+        r"""The part of the clip norm that is kept for the rounding of groups' sums.
+
+        Let leaf $l$ have $T_l$ places and groups of $k_l$ records, $m_l = k_l T_l + 4$,
+        $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Where all others keep their
+        rows it is $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$,
+        else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
+        groups in all. The derivation is in docs/precision.md.
+        """
+        if not self.in_place:
+            return self._moved(self._together)
+        leaves = self._grouped
+        sizes = [self.group_size(v) for v in leaves]
+        pairs = zip(sizes, leaves, strict=True)
+        roots = [relative_error(k, v) * math.sqrt(k) for k, v in pairs]
+        largest = max(sizes, default=0)
+        return self.stretch * math.sqrt(largest) * max(roots, default=0.0)
+
+    def group_size(self, value: Factored) -> int:
+        """How many records' products are added before their sum is rounded."""
+        if self.in_place:
+            return min(largest_group(value), self.rows)
+        return self._few(value, self._together)
+
+    def _few(self, value: Factored, places: int) -> int:
+        return min(max(1, places // value.places), self.rows)
+
+    @property
+    def _together(self) -> int:
+        """Places of a group, of sums in any order: as many as their margin admits."""
+        most = (GROUP >> k for k in range(4))
+        return next((k for k in most if self._moved(k) <= MOST_ROUNDING), GROUP)
+
+    def _moved(self, places: int) -> float:
+        """The margin of sums in any order, in groups of so many places."""
+        pairs = [(self._few(v, places), v) for v in self._grouped]
+        worst = max((relative_error(k, v) for k, v in pairs), default=0.0)
+        steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
+        return 2 * self.stretch * self.n * worst + math.sqrt(steps) * 2.0**-_BITS
+
+    def groups(self, size: int) -> int:
+        """How many groups of all parts may hold a record."""
+        if math.gcd(self.part, self.rows) % size == 0:  # groups follow each other
+            return math.ceil(self.n / size)
+        whole = math.ceil(self.rows / size)
+        if self.part % self.rows:  # the last chunk of a part reaches back
+            return math.ceil(self.n / self.part) * self.chunks * whole
+        chunks, rest = divmod(self.n, self.rows)
+        return chunks * whole + math.ceil(rest / size)
+
+    @property
+    def _grouped(self) -> list[Factored]:
+        return [v for v in self.leaves if _is_grouped(v)]
+
+    @property
+    @abc.abstractmethod
+    def share(self) -> float:
+        """The share of the clip norm that a value may fill before it is added."""
+
+    @abc.abstractmethod
+    def empty(self) -> PyTree:
+        """The running sum of nothing."""
+
+    @abc.abstractmethod
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """Adds the rows of `values`, each times its weight."""
+
+    @abc.abstractmethod
+    def joined(self, sums: PyTree, axes: Axes) -> PyTree:
+        """The sum of the sums of all parts, along axes of a mesh or of a `jax.vmap`."""
+
+    @abc.abstractmethod
+    def mean(self, sums: PyTree) -> PyTree:
+        """The sum times the clip norm, over the denominator."""
+
+    @property
+    def contribution(self) -> Float[Array, ""]:
+        """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
+        double = any(v.dtype == jnp.float64 for v in self.leaves)
+        wide = jnp.dtype("float64" if double else "float32")
+        clip_norm, denominator = (
+            jax.lax.stop_gradient(v).astype(wide)
+            for v in (self.clip_norm, self.denominator)
+        )
+        contribution = clip_norm / denominator
+        in_range = contribution >= _LEAST_CONTRIBUTION[wide]
+        in_range &= contribution <= jnp.finfo(wide).max
+        return jnp.where(in_range, contribution, 0)
+
+
+class GridSum(AbstractSum):
+    r"""An exact sum of integers, whatever the order of the records.
+
+    The step is the power of two $2^e \in (2^{-24}, 2^{-23}] \, C / m$; every record's
+    scaled value is rounded to whole steps. The clip norm is tightened by the largest
+    rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$; the
+    entries of a row times a number are rounded to 4 steps, which counts four times.
+    Products of factors are added in floating point first, in groups of few records,
+    and every group's sum is rounded; the clip norm is tightened by what one record may
+    move it by, where the other records keep their places.
+    """
+
+    @property
+    @override
+    def share(self) -> float:
+        """One less all roundings."""
+        # Of both of two neighbours: their records' values or their groups' sums.
+        size = sum(math.prod(_rows_of(v).shape) * _coarse(v) ** 2 for v in self.leaves)
+        rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
+        return 1 - rounded - self.rounding - 2.0**-20
+
+    @override
+    def empty(self) -> PyTree:
+        return jax.tree.map(
+            lambda v: int61.zeros(v.shape), self.value, is_leaf=is_structured
+        )
+
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """Rounds to whole steps and adds."""
+        # C / m in steps, between 2**23 and 2**24; the step itself may underflow.
+        contribution = self.contribution
+        scale = power_of_two(-floor_log2(contribution), contribution.dtype)
+        steps = contribution * scale * 2.0**_BITS
+        # No entry of a clipped value has more steps, whatever arithmetic made it.
+        largest = jnp.floor(steps).astype(jnp.int32)
+        weights = weights * steps.astype(weights.dtype)
+
+        def rounded(v):
+            counts = jnp.round(jax.lax.stop_gradient(v)).astype(jnp.int32)
+            return jnp.clip(counts, -largest, largest)
+
+        def add(v, total):
+            if _is_grouped(v):
+                size = self.group_size(v)
+                sums_of = products(weights, v, size)
+                # Nor has a sum of them, times their number.
+                sums_of = jnp.clip(sums_of, -size * steps, size * steps)
+                counts = int61.sum_floats(sums_of)
+                return total.plus(jax.tree.map(v.turned().folded, counts))
+            if isinstance(v, Factored):
+                counts = int61.sum_rows(multiples(weights, v, largest))
+                return total.plus(jax.tree.map(v.folded, counts))
+            rows = _rows_of(v)
+            weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
+            counts = rounded(rows * weight)
+            if isinstance(v, SparseRows):
+                return total.plus(int61.sum_at(total.shape, v.indices, counts))
+            groups = split(counts, GROUP)
+            return total.plus(int61.sum_rows(jnp.sum(groups, axis=1, dtype=jnp.int32)))
+
+        return jax.tree.map(add, values, sums, is_leaf=is_structured)
+
+    @override
+    def joined(self, sums: PyTree, axes: Axes) -> PyTree:
+        return jax.tree.map(
+            lambda v: int61.sum_over(v, axes), sums, is_leaf=int61.is_limbs
+        )
+
+    @override
+    def mean(self, sums: PyTree) -> Grid:
+        dtypes = tuple(v.dtype for v in self.leaves)
+        exponent = floor_log2(self.contribution) - _BITS
+        return Grid(sums, exponent, self.contribution, dtypes)
+
+
+class FloatSum(AbstractSum):
+    """A compensated floating-point sum.
+
+    Plain sums of groups of rows are added to one running sum each, and what an
+    addition rounds away is kept. Without that correction one record could decide how
+    many later additions round away, and move the sum by many times its clipped norm.
+    Values that are not formed are summed as in a `GridSum`.
+    """
+
+    @property
+    @override
+    def share(self) -> float:
+        counted = self._counted
+        return counted.share if counted.leaves else 1.0
+
+    @property
+    def contribution(self) -> Float[Array, ""]:
+        """$C / m$, or 0 where a mean of values this long is out of some leaf's range.
+
+        Coordinates down to $2^{-30} C / m$ must be normal numbers, and $4 n C / m$
+        finite.
+        """
+        contribution = super().contribution
+        infos = [jnp.finfo(v.dtype) for v in self.leaves]
+        least = max((float(info.tiny) for info in infos), default=0.0) * 2.0**_ROOM
+        most = min((float(info.max) for info in infos), default=math.inf)
+        most /= 4 * max(self.n, 1)
+        in_range = (contribution >= least) & (contribution <= most)
+        return jnp.where(in_range, contribution, 0)
+
+    @property
+    def _counted(self) -> GridSum:
+        """The sum of what is not formed."""
+        _, counted = _parted(self.value)
+        return dataclasses.replace(GridSum(**vars(self)), value=counted)
+
+    @override
+    def empty(self) -> PyTree:
+        groups = -(-self.rows // GROUP)
+        arrays, _ = _parted(self.value)
+        zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), arrays)
+        # The totals, what they round away, and the counts.
+        return zeros, zeros, self._counted.empty()
+
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """One batched product, one compensated addition."""
+        arrays, counted = _parted(values)
+        totals, corrections, counts = sums
+        added = jax.tree.map(lambda v: _group_sums(weights, v), arrays)
+        counts = self._counted.add(counts, weights, counted)
+        return *two_sum((totals, corrections), added), counts
+
+    @override
+    def joined(self, sums: PyTree, axes: Axes) -> PyTree:
+        totals, corrections, counts = sums
+        one = jax.tree.map(lambda v: v[None], folded(totals, corrections))
+        every = jax.lax.all_gather(one, axes, tiled=True)
+        return *every, self._counted.joined(counts, axes)
+
+    @override
+    def mean(self, sums: PyTree) -> PyTree:
+        totals, corrections, counts = sums
+        total = folded(totals, corrections)
+        means = jax.tree.map(
+            lambda a, b: (a + b) * self.contribution.astype(a.dtype), *total
+        )
+        counted = self._counted.mean(counts).values()
+        in_range = self.contribution > 0
+        counted = jax.tree.map(lambda v: jnp.where(in_range, v, 0), counted)
+        return eqx.combine(means, counted)
+
+
+def _is_grouped(value: Any) -> bool:
+    """Whether values of several records are added before they are rounded."""
+    return isinstance(value, Factored) and not value.narrow
+
+
+def _coarse(value: Any) -> int:
+    """Steps that entries are rounded to."""
+    return COARSE if isinstance(value, Factored) and value.narrow else 1
+
+
+def _rows_of(value: Any) -> Any:
+    """What is rounded: an array, or the rows of a sparse one."""
+    return value.rows if isinstance(value, SparseRows) else value
+
+
+def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
+    """The arrays, and what is not formed."""
+    return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
+
+
+def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
+    # Products run in reduced precision on accelerators by default.
+    return jnp.einsum(
+        "gr,gr...->g...",
+        split(weights.astype(values.dtype), GROUP),
+        split(values, GROUP),
+        precision=HIGHEST,
+    )

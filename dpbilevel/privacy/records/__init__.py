@@ -1,0 +1,1 @@
+"""Records in memory, on several devices and on disk."""

@@ -1,0 +1,279 @@
+"""Records on disk, which clipped means read in chunks of a public size."""
+
+import concurrent.futures
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ... import _checks
+from .rows import filler
+from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Paths
+
+Progress = Callable[[int, int], None]
+# Maps the number of a chunk to its rows, and to which of them are to be added.
+Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
+Chunk = tuple[list[np.ndarray], np.ndarray]  # the same on the host
+_MOST_PASSES = 4  # at a time, by one compiled program
+
+
+class OnDisk(_checks.AbstractStored):
+    """Records on disk; make them by `OnDisk.parquet(...)` or `OnDisk.arrays(...)`.
+
+    Every pass reads them, for data larger than memory. Pass them in place of records:
+    `fit(problem, solver, OnDisk.parquet(...), w0, ...)`, `Levels(upper=...,
+    lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only `FullBatch` draws from
+    them. A pass reads chunks of a public number of rows in their order, the next one
+    while one is worked on; no more than a few chunks are in memory, of about 32 MiB on
+    a CPU. `OnDisk.parquet` and `OnDisk.arrays` read shapes, and whether there are nulls
+    or copies of a file.
+
+    Attributes:
+        guard: An array without axes, so that functions of rows of arrays fail.
+        rows: The number of rows that a pass runs over. Public. Static.
+        store: Storage of the records. Static.
+        structure: Pytree structure of the records. Static.
+        progress: Function that is called in every pass. Static.
+
+    Privacy:
+        The releases are those of the same records in memory, on the grid bit for bit
+        (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
+        files and sizes, not on the values of records. It is not protected whether a
+        column has nulls, or whether two Parquet files are copies: both are refused. The
+        duration of a pass is covered by no guarantee.
+    """
+
+    guard: Bool[Array | np.ndarray, ""]
+    rows: int = eqx.field(static=True)
+    store: AbstractStore = eqx.field(static=True)
+    structure: Any = eqx.field(static=True)
+    progress: Progress | None = eqx.field(static=True, default=None)
+
+    def __init__(self, *arguments: Any, **fields: Any):
+        """Set the fields in their order; for `OnDisk.parquet` and `OnDisk.arrays`."""
+        names = [field.name for field in dataclasses.fields(self)]
+        found = dict(zip(names, arguments, strict=False)) | fields
+        if not isinstance(found.get("store"), AbstractStore):
+            raise TypeError(
+                "OnDisk: it is not made by OnDisk(...). Call OnDisk.parquet(paths, "
+                "columns) for Parquet files, or OnDisk.arrays(records) for NumPy "
+                "arrays that are mapped from files."
+            )
+        for name, value in found.items():
+            setattr(self, name, value)
+
+    @classmethod
+    def arrays(cls, records: PyTree, *, progress: Progress | None = None) -> Self:
+        """Records in NumPy arrays that are mapped from files.
+
+        Args:
+            records: A pytree of NumPy arrays that share their leading axis, such as
+                those of `numpy.load(path, mmap_mode="r")`. They must not change.
+            progress: Called with the rows read so far and all rows, in every pass.
+
+        Raises:
+            OSError: A file is missing.
+            TypeError: A leaf is no NumPy array, or progress is no function.
+            ValueError: Leading axes differ, or an array is not numeric.
+        """
+        found, structure = jax.tree_util.tree_flatten_with_path(records)
+        for path, leaf in found:
+            if not isinstance(leaf, np.ndarray):
+                raise TypeError(
+                    f"OnDisk.arrays: records{jax.tree_util.keystr(path)} must be a "
+                    f"NumPy array, got {_checks.shown(type(leaf))}. Give what "
+                    'numpy.load(path, mmap_mode="r") returns; arrays of JAX are in '
+                    "memory already and are given to solvers as they are."
+                )
+        _checks.leading_axis("OnDisk.arrays: records", records)
+        return cls._of(ArrayStore([leaf for _, leaf in found]), structure, progress)
+
+    @classmethod
+    def parquet(
+        cls, paths: Paths, columns: Columns, *, progress: Progress | None = None
+    ) -> Self:
+        """Make `OnDisk` records of the rows of Parquet files; needs pyarrow.
+
+        Args:
+            paths: A file, or several whose rows follow each other.
+            columns: The parts of a record: a column for a number, a list of columns for
+                a vector, as in `{"features": ["age", "income"], "label": "paid"}`. They
+                hold numbers or truth values; a vector has their common dtype.
+            progress: Called with the rows read so far and all rows, in every pass.
+
+        Returns:
+            Records that are dictionaries with the keys of `columns`.
+
+        Raises:
+            ImportError: pyarrow is missing.
+            OSError: A file is missing, or no Parquet file.
+            TypeError: Columns are not given by names, or progress is no function.
+            ValueError: A column is missing, is not numeric, has nulls, or has another
+                type in another file; a file or a copy of it is given twice.
+        """
+        if not isinstance(columns, Mapping):
+            raise TypeError(
+                "OnDisk.parquet: columns must map the entries of a record to names of "
+                'columns, as {"features": ["age", "income"], "label": "paid"}, got '
+                f"{_checks.shown(columns)}."
+            )
+        store = ParquetStore(paths, dict(sorted(columns.items())))
+        structure = jax.tree.structure(dict.fromkeys(columns, 0))
+        return cls._of(store, structure, progress)
+
+    @classmethod
+    def _of(cls, store: AbstractStore, structure: Any, progress) -> Self:
+        if progress is not None:
+            _checks.function("OnDisk", progress=progress)
+        return cls(np.asarray(True), store.count, store, structure, progress)
+
+    def __repr__(self) -> str:
+        shapes = eqx.tree_pformat(self._shapes(self.store.count))
+        files = ", ".join(map(str, self.store.files)) or "arrays in memory"
+        return f"OnDisk({shapes}, in {files})"
+
+    @property
+    def shapes(self) -> PyTree:
+        """The records as shapes, in the dtypes that JAX gives arrays in memory."""
+        return self._shapes(self.rows)
+
+    def padded(self, rows: int) -> Self:
+        """The same records, followed by rows that count for nothing up to `rows`."""
+        return dataclasses.replace(self, rows=rows)
+
+    def _shapes(self, rows: int) -> PyTree:
+        shapes = [
+            jax.ShapeDtypeStruct((rows, *shape), jax.dtypes.canonicalize_dtype(dtype))
+            for shape, dtype in self.store.kinds
+        ]
+        return jax.tree.unflatten(self.structure, shapes)
+
+
+def shapes_of(records: PyTree) -> PyTree:
+    """What stands for records where their shapes alone are read."""
+    return records.shapes if isinstance(records, OnDisk) else records
+
+
+def reader(
+    records: PyTree, mask: Bool[Array, " n"] | None, n: int, rows: int
+) -> Reader:
+    """A function that reads chunks of `rows` rows of `n` inside a compiled program.
+
+    Args:
+        records: Arrays, or `OnDisk`, which is padded to `n` rows.
+        mask: Which rows of arrays are records. All when omitted.
+        n: The number of rows of a pass.
+        rows: The number of rows of a chunk; the last one reaches back to rows that were
+            added already, which are marked as such and not read again from disk.
+
+    Raises:
+        OSError: A file is missing or has changed.
+    """
+    if isinstance(records, OnDisk):
+        return _from_disk(records, n, rows)
+
+    def read(number):
+        start = jnp.minimum(number * rows, n - rows)
+        # Slicing inside the loop reads the records in place; reshaping copies them.
+        chunk, keep = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
+        )
+        fresh = start + jnp.arange(rows, dtype=number.dtype) >= number * rows
+        return chunk, fresh if keep is None else fresh & keep
+
+    return read
+
+
+def _from_disk(records: OnDisk, n: int, rows: int) -> Reader:
+    records.store.check()
+    leaves = jax.tree.leaves(records._shapes(rows))
+    chunks = _Chunks(records.store, leaves, n, records.progress)
+    keep = jax.ShapeDtypeStruct((rows,), bool)
+
+    def read(number):
+        # The rows are a function of the number alone: the compiler may read a chunk
+        # again or not at all, and nothing needs an order, which `vmap` would refuse of
+        # an `io_callback`.
+        values, fresh = jax.pure_callback(
+            chunks, (leaves, keep), number, vmap_method="sequential"
+        )
+        return jax.tree.unflatten(records.structure, values), fresh
+
+    return read
+
+
+class _Chunks:
+    """Reads chunks by their numbers, and after each the next one in the background.
+
+    Any order gives the same rows; a pass in order reads every row once.
+    """
+
+    def __init__(
+        self,
+        store: AbstractStore,
+        shapes: list[jax.ShapeDtypeStruct],
+        total: int,
+        progress: Progress | None,
+    ):
+        self._store, self._shapes, self._progress = store, shapes, progress
+        self._total, self._rows = total, shapes[0].shape[0]
+        self._count = -(-total // self._rows)
+        self._lock = threading.Lock()
+        # The number of the next chunk of each pass, the chunk, and what reads on.
+        self._ahead: list[tuple[int, concurrent.futures.Future, Fill]] = []
+
+    def __call__(self, number: Any) -> Chunk:
+        number = int(number)
+        if number == 0:
+            self._store.check()
+        chunk, fill = self._begun(number)
+        try:
+            result = chunk.result()
+        except Exception as error:  # JAX shows the traceback: where it began is enough
+            raise error.with_traceback(None) from None
+        if number + 1 < self._count:
+            with self._lock:
+                later = _soon(self._read, number + 1, fill)
+                self._ahead.append((number + 1, later, fill))
+                del self._ahead[:-_MOST_PASSES]  # left by passes that were stopped
+        if self._progress is not None:
+            self._progress(min((number + 1) * self._rows, self._total), self._total)
+        return result
+
+    def _begun(self, number: int) -> tuple[concurrent.futures.Future, Fill]:
+        with self._lock:
+            for i, (ahead, chunk, fill) in enumerate(self._ahead):
+                if ahead == number:
+                    del self._ahead[i]
+                    return chunk, fill
+        fill = self._store.reader(number * self._rows)
+        return _soon(self._read, number, fill), fill
+
+    def _read(self, number: int, fill: Fill) -> Chunk:
+        begin = number * self._rows
+        # Where in the chunk its new rows begin, and where its records end.
+        place = begin - min(begin, self._total - self._rows)
+        records = min(self._rows - place, max(0, self._store.count - begin))
+        stop = place + records
+        leaves = [np.empty(v.shape, v.dtype, self._store.order) for v in self._shapes]
+        for leaf in leaves:
+            leaf[:place] = leaf[stop:] = filler(leaf.dtype)
+        if records:
+            fill([leaf[place:stop] for leaf in leaves])
+        numbers = np.arange(self._rows)
+        return leaves, (numbers >= place) & (numbers < stop)
+
+
+def _soon(fun: Callable[..., Chunk], *arguments: Any) -> concurrent.futures.Future:
+    """The result of a function that a thread runs, which ends with it."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "dpbilevel-disk")
+    try:
+        return pool.submit(fun, *arguments)
+    finally:
+        pool.shutdown(wait=False)

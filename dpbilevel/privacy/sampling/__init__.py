@@ -1,0 +1,1 @@
+"""Batch sampling: full batches, Poisson, fixed size, single pass, random allocation."""

@@ -1,0 +1,331 @@
+"""Batch sampling: how a batch is drawn, and the event that accounts for it."""
+
+import abc
+import bisect
+import math
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import scipy
+from jaxtyping import Array, Bool, Int, PyTree
+from typing_extensions import override
+
+from ... import _checks
+from .._lazy import dp_accounting
+from ..budget import Neighbours
+from ..noise import PRNGKey, check_key
+from ..records.rows import BLOCK, padded_rows, unpacked
+from ..records.shards import Shards, taken
+
+# The probability, per draw, that a batch exceeds the default capacity. Ten million
+# draws cost less than a thousandth of a delta of 1e-15 at epsilon 22, of 1e-6 at
+# epsilon 43.
+OVERFLOW = 2.0**-116
+
+Index = int | Int[Array, ""] | None
+
+
+class Batch(eqx.Module):
+    """Records drawn for one query; `clipped_mean` takes it whole.
+
+    Attributes:
+        records: A pytree with a leading axis of fixed length. Rows that are no records
+            hold NaN, and zero where they are not floating point.
+        mask: Which rows are records; `None` when all are.
+        denominator: The fixed public number that sums are divided by.
+        in_place: Whether a record that is in the batch or not leaves all others in
+            their rows. Static.
+        size: How many rows may be records, where those after them only make parts on
+            several devices equal. Static.
+        shards: How the rows are spread over devices, where that is known. Static.
+    """
+
+    records: PyTree
+    mask: Bool[Array, " n"] | None
+    denominator: float
+    in_place: bool = eqx.field(static=True, default=True)
+    size: int | None = eqx.field(static=True, default=None)
+    shards: Shards | None = eqx.field(static=True, default=None)
+
+
+class AbstractSampling(eqx.Module):
+    """A sampling scheme: how a batch is drawn, and the event that accounts for it.
+
+    Attributes:
+        needs_key: Whether `draw` draws at random.
+        numbered: Whether a batch depends on its number in the run, so that only solvers
+            that number their batches can use it.
+        by_pass: Whether the batches of a pass are drawn at once, so that only solvers
+            that draw whole passes can use it.
+        assumptions: What its accounting assumes.
+    """
+
+    needs_key: ClassVar[bool] = True
+    numbered: ClassVar[bool] = False
+    by_pass: ClassVar[bool] = False
+    assumptions: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey | None, index: Index = None
+    ) -> Batch:
+        """Draws one batch.
+
+        Args:
+            records: All records, with a common leading axis, or `Padded`; `FullBatch`
+                takes `OnDisk` too.
+            size: The planned, public number of records.
+            key: A typed key for this draw alone, as secret as the noise's; None where
+                none is needed.
+            index: The number of the batch in the run, from 0; read by schemes that are
+                `numbered`.
+        """
+
+    @abc.abstractmethod
+    def rows(self, size: int) -> int:
+        """The most records that a batch from `size` records holds."""
+
+    @abc.abstractmethod
+    def denominator(self, size: int) -> float:
+        """The public number that a batch's sum is divided by."""
+
+    @abc.abstractmethod
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> "dp_accounting.DpEvent":
+        """The event of one Gaussian release of a batch drawn this way.
+
+        Args:
+            noise_multiplier: Noise over the sensitivity under `neighbours` of the
+                batch's clipped mean, that is 2C or C over the denominator.
+            neighbours: The relation.
+            size: The planned number of records.
+
+        Raises:
+            ValueError: No accountant supports this scheme under `neighbours`.
+        """
+
+    def in_pass(self, records: PyTree, *, key: PRNGKey) -> "AbstractSampling":
+        """The scheme with the batches of one pass drawn; this one, unless `by_pass`.
+
+        Args:
+            records: All rows.
+            key: A typed key for this pass alone.
+        """
+        del records, key
+        return self
+
+    def charged(self, count: int, size: int) -> int:
+        """How many of the `count` releases of one run a record is charged for.
+
+        All of them, unless a record is known to be in few batches.
+
+        Args:
+            count: The releases, each of a batch of its own.
+            size: The planned number of records.
+        """
+        return count
+
+    @abc.abstractmethod
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability per draw that the batch is not drawn as accounted."""
+
+
+class FullBatch(AbstractSampling):
+    """Every record, every time: no amplification, any relation."""
+
+    needs_key: ClassVar[bool] = False
+
+    def draw(self, records, size, *, key, index=None) -> Batch:
+        """Returns all records; the key is not used."""
+        records, present = unpacked(records)
+        return Batch(records, present, self.denominator(size))
+
+    @override
+    def rows(self, size: int) -> int:
+        return size
+
+    @override
+    def denominator(self, size: int) -> float:
+        return float(size)
+
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
+        """A Gaussian event, the same under both relations."""
+        return dp_accounting.GaussianDpEvent(noise_multiplier)
+
+    @override
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        return 0.0
+
+
+class Poisson(AbstractSampling):
+    r"""Every record independently with probability `rate`.
+
+    The batch has a fixed shape, of room for `capacity` records, and a mask. A draw of
+    more records drops the last ones; the probability of that event over the run is
+    added to $\delta$ (times $1 + e^\varepsilon$), so a truncated draw never goes
+    unaccounted.
+    Sums are divided by the public `rate * size`.
+
+    Args:
+        rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
+        capacity: The most records of a batch, whose rows are the next multiple of 64.
+            The overflow probability is bounded for the rows that records are padded to,
+            which are at least as many as the records. The default is the smallest
+            multiple of 64 that overflows with probability at most 2^-116 a draw, by a
+            tail bound.
+    """
+
+    rate: float = eqx.field(static=True)
+    capacity: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.fraction("Poisson", rate=self.rate)
+        if self.capacity is not None:
+            _checks.count("Poisson", capacity=self.capacity)
+
+    @property
+    def realised_rate(self) -> float:
+        """The probability of inclusion as drawn, a multiple of 2**-32."""
+        return self._threshold / 2**32
+
+    @property
+    def _threshold(self) -> int:
+        return min(max(math.ceil(self.rate * 2**32), 1), 2**32 - 1)
+
+    @override
+    def rows(self, size: int) -> int:
+        return self._capacity(padded_rows(size))
+
+    def _capacity(self, trials: int) -> int:
+        if self.capacity is not None:
+            return self.capacity
+        return roomy(trials, self.realised_rate)
+
+    def draw(self, records, size, *, key, index=None) -> Batch:
+        """Draw the batch as fixed-shape rows with a mask.
+
+        Rows that are chosen keep their places whether or not they are records, so
+        that a record less moves no other.
+
+        Raises:
+            ValueError: There are more rows than planned for a given `capacity`.
+        """
+        records, present = unpacked(records)
+        n = _checks.leading_axis("Poisson: records", records)
+        if self.capacity is not None and n > padded_rows(size):
+            raise ValueError(
+                f"Poisson: the overflow of a capacity of {self.capacity} is accounted "
+                f"for with {size} records, but the batch is to be drawn from {n} rows; "
+                "calibrate for their number, or leave capacity out."
+            )
+        bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
+        chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
+        planned = padded_rows(size)
+        most = max(n, planned)  # more on several devices
+        if self.rows(size) != planned:  # otherwise no overflow is accounted for
+            most = self._capacity(most)
+        return masked_batch(records, present, chosen, most, self.denominator(size))
+
+    def denominator(self, size: int) -> float:
+        """The expected number of records in a batch."""
+        return self.realised_rate * size
+
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
+        """Return a Poisson-sampled Gaussian event."""
+        return dp_accounting.PoissonSampledDpEvent(
+            self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
+        )
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """Return the probability that more than `capacity` rows are chosen.
+
+        The rows are those that `size` records are padded to, under both relations.
+        """
+        rows = padded_rows(size)
+        if self.capacity is None:
+            return OVERFLOW if self.rows(size) < rows else 0.0
+        return float(scipy.stats.binom(rows, self.realised_rate).sf(self.capacity))
+
+
+def roomy(trials: int, rate: float) -> int:
+    r"""Return a capacity that is exceeded with probability at most `OVERFLOW`.
+
+    By Chernoff's bound: of $n$ members $k$ or more come with probability at most
+    $e^{-n \,\mathrm{KL}(k / n \| q)}$ where $k \ge n q$.
+
+    Returns:
+        The smallest multiple of 64 by the bound, at most that of all members.
+    """
+    blocks = range(1, -(-trials // BLOCK))
+
+    def fits(block: int) -> bool:
+        part = (block * BLOCK + 1) / trials
+        gap = scipy.special.kl_div(part, rate) + scipy.special.kl_div(
+            1 - part, 1 - rate
+        )
+        return part > rate and trials * gap >= -math.log(OVERFLOW)
+
+    return (bisect.bisect_left(blocks, True, key=fits) + 1) * BLOCK
+
+
+def masked_batch(
+    records: PyTree,
+    present: Bool[Array, " n"] | None,
+    chosen: Bool[Array, " n"],
+    most: int,
+    denominator: float,
+) -> Batch:
+    """The chosen rows with a mask, the first `most` of them.
+
+    Args:
+        records: All rows.
+        present: Which of them are records; None when all are.
+        chosen: Which rows are in the batch.
+        most: The room of the batch.
+        denominator: That of the batch.
+    """
+    n = len(chosen)
+    # Slots beyond those of the chosen rows are filled with nothing, up to whole
+    # blocks: in others a row that is moved on may be rounded otherwise.
+    members = jnp.flatnonzero(chosen, size=most, fill_value=n)
+    members = jnp.pad(members, (0, -most % BLOCK), constant_values=n)
+    batch, members, shards = taken(records, members)
+    mask = members < n
+    if present is not None:
+        mask &= present.at[members].get(mode="fill", fill_value=False)
+    # A record that is drawn moves all that come after it by a row.
+    return Batch(batch, mask, denominator, False, most, shards)
+
+
+def unnumbered(owner: str, sampling: AbstractSampling) -> None:
+    """Raises unless `sampling` is a scheme that any solver, `owner`, can draw from.
+
+    Raises:
+        TypeError: It is no sampling scheme.
+        ValueError: It needs the number of the batch, which the solver does not give.
+    """
+    not_by_pass(owner, sampling)
+    if sampling.numbered:
+        raise ValueError(
+            f"{owner}: {type(sampling).__name__} needs a solver that numbers its "
+            "batches, as NoisyExtragradient and InexactProximalPoint do. Use Poisson, "
+            "FixedSize or FullBatch."
+        )
+
+
+def not_by_pass(owner: str, sampling: AbstractSampling) -> None:
+    """Raises unless `sampling` is a scheme whose batches are drawn one by one.
+
+    Raises:
+        TypeError: It is no sampling scheme.
+        ValueError: Its batches are drawn for whole passes.
+    """
+    _checks.instance(owner, AbstractSampling, sampling=sampling)
+    if sampling.by_pass:
+        raise ValueError(
+            f"{owner}: {type(sampling).__name__} needs a solver that draws whole "
+            "passes, AllocatedGD. Use Poisson, FixedSize or FullBatch."
+        )

@@ -1,0 +1,131 @@
+"""Batches of a fixed number of records."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import scipy
+from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
+
+from ... import _checks
+from .._lazy import dp_accounting
+from ..budget import Neighbours
+from ..noise import PRNGKey, check_key
+from ..records.shards import taken
+from .base import AbstractSampling, Batch
+
+# The chance, per draw, that a subset has too few different members.
+_EXHAUSTED = 1e-30
+
+
+class AbstractFixedBatch(AbstractSampling):
+    """A scheme whose batches all hold `size` records.
+
+    Attributes:
+        size: Records in a batch. Static.
+    """
+
+    size: int = eqx.field(static=True)
+
+    def __check_init__(self):
+        _checks.count(type(self).__name__, size=self.size)
+
+    @override
+    def rows(self, size: int) -> int:
+        return self.size
+
+    @override
+    def denominator(self, size: int) -> float:
+        return float(self.size)
+
+    def _batch(self, records: PyTree, members: Int[Array, " rows"]) -> Batch:
+        _checks.leading_axis(f"{type(self).__name__}: records", records)
+        batch, padded, shards = taken(records, members)
+        mask = None
+        if len(padded) > self.size:
+            mask = jnp.arange(len(padded)) < self.size
+        return Batch(batch, mask, float(self.size), True, self.size, shards)
+
+    def _check_fits(self, size: int) -> None:
+        if self.size > size:
+            raise ValueError(
+                f"{type(self).__name__}: cannot draw a batch of {self.size} from "
+                f"{size} records."
+            )
+
+    def _check_accounted(self, neighbours: Neighbours, size: int, why: str) -> None:
+        """Refuses a batch larger than the data, and any relation but replace-one."""
+        self._check_fits(size)
+        if neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                f"{type(self).__name__} batches are accounted under "
+                f"Neighbours.REPLACE_ONE only: {why}. Use Poisson(rate) or replace-one."
+            )
+
+
+class FixedSize(AbstractFixedBatch):
+    """A uniformly random subset of `size` records, without replacement.
+
+    Replace-one only: the batch size is fixed only while the number of records is.
+    Not interchangeable with Poisson: the other records in the batch show whether a
+    record was left out, so it has its own, larger privacy loss.
+
+    Args:
+        size: Records in a batch, at most the number of records. Static.
+    """
+
+    def draw(self, records, size, *, key, index=None) -> Batch:
+        """Draws the subset: at a cost that grows with it alone where it is small."""
+        self._check_fits(size)
+        key = check_key(key)
+        if self._is_small(size):
+            members = _first_distinct(self.size, size, self._tries(size), key=key)
+        else:
+            members = jax.random.permutation(key, size)[: self.size]
+        return self._batch(records, members)
+
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
+        """A Gaussian event sampled without replacement, replace-one only.
+
+        Raises:
+            ValueError: The relation is add-or-remove-one, or the batch is larger than
+                the data.
+        """
+        why = (
+            "with a record more or less, a subset of fixed size contains other records "
+            "too"
+        )
+        self._check_accounted(neighbours, size, why)
+        return dp_accounting.SampledWithoutReplacementDpEvent(
+            size, self.size, dp_accounting.GaussianDpEvent(noise_multiplier)
+        )
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability that a small subset has too few different members."""
+        return _EXHAUSTED if self._is_small(size) else 0.0
+
+    def _is_small(self, size: int) -> bool:
+        return self.size <= size // 4
+
+    def _tries(self, size: int) -> int:
+        """How many uniform members hold enough different ones, but for `failure`.
+
+        While there are too few, the next one is known with probability (size - 1) / n
+        at most.
+        """
+        repeated, spare = (self.size - 1) / size, 1
+        while scipy.stats.binom(self.size + spare, repeated).sf(spare) > _EXHAUSTED:
+            spare += 1 + spare // 8
+        return self.size + spare
+
+
+def _first_distinct(
+    count: int, size: int, tries: int, *, key: PRNGKey
+) -> Int[Array, " count"]:
+    """The first `count` different ones of `tries` numbers below `size`: uniform."""
+    drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
+    order = jnp.argsort(drawn, stable=True)  # of equal numbers the first drawn leads
+    ordered = drawn[order]
+    new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    first = jnp.zeros(tries, bool).at[order].set(new)
+    return drawn[jnp.flatnonzero(first, size=count, fill_value=0)]

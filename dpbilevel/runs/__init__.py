@@ -1,0 +1,1 @@
+"""A run between its steps: callbacks, checkpoints, locks and what it has spent."""

@@ -1,0 +1,368 @@
+"""A run step by step: advanced, looked at, saved and resumed between its steps."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _checks
+from ..core import spent
+from ..core.descent import rejected_updates
+from ..core.loop import bound_run, rows_of
+from ..core.modules import Kept, arrays_of
+from ..core.problem import AbstractProblem
+from ..core.solution import Plan, Solution
+from ..privacy.jaxprs import constants
+from ..privacy.noise import PRNGKey, step_keys
+from ..privacy.records.disk import OnDisk
+from . import checkpoint
+from .checkpoint import Checkpoint
+from .progress import check_bar, step_bar
+from .resume import resume_run
+
+_NAME = "first key"  # in a fingerprint: a hash that tells the run from others
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Run:
+    """A run of a plan between two steps, as `start`, `advance` and `resume` return it.
+
+    It is never changed: `advance` returns another run.
+
+    Attributes:
+        problem: The problem.
+        plan: The plan, for one run.
+        data: The records in a public number of rows, as `solver.step` takes them in a
+            loop of your own.
+        done: The number of steps done.
+        state: The state of the solver. It may hold more than is released.
+        key: The key of the steps to come. Secret.
+        path: Room for the released iterates of all steps, or `None`.
+        kept: The leaves of the initial point that are no arrays, if any.
+        name: A hash that tells the run from others, for its checkpoints. Secret.
+
+    Privacy:
+        Only `value`, `solution`, `done` and `epsilon` of a run may be published.
+    """
+
+    problem: AbstractProblem
+    plan: Plan
+    data: PyTree
+    done: int
+    state: PyTree
+    key: PRNGKey
+    path: PyTree | None = None
+    kept: Kept | None = None
+    name: str = ""
+
+    def __repr__(self) -> str:
+        """Return the progress and the plan; never the key, nor a record."""
+        return f"Run({self.done} of {self.num_steps} steps of {self.plan!r})"
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.plan.solver.num_steps
+
+    @property
+    def value(self) -> PyTree:
+        """The released answer after the steps done."""
+        return self.solution.value
+
+    @property
+    def solution(self) -> Solution:
+        """The `Solution` after the steps done, with the report of the whole plan."""
+        path = jax.tree.map(lambda v: v[: self.done], self.path)
+        value = self.plan.solver.answer(self.problem, self.state)
+        rejected = rejected_updates(self.state)
+        solution = Solution(value, path, rejected, self.plan.report)
+        return solution if self.kept is None else solution.with_kept(self.kept)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """Epsilon of the steps done, at the delta of the plan.
+
+        Releases that `calibrate` took as `before` count in the epsilon of the whole run
+        only. The value holds if the number of steps was chosen before the run. A run
+        that ends early because of a released value costs the epsilon of the plan.
+        """
+        solver, report = self.plan.solver, self.plan.report
+        if self.done == 0 or self.done == self.num_steps:
+            return report.epsilon if self.done else 0.0
+        ledger = solver.ledger_of_steps(self.problem, solver.sizes, self.done)
+        return min(ledger.epsilon(report.delta), report.epsilon)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint into a folder, from which `resume` goes on.
+
+        The file `checkpoint.SECRET`, readable by its owner alone, replaces an earlier
+        one of the same run. It holds the state of the solver, the released iterates and
+        the key of the noise still to come, but no record; whoever has it can subtract
+        that noise. It is not part of what may be published: delete it when the run
+        has ended.
+
+        Raises:
+            OSError: The disk refuses; an earlier checkpoint is intact.
+            ValueError: The folder holds the checkpoint of another run.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = Path(folder) / checkpoint.NAME
+        if file.exists() and not self._wrote(file):
+            raise ValueError(
+                f"save: {file} is not a checkpoint of this run, and that of another "
+                "run could not be continued once it is replaced. Give another folder, "
+                "or delete the file if its run shall not go on."
+            )
+        checkpoint.write(Path(folder), self._checkpoint())
+
+    def _wrote(self, file: Path) -> bool:
+        """Return whether a file is a checkpoint of this run."""
+        try:
+            saved = checkpoint.parsed(file, file.read_bytes())
+        except ValueError:  # damaged, or of a search
+            return False
+        return saved.fingerprint.get(_NAME) == self.name
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            self.done, self.key, self.state, self.path, _fingerprint(self)
+        )
+
+
+def start(
+    problem: AbstractProblem,
+    plan: Plan,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    key: PRNGKey,
+    trajectory: bool = False,
+) -> Run:
+    """Return a run before its first step, for `advance`.
+
+    Steps by `advance` are those of `solve` with the same key, bit for bit on the same
+    device, however they are divided.
+
+    Args:
+        problem: The problem of the plan.
+        plan: The plan, as returned by `calibrate`.
+        data: The records, as in `solve`. Under add-or-remove-one they are padded to the
+            rows of the plan.
+        w0: The initial point.
+        key: One typed key; consumed by this run.
+        trajectory: Whether to keep the released iterates, in `Run.solution`.
+
+    Raises:
+        TypeError: As in `solve`, or `plan` is not a plan.
+        ValueError: As in `solve`.
+
+    Warns:
+        PrivacyWarning: As `fit`.
+
+    Privacy:
+        Advanced to its end or not, one run of the plan. Reads no record yet.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, dpbilevel as dpb
+        >>> problem = dpb.FiniteSum(dpb.logistic_loss)
+        >>> solver = dpb.NoisyGD(10, clip_norm=1.0, step_size=0.5)
+        >>> budget = dpb.PrivacyBudget(1.0, 1e-5)
+        >>> plan = dpb.calibrate(problem, solver, budget, sizes=100)
+        >>> data = {"features": jnp.ones((100, 3)), "label": jnp.ones(100)}
+        >>> run = dpb.start(problem, plan, data, jnp.zeros(3), key=dpb.root_key())
+        >>> while run.done < run.num_steps:
+        ...     run = dpb.advance(run, 5)
+        ...     print(run.done, round(run.epsilon, 2))
+        5 0.68
+        10 1.0
+    """
+    _checks.instance("start", Plan, plan=plan)
+    problem, w0, kept = arrays_of("start", problem, w0)
+    run = started(
+        "start", problem, plan, data, w0, key=key, trajectory=trajectory, kept=kept
+    )
+    name, report = f"start: {type(plan.solver).__name__}", plan.report
+    costs, sizes = spent.costs_by(report), plan.solver.sizes
+    spent.begun(name, report.relation, costs, sizes, data)()
+    return run
+
+
+def started(
+    owner: str,
+    problem: AbstractProblem,
+    plan: Plan,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    key: PRNGKey,
+    trajectory: bool,
+    kept: Kept | None,
+) -> Run:
+    """Return the run as `start` does, without counting it in this process."""
+    solver = bound_run(owner, problem, plan.solver, data, w0, key)
+    data = rows_of(solver, data, key, owner)
+    state = solver.init(problem, w0)
+    path = None
+    if trajectory:
+        path = jax.tree.map(
+            lambda v: jnp.zeros((solver.num_steps, *v.shape), v.dtype),
+            solver.released(state),
+        )
+    # As hard to invert as the keys of later steps, which a checkpoint holds anyway.
+    name = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes()).hexdigest()
+    return Run(problem, plan, data, 0, state, key, path, kept, name)
+
+
+def advance(run: Run, steps: int | None = None) -> Run:
+    """Return the run after further steps; by default after all that are left.
+
+    One program is compiled, for any number of steps.
+
+    Args:
+        run: The run so far. Advanced twice, it makes the same steps twice.
+        steps: The number of steps, at least 1; the run ends with the last of its plan.
+
+    Raises:
+        TypeError: `run` is not a run.
+        ValueError: `steps` is not a positive integer.
+
+    Privacy:
+        The releases that the ledger counts for these steps.
+    """
+    _checks.instance("advance", Run, run=run)
+    if steps is not None:
+        _checks.count("advance", steps=steps)
+    left = run.num_steps - run.done
+    count = left if steps is None else min(steps, left)
+    if count == 0:
+        return run
+    state, path, key = _steps(*_arguments(run), count)
+    return dataclasses.replace(
+        run, state=state, path=path, key=key, done=run.done + count
+    )
+
+
+def watched(
+    run: Run,
+    count: Callable[[], None],
+    *,
+    progress: bool,
+    callback: Callable[[Run], object] | None,
+    every: int | None,
+) -> Run:
+    """Return the run at its end, or where `callback` ended it; arguments as in `fit`.
+
+    `count` is called before `callback` sees anything.
+
+    Raises:
+        TypeError: `callback` cannot be called.
+        ValueError: `every` is not a positive integer, or tqdm is missing.
+    """
+    if callback is not None:
+        _checks.function("fit", callback=callback)
+    if every is not None:
+        _checks.count("fit", every=every)
+    if progress:
+        check_bar("fit: progress=True")
+    part = every or max(1, run.num_steps // 20)
+    with step_bar(run.num_steps, "fit", shown=progress) as show:
+        show(0)
+        while run.done < run.num_steps:
+            run = advance(run, part)
+            jax.block_until_ready(run.state)
+            show(run.done)
+            if callback is not None:
+                count()
+                if callback(run):
+                    break
+    return run
+
+
+def resume(
+    folder: str | Path, problem: AbstractProblem, plan: Plan, data: PyTree, w0: PyTree
+) -> Run:
+    """Return the run that `Run.save` wrote into a folder.
+
+    It goes on with the noise that it would have had: the same release, bit for bit on
+    the same device.
+
+    Args:
+        folder: The folder.
+        problem: The same problem; its losses are compared by the compiled program.
+        plan: The same plan; calibrate again with the same arguments.
+        data: The same records; a hash of them is compared.
+        w0: The initial point; only its shape is read.
+
+    Raises:
+        TypeError: As in `start`.
+        ValueError: The folder holds no checkpoint, or what the run depends on has
+            changed. The same noise on other records or losses would reveal both.
+    """
+    _checks.instance("resume", Plan, plan=plan)
+    saved = checkpoint.read(Path(folder))
+    problem, w0, kept = arrays_of("resume", problem, w0)
+    options: Any = {"trajectory": len(saved.path) > 0, "kept": kept}
+    # This continues a release that was counted when it began.
+    run = started("resume", problem, plan, data, w0, key=saved.key, **options)
+    name = saved.fingerprint.setdefault(_NAME, run.name)
+    run = dataclasses.replace(run, name=name)
+    saved = resume_run(Path(folder), saved, run._checkpoint())
+    state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
+    return dataclasses.replace(run, done=saved.done, state=state, path=path)
+
+
+@jax.jit
+def _steps(problem, solver, data, state, path, key, done, count):
+    """Make `count` steps: a loop of any length, so one program serves all of them."""
+
+    def one_step(i, carry):
+        state, path, key = carry
+        key, (own,) = step_keys(key, 1)
+        state = solver.step(problem, data, state, key=own)
+        if path is not None:
+            path = jax.tree.map(
+                lambda rows, row: rows.at[done + i].set(row),
+                path,
+                solver.released(state),
+            )
+        return state, path, key
+
+    return jax.lax.fori_loop(0, count, one_step, (state, path, key))
+
+
+def _arguments(run: Run) -> tuple[Any, ...]:
+    solver = run.plan.solver
+    return run.problem, solver, run.data, run.state, run.path, run.key, run.done
+
+
+def _fingerprint(run: Run) -> dict[str, Any]:
+    """Return all that decides the bits of a run. SECRET: it holds a hash of records."""
+    stored = jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk))
+    traced = _steps.trace(*_arguments(run), 1)
+    program = traced.lower().as_text().encode()
+    # Numbers that the text of the program may leave out.
+    numbers = jax.tree.leaves((run.problem, run.plan.solver))
+    return {
+        "plan": json.loads(run.plan.report.to_json()),
+        "software": checkpoint.software(),
+        "program": _hashed([program, *constants(traced.jaxpr), *numbers]),
+        "records": _hashed(
+            v.store.digest if isinstance(v, OnDisk) else v for v in stored
+        ),
+        _NAME: run.name,
+    }
+
+
+def _hashed(values: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
+    return found.hexdigest()

@@ -1,0 +1,178 @@
+"""Two runs in one folder: the second is refused, whatever became of the first."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dpbilevel.cli import results
+from dpbilevel.cli import run as runner
+from dpbilevel.cli.main import main
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
+from dpbilevel.runs import checkpoint, lock, spending
+from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from dpbilevel.core import lock
+with lock.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+pytestmark = pytest.mark.skipif(lock.fcntl is None, reason="no file locks")
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return prepare(config_of("."))
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_folder_in_use_by_another_process_is_refused(
+    holder, prepared, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    for flags in ({}, {"resume": True}, {"restart": True}):
+        with pytest.raises(ValueError, match=rf"in use.*process {holder.pid}\)"):
+            run(prepared, out, **flags)
+    assert names_in(out) == [lock.NAME]
+    (tmp_path / "a.toml").write_text(GENERATED)
+    assert main(["run", str(tmp_path / "a.toml"), "--out", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Wait until that run ends, or give a new folder" in captured.err
+
+
+def test_killed_process_keeps_nobody_out(holder, prepared, tmp_path):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    out = tmp_path / "out"
+    assert names_in(out) == [lock.NAME]
+    run(prepared, out)
+    assert names_in(out) == sorted(
+        [results.ARRAYS, results.FIGURE, results.RESULT, spending.NAME]
+    )
+
+
+@pytest.mark.parametrize("flag", ["resume", "restart"])
+def test_live_run_is_neither_resumed_nor_replaced(prepared, tmp_path, flag):
+    refused = []
+
+    def intrude(done):
+        with pytest.raises(ValueError, match=f"process {os.getpid()}"):
+            run(prepared, tmp_path, **{flag: True})
+        with pytest.raises(ValueError, match="the run in it is in progress"):
+            results.load(tmp_path)
+        refused.append(done)
+
+    result = run(prepared, tmp_path, progress=intrude)
+    assert refused == [0, 1, 2, 3, 4]
+    assert results.load(tmp_path).x.tolist() == result.x.tolist()
+    assert [r.finished for r in spending.read(tmp_path).runs] == [True]
+
+
+def test_stopped_run_leaves_no_lock(prepared, tmp_path):
+    with pytest.raises(Stop):
+        run(prepared, tmp_path, progress=stop_at(1))
+    assert lock.NAME not in names_in(tmp_path)
+    assert not lock.in_use(tmp_path)
+
+
+def test_refused_run_leaves_no_folder(prepared, tmp_path):
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run(prepared, tmp_path / "a" / "b", resume=True)
+    assert names_in(tmp_path) == []
+
+
+def test_file_removed_by_its_holder_is_locked_anew(tmp_path, monkeypatch):
+    file, real, opened = tmp_path / lock.NAME, os.open, []
+
+    def late(path, *arguments):
+        descriptor = real(path, *arguments)
+        opened.append(descriptor)
+        if len(opened) == 1:  # the last holder goes between open and lock
+            file.unlink()
+        return descriptor
+
+    monkeypatch.setattr(lock.os, "open", late)
+    with lock.held(tmp_path):
+        assert len(opened) == 2
+        assert file.exists()
+
+
+def test_run_whose_lock_file_is_deleted_stops_before_its_next_checkpoint(
+    prepared, tmp_path
+):
+    def intrude(done):
+        if done == 2:
+            (tmp_path / lock.NAME).unlink()
+
+    with pytest.raises(ValueError, match="was deleted or replaced while this run"):
+        run(prepared, tmp_path, progress=intrude)
+    assert checkpoint.read(tmp_path).done == 2
+    result = run(prepared, tmp_path, resume=True)
+    assert results.load(tmp_path).x.tolist() == result.x.tolist()
+
+
+def test_result_is_not_written_after_the_lock_file_is_deleted(prepared, tmp_path):
+    def intrude(done):
+        if done == 4:
+            (tmp_path / lock.NAME).unlink()
+
+    with pytest.raises(ValueError, match="another run may be in progress"):
+        run(prepared, tmp_path, progress=intrude)
+    assert not (tmp_path / results.RESULT).exists()
+
+
+def test_disk_that_does_not_tell_files_apart_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_is_at", lambda *arguments: False)
+    with pytest.raises(OSError, match="Give a folder on a local disk"):
+        with lock.held(tmp_path):
+            pass
+
+
+def no_locks(*arguments):
+    raise OSError("no locks on this disk")
+
+
+@pytest.mark.parametrize("where", ["system", "disk"])
+def test_missing_locks_are_told_and_the_run_goes_on(
+    prepared, tmp_path, monkeypatch, where
+):
+    if where == "system":
+        monkeypatch.setattr(lock, "fcntl", None)
+    else:
+        monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    with pytest.warns(RuntimeWarning, match="start no other run in"):
+        runner.run(prepared, tmp_path)
+    assert lock.NAME not in names_in(tmp_path)
+
+
+def test_the_command_line_is_refused_in_programs_of_several_processes(
+    prepared, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="for programs of one process"):
+        run(prepared, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
