@@ -14,6 +14,7 @@ import tempfile
 import jax
 import numpy as np
 import scipy
+
 from dpbilevel.privacy.accounting.gaussian import gaussian_delta
 
 from .census import ROOT

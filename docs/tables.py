@@ -155,7 +155,7 @@ def _default(field: dataclasses.Field) -> str:
     if isinstance(value, str):
         return f'`"{value}"`'
     text = str(list(value) if isinstance(value, tuple) else value)
-    # Equinox breaks long representations into lines, which would end a row of the table.
+    # Equinox breaks long representations into lines, which would end a row.
     return " ".join(text.split()).replace("( ", "(").replace(" )", ")")
 
 

@@ -13,7 +13,7 @@ from .. import _checks
 from .._checks import Fraction, NonNegative
 from ..bilevel.penalized import PenalizedLevel, equal_weights, noise_std
 from ..bilevel.problem import Sizes
-from ..bilevel.runs import AbstractRuns
+from ..bilevel.runs import AbstractPipeline
 from ..core.descent import Rule
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
@@ -63,7 +63,7 @@ class ScaledLevel(PenalizedLevel):
         return self._scaled(super().public_gradient(self.at(w)))
 
 
-class ScaledGroups(AbstractRuns):
+class ScaledGroups(AbstractPipeline):
     r"""Scales groups of coefficients by one noisy gradient, then fits a model.
 
     1. `screen` releases one gradient $q$ of the records of both levels at $y_0$, with
@@ -174,7 +174,9 @@ class ScaledGroups(AbstractRuns):
         return optax.tree.zeros_like(w0[1])
 
     @override
-    def pair(self, name: str, problem: Any, w0: PyTree, found: dict) -> PyTree:
+    def current_solution(
+        self, name: str, problem: Any, w0: PyTree, found: dict
+    ) -> PyTree:
         scales = self.scales(problem, found)
         x = self._penalties(problem, w0, scales)
         if name == SCREEN:

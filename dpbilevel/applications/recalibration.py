@@ -13,7 +13,7 @@ from typing_extensions import override
 from .. import _checks
 from ..bilevel.penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
-from ..bilevel.runs import AbstractRuns
+from ..bilevel.runs import AbstractPipeline
 from ..core.outputs import TailMean
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
@@ -149,7 +149,7 @@ def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     return directions.at[:, intercept].set(each).reshape(-1, *y.shape)
 
 
-class Recalibration(AbstractRuns):
+class Recalibration(AbstractPipeline):
     r"""Fits slope and constant of the model that it starts from on the upper records.
 
     With $\hat y$ the given model, the run fits $u$ on the upper records in
@@ -243,7 +243,7 @@ class Recalibration(AbstractRuns):
         return 1 / (1 + self._ridge()) if name == FIT else None
 
     @override
-    def pair(self, name, problem, w0, found):
+    def current_solution(self, name, problem, w0, found):
         if name == CURVATURE:
             return w0
         y = self._in_units(w0, found).at(found[FIT])

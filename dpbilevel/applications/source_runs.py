@@ -17,7 +17,7 @@ from ..bilevel.penalized import (
     rows_of_steps,
 )
 from ..bilevel.problem import Sizes
-from ..bilevel.runs import AbstractRuns, RunState
+from ..bilevel.runs import AbstractPipeline, RunState
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from .base import (
@@ -54,7 +54,7 @@ _LONGEST = 4.0
 _ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
 
 
-class _AbstractSourceRuns(AbstractRuns):
+class _AbstractSourceRuns(AbstractPipeline):
     """A first model, a score for each source, a model of the sources that are kept."""
 
     score: AbstractVar[NoisyGD]
@@ -208,7 +208,7 @@ class SelectedSources(_AbstractSourceRuns):
         return super().start(name, self._first_w0(w0) if name == MODEL else w0, found)
 
     @override
-    def pair(self, name, problem, w0, found):
+    def current_solution(self, name, problem, w0, found):
         if name == FIT:
             return w0[0], found[FIT]
         return w0 if self.scoring else (w0[0], found[MODEL])
@@ -349,7 +349,7 @@ class MixedSources(_AbstractSourceRuns):
         return Mixture(models, start, found[REMOMENTS] if name == REMIXTURE else None)
 
     @override
-    def pair(self, name, problem, w0, found):
+    def current_solution(self, name, problem, w0, found):
         x, y = w0
         if name in (MIXTURE, SCORE):
             y = _mixed(found)

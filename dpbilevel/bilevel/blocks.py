@@ -100,7 +100,9 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         memory = self.blocks(*(descent.init(v) for descent, v in pairs))
         return JointState(w, self.output.init((x, y)), memory, jnp.zeros((), jnp.int32))
 
-    def shortened(self, problem: BilevelProblem, q: Any, x: PyTree, y: PyTree) -> Any:
+    def curvature_limited(
+        self, problem: BilevelProblem, q: Any, x: PyTree, y: PyTree
+    ) -> Any:
         """The blocks, the first two shorter where steps overshoot the public term.
 
         For variables that both meet the Hessian of the lower public term at y.
@@ -110,7 +112,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         pull, descents = jax.grad(problem.lower_public, 1), self.descents(problem)
         *pairs, (_, of_x) = zip(_entries(descents), _entries(q), strict=True)
         first, second = (
-            descent.shortened(block, lambda y: pull(x, y), y)
+            descent.curvature_limited(block, lambda y: pull(x, y), y)
             for descent, block in pairs
         )
         return self.blocks(first, second, of_x)
@@ -228,7 +230,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
             role: lambda record, fun=fun: _scaled(fun(record), units, -1)
             for role, fun in funs.items()
         }
-        q = _scaled(release.of(measured, data, key=key), units, 1)
+        q = _scaled(release.apply(measured, data, key=key), units, 1)
         if q.x is None:
             q = dataclasses.replace(q, x=optax.tree.zeros_like(like))
         return q

@@ -155,6 +155,6 @@ class F2SA(AbstractJointSolver):
             q, _Blocks(level.public_gradient(y), penalized.public_gradient(z), public_x)
         )
         descents = self.descents(problem)
-        of_y = descents.y.shortened(q.y, level.public_gradient, y)
-        of_z = descents.z.shortened(q.z, penalized.public_gradient, z)
+        of_y = descents.y.curvature_limited(q.y, level.public_gradient, y)
+        of_z = descents.z.curvature_limited(q.z, penalized.public_gradient, z)
         return _Blocks(of_y, of_z, q.x)

@@ -163,7 +163,7 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
         funs = {"upper": upper, "lower": lower}
         q = self.directions(problem, data, funs, like=x, key=key)
         q = self._with_public(problem, q, x, y, z)
-        return self.moved(problem, state, self.shortened(problem, q, x, y))
+        return self.moved(problem, state, self.curvature_limited(problem, q, x, y))
 
     def _with_public(self, problem: BilevelProblem, q: _Blocks, x, y, z) -> _Blocks:
         """Adds the blocks of the public terms."""

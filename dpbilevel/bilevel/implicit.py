@@ -197,7 +197,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         # Algorithm 1: y near the lower solution, not released, and the hypergradient.
         assert self.sizes is not None
         release = self.release(problem, self.sizes)
-        gradient = release.of((state.x, state.start), data, key=key_noise)
+        gradient = release.apply((state.x, state.start), data, key=key_noise)
         # The noisy step, and the uniform choice among the iterates so far.
         descent = Descent(self.step_size, problem.x_set)
         x, memory = descent.update(gradient, state.memory, state.x)

@@ -11,12 +11,12 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, UpperLevel, row_in_x, rows_of_steps
 from .problem import BilevelProblem, Sizes, reads_first
-from .runs import AbstractRuns, RunState
+from .runs import AbstractPipeline, RunState
 
 LOWER, UPPER = "lower", "upper"
 
 
-class LowerFirst(AbstractRuns):
+class LowerFirst(AbstractPipeline):
     r"""Solves the lower level, then the upper one at its solution.
 
     For problems whose lower level does not read $x$, such as `source_mixing`: there
@@ -82,11 +82,11 @@ class LowerFirst(AbstractRuns):
         return super().init(problem, w0)
 
     @override
-    def pair(self, name, problem, w0, found):
+    def current_solution(self, name, problem, w0, found):
         return found[UPPER] if name == UPPER else w0[0], found[LOWER]
 
 
-def is_apart(problem: BilevelProblem, w0: PyTree) -> bool:
+def lower_ignores_x(problem: BilevelProblem, w0: PyTree) -> bool:
     """Whether the lower level reads no x, by its declaration and by tracing."""
     return not (problem.reads_x(LOWER) or _public_reads_x(problem, w0))
 

@@ -9,12 +9,12 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, ValidationLevel, both_levels
 from .problem import Sizes
-from .runs import AbstractRuns
+from .runs import AbstractPipeline
 
 MODEL = "model"
 
 
-class OneLevel(AbstractRuns):
+class OneLevel(AbstractPipeline):
     r"""Fits $y$ on the records of one level, or of both, and leaves $x$ as it is.
 
     The baseline of every method of two levels: $\min_y f(x_0, y)$ on the upper
@@ -62,5 +62,5 @@ class OneLevel(AbstractRuns):
         return w0[1]
 
     @override
-    def pair(self, name, problem, w0, found):
+    def current_solution(self, name, problem, w0, found):
         return w0[0], found[MODEL]

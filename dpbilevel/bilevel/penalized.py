@@ -165,7 +165,9 @@ def shortened_in_x(
     upper_public = problem.upper_public
     if upper_public is None:
         return gradient
-    return descent.shortened(gradient, lambda x: jax.grad(upper_public)(x, y), x)
+    return descent.curvature_limited(
+        gradient, lambda x: jax.grad(upper_public)(x, y), x
+    )
 
 
 def rows_of_steps(

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
-from ..core.descent import Descent, Memory, Rejections, StepSize, as_rule
+from ..core.descent import Descent, Memory, SkippedUpdates, StepSize, as_rule
 from ..core.loop import inner_solve
 from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
 from ..core.solver import AbstractSolver
@@ -46,7 +46,7 @@ class _State(eqx.Module):
     y: PyTree  # private solution of the lower level at the last x
     z: PyTree  # private solution of the penalized level at the last x
     memory: Memory
-    inner: Rejections  # of both inner solves
+    inner: SkippedUpdates  # of both inner solves
     kept: PyTree  # by the output rule
     t: Int[Array, ""]
 
@@ -278,7 +278,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         x, y = problem.x_set.project(x), problem.y_set.project(y)
         memory = Descent(self.step_size, problem.x_set).init(x)
         kept, t = self.output.init((x, y)), jnp.zeros((), jnp.int32)
-        return _State(x, y, y, memory, Rejections.none(), kept, t)
+        return _State(x, y, y, memory, SkippedUpdates.none(), kept, t)
 
     def step(self, problem, data, state, *, key) -> _State:
         """Two private inner solves, one outer gradient, one projected update."""
@@ -296,7 +296,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         if noise is not None:  # the noisy outer gradient
             assert self.sizes is not None
             outer = self._outer(problem, noise, self.sizes)
-            released = outer.of(penalty_gradients(*at), data, key=key_outer)
+            released = outer.apply(penalty_gradients(*at), data, key=key_outer)
             gradient = optax.tree.add(gradient, released)
 
         # The projected step, and what t_out chooses from.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.levels import Levels, Sizes, check_apart, check_pair
+from ..core.levels import Levels, Sizes, check_disjoint, check_pair
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
@@ -183,7 +183,7 @@ class BilevelProblem(AbstractProblem):
                 "Levels.shared(records) exactly when every record enters both levels."
             )
         if people is People.DISJOINT:
-            check_apart(data)
+            check_disjoint(data)
 
     def reads_x(self, role: str) -> bool:
         """Whether the losses of level `role` are declared to read x."""

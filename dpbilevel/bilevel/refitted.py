@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.descent import Rejections
+from ..core.descent import SkippedUpdates
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
@@ -25,7 +25,7 @@ REFIT = "refit"
 class _State(eqx.Module):
     search: PyTree
     y: PyTree
-    last: Rejections
+    last: SkippedUpdates
     t: Int[Array, ""]
 
 
@@ -90,7 +90,7 @@ class Refitted(AbstractStages[_State]):
         _, y = self.search.released(search)
         # A search that releases no y leaves the given one to the refit.
         y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
-        return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
+        return _State(search, y, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
 
     def step(self, problem, data, state, *, key) -> _State:
         """Return the state after one step of the search, or after the refit."""
@@ -111,7 +111,7 @@ class Refitted(AbstractStages[_State]):
 
         # The step count is public: both runs always happen.
         inner, y, count = jax.lax.cond(state.t < self.search.num_steps, search, last)
-        return _State(inner, y, Rejections(count), state.t + 1)
+        return _State(inner, y, SkippedUpdates(count), state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """Return the search's `x`, and its `y` or that of the refit."""

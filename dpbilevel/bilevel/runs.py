@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from ..core.descent import Rejections, Rule
+from ..core.descent import Rule, SkippedUpdates
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
@@ -37,11 +37,11 @@ class RunState(eqx.Module):
     w0: PyTree
     found: dict[str, PyTree]
     shown: PyTree
-    rejections: Rejections
+    rejections: SkippedUpdates
     t: Int[Array, ""]
 
 
-class AbstractRuns(AbstractStages[RunState]):
+class AbstractPipeline(AbstractStages[RunState]):
     """Stages that are whole runs of one-level solvers; a step is one of them."""
 
     @property
@@ -68,7 +68,9 @@ class AbstractRuns(AbstractStages[RunState]):
         """Where a run starts; arguments are those of `level`."""
 
     @abc.abstractmethod
-    def pair(self, name: str, problem: Any, w0: PyTree, found: dict) -> PyTree:
+    def current_solution(
+        self, name: str, problem: Any, w0: PyTree, found: dict
+    ) -> PyTree:
         """The pair (x, y) once a run is finished; arguments are those of `level`."""
 
     def run(self, name: str, found: dict) -> AbstractSolver:
@@ -92,7 +94,7 @@ class AbstractRuns(AbstractStages[RunState]):
     def init(self, problem: BilevelProblem, w0: PyTree) -> RunState:
         w0 = jax.tree.map(jnp.asarray, tuple(w0))
         found = self._zeros(w0)
-        return RunState(w0, found, w0, Rejections.none(), jnp.zeros((), jnp.int32))
+        return RunState(w0, found, w0, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
 
     def _zeros(self, w0: PyTree) -> dict[str, PyTree]:
         """Answers of zeros: those of a run have the shapes of its start."""
@@ -111,7 +113,7 @@ class AbstractRuns(AbstractStages[RunState]):
             solver = self.run(name, state.found)
             w, count = inner_solve(level, solver, data, start, key=keys[name])
             found = state.found | {name: w}
-            return found, self.pair(name, problem, state.w0, found), count
+            return found, self.current_solution(name, problem, state.w0, found), count
 
         # The step count is public: every run happens.
         runs = [functools.partial(whole, name) for name in self.stages]

@@ -143,7 +143,7 @@ class SingleLoopBilevel(AbstractJointSolver):
         # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
         funs = {"upper": upper, "lower": lower}
         q = self.directions(problem, data, funs, like=x, key=key)
-        q = self.shortened(problem, _with_public(problem, q, x, y, v), x, y)
+        q = self.curvature_limited(problem, _with_public(problem, q, x, y, v), x, y)
         return self.moved(problem, state, q)  # the three updates
 
 

@@ -13,7 +13,7 @@ from ..audit.claims import TradeOffCurve
 from ..audit.tradeoff import TradeOff, audit_canaries
 from ..privacy.noise import root_key
 from ..runs import checkpoint
-from ..runs.interrupts import whole
+from ..runs.interrupts import uninterruptible
 from .config import Config
 from .prepared import Prepared, prepare
 
@@ -77,7 +77,7 @@ def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
         "config": config.tables,
     }
     text = json.dumps(_plain(page), indent=2, allow_nan=False) + "\n"
-    with whole():
+    with uninterruptible():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JSON).unlink(missing_ok=True)  # never a picture of another audit
         checkpoint.replace(folder / PICTURE, picture)

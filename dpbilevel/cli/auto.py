@@ -12,7 +12,7 @@ from ..planning.settings import toml_value
 from ..runs import checkpoint
 from ..runs.progress import step_bar
 from .config import Config, parse_config, read_tables
-from .tables import Place
+from .tables import Location
 from .tasks import TASKS
 
 # What a config says that has no settings.
@@ -44,7 +44,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
         ValueError: As `read_config`; the task is a game.
     """
     tables, text = read_tables(path)
-    place = Place(path)
+    place = Location(path)
     task = TASKS.get(str(tables.get("task")))
     if task is not None and task.is_game():
         there = "solver" in tables
@@ -65,7 +65,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     return parse_unplanned(kept, place), text
 
 
-def parse_unplanned(tables: dict[str, Any], place: Place) -> Config:
+def parse_unplanned(tables: dict[str, Any], place: Location) -> Config:
     """A config with a stand-in for its solver; raises as `read_config`."""
     task = TASKS.get(str(tables.get("task")))
     stand_in = _STAND_INS[task is None or task.two_levels()]
@@ -83,7 +83,7 @@ def read_for_run(path: str) -> tuple[Config, bool]:
     """
     tables, _ = read_tables(path)
     if any(name in tables for name in _SETTINGS):
-        return parse_config(tables, Place(path)), True
+        return parse_config(tables, Location(path)), True
     return read_unplanned(path)[0], False
 
 

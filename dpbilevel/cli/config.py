@@ -19,7 +19,14 @@ from ..privacy.queries import RECORDS
 from ..privacy.sampling.base import AbstractSampling
 from .datasets import TableData
 from .files import AbstractData
-from .tables import Place, Reader, check_choice, check_keys, check_table, together
+from .tables import (
+    Location,
+    Reader,
+    check_choice,
+    check_keys,
+    check_table,
+    collect_errors,
+)
 from .task import AbstractTask, Problem
 from .tasks import TASKS
 
@@ -70,7 +77,7 @@ class Privacy:
 class Config:
     """A run, described by public values alone."""
 
-    place: Place  # the file that it was read from
+    place: Location  # the file that it was read from
     task_name: str
     task: AbstractTask
     privacy: Privacy
@@ -128,7 +135,7 @@ def read_config(path: str | Path) -> Config:
             do; the message names file, table and key.
     """
     tables, _ = read_tables(path)
-    return parse_config(tables, Place(str(path)))
+    return parse_config(tables, Location(str(path)))
 
 
 def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
@@ -140,7 +147,7 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
     Raises:
         ValueError: The file is missing or is no TOML.
     """
-    place = Place(str(path))
+    place = Location(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
         return tomllib.loads(text), text
@@ -154,7 +161,7 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
         raise place.error(f"is not a TOML file: {error}.") from error
 
 
-def parse_config(tables: dict[str, Any], place: Place) -> Config:
+def parse_config(tables: dict[str, Any], place: Location) -> Config:
     """Builds a config from the tables of the file `place`; raises as `read_config`."""
     if "solver" not in tables and {*tables} <= {*_TABLES}:
         raise place.error(
@@ -165,7 +172,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     task_name = check_choice(tables["task"], TASKS, place, "task")
     reader = Reader({}, {}, frozenset())  # tables without solvers
     kind, where = TASKS[task_name], place.child("data")
-    privacy, task, data = together(
+    privacy, task, data = collect_errors(
         lambda: reader.build(Privacy, tables["privacy"], place.child("privacy")),
         lambda: reader.build(kind, tables["model"], place.child("model")),
         lambda: reader.build_named(kind.data_types, tables["data"], where, "source"),
@@ -177,7 +184,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
             f"{privacy.neighbours.value}."
         )
     config = Config(place, task_name, task, privacy, data, solver, tables)
-    together(
+    collect_errors(
         lambda: _check_levels(config),
         lambda: task.check(data, where),
         lambda: _check_corruption(config),
@@ -201,7 +208,9 @@ def public_classes(base: type) -> dict[str, type]:
     }
 
 
-def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> AbstractSolver:
+def _solver(
+    tables, place: Location, neighbours: Neighbours, kind: type
+) -> AbstractSolver:
     solvers: dict[str, Any] = public_classes(AbstractSolver)
     fitting, one_level = (
         {

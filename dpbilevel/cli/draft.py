@@ -11,7 +11,7 @@ from . import auto
 from .columns import Value
 from .config import parse_config
 from .facts import Content, Header, Range, Values
-from .tables import Place
+from .tables import Location
 
 TASKS = {
     "training": "one linear model of all records",
@@ -84,7 +84,7 @@ def written(made: Draft, out: Path) -> str:
     text = "\n".join(_lines(made, out.parent)) + "\n"
     tables = tomllib.loads(text)
     parse = parse_config if "solver" in tables else auto.parse_unplanned
-    parse(tables, Place(str(out)))
+    parse(tables, Location(str(out)))
     return text
 
 

@@ -225,7 +225,7 @@ def noisy_score(
     _, label = _described(config)
     score, coefficients = _score(label), jnp.asarray(model, jnp.float32)
     centered = {RECORDS: lambda record: score(coefficients, record) - _HALF}
-    return _release(config).of(centered, records, key=key) + _HALF
+    return _release(config).apply(centered, records, key=key) + _HALF
 
 
 def _release(config: Config) -> Release:

@@ -223,7 +223,7 @@ def _init(arguments: argparse.Namespace) -> int:
         )
     flags = {name.replace("_", "-"): value for name, value in vars(arguments).items()}
     text = draft.written(init.draft(arguments.data, flags), out)
-    with interrupts.whole():
+    with interrupts.uninterruptible():
         out.write_text(text, encoding="utf-8")
     print(f"\nconfig: {out} (read it, and correct mistakes)")
     if arguments.run is not None:

@@ -15,7 +15,7 @@ from .columns import Label, named, positions
 from .config import parse_config
 from .datasets import TableData
 from .files import CsvFile, existing, read_csv
-from .tables import Place
+from .tables import Location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def predict(folder: Path, file: Path) -> Predictions:
         private as the rows of `file`.
     """
     result = results.load(folder)
-    config = parse_config(result.config, Place(str(folder / results.RESULT)))
+    config = parse_config(result.config, Location(str(folder / results.RESULT)))
     if result.model is None or not isinstance(config.data, TableData):
         raise ValueError(
             f"{folder} has no model of the columns of a table: its task is "

@@ -23,7 +23,7 @@ from ..privacy.report import PrivacyReport, rounded_up
 from ..privacy.untested import check_release
 from ..runs import checkpoint, lock, odometer, spending
 from ..runs.checkpoint import Checkpoint
-from ..runs.interrupts import whole
+from ..runs.interrupts import uninterruptible
 from ..runs.resume import (
     finish_run,
     first_checkpoint,
@@ -112,7 +112,7 @@ def run(
             saved = _steps(prepared, levels, saved, keep_and_show)
             result = _result(prepared, saved, test)
             picture = figure.draw(result)
-            with whole():
+            with uninterruptible():
                 still_locked()
                 results.save(out, result, picture)
                 finish_run(out, number)
@@ -263,7 +263,7 @@ def _checked(
     found = results.usability_of(saved.fingerprint)
     assert found is not None
     if found.stops:
-        with whole():
+        with uninterruptible():
             spending.stop(out, number, " ".join(found.remarks))
             checkpoint.remove(out)
         raise ValueError(_stopped(prepared.config, found, first))
@@ -293,7 +293,7 @@ def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
 
 def _begin(first: Checkpoint, out: Path) -> Checkpoint:
     """Numbers a run and writes it into its folder; an earlier result moves away."""
-    with whole():
+    with uninterruptible():
         number = results.set_aside(out, spending.read(out).last) + 1
         fingerprint = first.fingerprint | {"run": number}
         saved = dataclasses.replace(first, fingerprint=fingerprint)

@@ -25,15 +25,15 @@ _SECRETS = ("seed", "key", "rng", "prng", "random_state")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """Where a table stands, for error messages."""
 
     file: str  # as the user gave it
     table: str = ""  # its dotted name; empty for the top level
 
-    def child(self, name: str) -> "Place":
+    def child(self, name: str) -> "Location":
         """The table `name` inside this one."""
-        return Place(self.file, f"{self.table}.{name}" if self.table else name)
+        return Location(self.file, f"{self.table}.{name}" if self.table else name)
 
     def error(self, message: str) -> ValueError:
         """An error that names file and table before a message."""
@@ -67,7 +67,7 @@ class Reader:
         self,
         cls: type[Built],
         table: Any,
-        place: Place,
+        place: Location,
         beside: Sequence[str] = (),
     ) -> Built:
         """Builds an instance of a dataclass from the table at a place.
@@ -90,7 +90,7 @@ class Reader:
         keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
         required = [k for k in keys if _has_no_default(fields[k])]
         known = [k for k in table if k in keys]
-        _, *values = together(
+        _, *values = collect_errors(
             functools.partial(
                 check_keys, table, place, allowed=[*keys, *beside], required=required
             ),
@@ -113,7 +113,7 @@ class Reader:
         self,
         classes: Mapping[str, type],
         table: Any,
-        place: Place,
+        place: Location,
         key: str = "type",
         beside: Sequence[str] = (),
     ) -> Any:
@@ -123,7 +123,7 @@ class Reader:
         name = check_choice(rest.pop(key, None), classes, place, key)
         return self.build(classes[name], rest, place, beside)
 
-    def convert(self, hint: Any, value: Any, place: Place, key: str) -> Any:
+    def convert(self, hint: Any, value: Any, place: Location, key: str) -> Any:
         """Converts the value of a key to the type annotation `hint` of its field.
 
         Raises:
@@ -146,7 +146,7 @@ class Reader:
             return self.build(typing.cast(type, hint), value, place.child(key))
         return _convert_scalar(hint, value, place, key)
 
-    def _convert_list(self, members, value, place: Place, key: str) -> tuple:
+    def _convert_list(self, members, value, place: Location, key: str) -> tuple:
         if not isinstance(value, list):
             raise place.error(f"{key} must be a list, got {_shown(value)}.")
         repeated = len(members) == 2 and members[1] is Ellipsis
@@ -159,7 +159,7 @@ class Reader:
             functools.partial(self.convert, kind, item, place, f"{key} (entry {i})")
             for i, (kind, item) in enumerate(zip(kinds, value, strict=True), 1)
         )
-        return tuple(together(*parts))
+        return tuple(collect_errors(*parts))
 
     def _fills(self, hint: Any) -> bool:
         return isinstance(hint, type) and hint in self.supplied
@@ -176,7 +176,7 @@ class Reader:
         )
 
 
-def check_table(value: object, place: Place) -> None:
+def check_table(value: object, place: Location) -> None:
     """Raises `ValueError` unless the value at a place is a table."""
     if not isinstance(value, dict):
         raise place.error(f"must be a table, got {_shown(value)}.")
@@ -184,7 +184,7 @@ def check_table(value: object, place: Place) -> None:
 
 def check_keys(
     table: Mapping[str, Any],
-    place: Place,
+    place: Location,
     *,
     allowed: Sequence[str],
     required: Sequence[str],
@@ -213,7 +213,7 @@ def check_keys(
     _raise(wrong)
 
 
-def together(*parts: Callable[[], Any]) -> list[Any]:
+def collect_errors(*parts: Callable[[], Any]) -> list[Any]:
     """What all parts return.
 
     Raises:
@@ -237,7 +237,7 @@ def _raise(errors: list[ValueError]) -> None:
         raise ValueError("\n".join(map(str, errors))) from errors[0]
 
 
-def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> Any:
+def check_choice(value: Any, options: Iterable[str], place: Location, key: str) -> Any:
     """The value of a key if it is among `options`; `None` is a missing key.
 
     Raises:
@@ -253,7 +253,7 @@ def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> 
     return value
 
 
-def _convert_scalar(hint, value, place: Place, key: str):
+def _convert_scalar(hint, value, place: Location, key: str):
     kinds = typing.get_args(hint) or (hint,)
     if float in kinds and type(value) is int:  # 1 is a number
         return float(value)

@@ -13,7 +13,7 @@ from .columns import named
 from .datasets import SOURCES
 from .files import AbstractData
 from .sources import Groups, Sources
-from .tables import Place
+from .tables import Location
 
 _OF = {"sources": '"source_weighting"', "groups": '"group_fair" and "group_robust"'}
 
@@ -65,7 +65,7 @@ class AbstractTask(abc.ABC):
         """The number of places that `[model]` declares; 0 where records have none."""
         return 0
 
-    def check(self, data: Any, place: Place) -> None:
+    def check(self, data: Any, place: Location) -> None:
         """Raises `ValueError` where data lack what the task reads, or have more.
 
         Args:

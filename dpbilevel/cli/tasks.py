@@ -29,7 +29,7 @@ from ..onelevel.losses import logistic_loss, squared_loss
 from ..onelevel.problem import FiniteSum
 from .files import AbstractData
 from .matrices import MATRICES
-from .tables import Place
+from .tables import Location
 from .task import AbstractTask, Blocks, Start, dimension, listed_names
 
 _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
@@ -311,7 +311,7 @@ class MatrixGameTask(AbstractTask):
         self.problem(())
 
     @override
-    def check(self, data: Any, place: Place) -> None:
+    def check(self, data: Any, place: Location) -> None:
         if data.shape != (self.rows, self.columns):
             raise place.error(
                 f"lists matrices of {data.shape[0]} rows and {data.shape[1]} columns, "

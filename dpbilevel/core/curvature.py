@@ -20,8 +20,8 @@ def overshooting_row(
     r"""The row of a forecast on steps that overshoot the public terms.
 
     Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
-    `Descent.shortened` prevents that while a solver runs, at the cost of shorter steps
-    in all coordinates.
+    `Descent.curvature_limited` prevents that while a solver runs, at the cost of
+    shorter steps in all coordinates.
 
     Args:
         step_size: A number, or a `Rule`, about whose steps nothing is known.

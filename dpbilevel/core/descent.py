@@ -49,7 +49,7 @@ def check_step_sizes(owner: str, **values: Any) -> None:
 StepSize = Annotated[float | optax.GradientTransformation, check_step_sizes]
 
 
-class Rejections(eqx.Module):
+class SkippedUpdates(eqx.Module):
     """How many updates were left out because their result was not finite.
 
     A solver's state holds one for each variable it moves; `rejected_updates` adds up.
@@ -62,26 +62,26 @@ class Rejections(eqx.Module):
     count: Int[Array, ""]
 
     @classmethod
-    def none(cls) -> "Rejections":
+    def none(cls) -> "SkippedUpdates":
         """Before the first update."""
         return cls(jnp.zeros((), jnp.int32))
 
-    def plus(self, *counts: Int[Array, ""]) -> "Rejections":
+    def plus(self, *counts: Int[Array, ""]) -> "SkippedUpdates":
         """With further updates that were left out."""
-        return Rejections(sum(counts, self.count))
+        return SkippedUpdates(sum(counts, self.count))
 
 
 def rejected_updates(state: PyTree) -> Int[Array, ""]:
     """How many updates were left out on the way to a state."""
     nodes = jax.tree.leaves(state, is_leaf=_counts)
-    return Rejections.none().plus(*(v.count for v in nodes if _counts(v))).count
+    return SkippedUpdates.none().plus(*(v.count for v in nodes if _counts(v))).count
 
 
 class Memory(eqx.Module):
     """What one variable's updates remember."""
 
     rule: optax.OptState  # the state of the optax rule
-    rejections: Rejections
+    rejections: SkippedUpdates
 
 
 # A step was too long if the gradient after it points back along it with more than this
@@ -115,7 +115,7 @@ class Descent(eqx.Module):
 
     def init(self, w: PyTree) -> Memory:
         """What is remembered before the first update, which starts at `w`."""
-        return Memory(self.rule.init(w), Rejections.none())
+        return Memory(self.rule.init(w), SkippedUpdates.none())
 
     def update(
         self, gradient: PyTree, memory: Memory, w: PyTree
@@ -133,7 +133,7 @@ class Descent(eqx.Module):
         )
         return w, Memory(state, rejections)
 
-    def shortened(
+    def curvature_limited(
         self, gradient: PyTree, public_gradient: Callable[[PyTree], PyTree], w: PyTree
     ) -> PyTree:
         r"""The gradient, shorter where a step overshoots the public terms.
@@ -241,8 +241,8 @@ class LastStep(eqx.Module):
 
 
 def finite_or(
-    new: PyTree, old: PyTree, rejections: Rejections
-) -> tuple[PyTree, Rejections]:
+    new: PyTree, old: PyTree, rejections: SkippedUpdates
+) -> tuple[PyTree, SkippedUpdates]:
     """`new` where it is finite, else `old`.
 
     So must be its squares, for the sake of norms and averages of what is kept. What
@@ -262,4 +262,4 @@ def _fits(new: Array, old: Array) -> Bool[Array, ""]:
 
 
 def _counts(node: object) -> bool:
-    return isinstance(node, Rejections)
+    return isinstance(node, SkippedUpdates)

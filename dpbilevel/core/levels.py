@@ -92,7 +92,7 @@ def people_of(sizes: object) -> People | None:
     return sizes.people if isinstance(sizes, Sizes) else None
 
 
-def check_apart(data: Levels) -> None:
+def check_disjoint(data: Levels) -> None:
     """Refuse levels that hold the same records, as far as arrays and files can tell.
 
     Arrays are compared by identity and memory, never by values: one array in both

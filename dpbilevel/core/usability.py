@@ -284,7 +284,7 @@ def _released(
     upper, lower = (rows if role == query.role else None for role in LEVELS)
     data = rows if query.role == RECORDS else Levels(upper, lower)
     release = Release(_NAMES[query.role], 1, (query,), mechanism)
-    return release.of({query.role: _itself}, data, key=key)
+    return release.apply({query.role: _itself}, data, key=key)
 
 
 def _itself(row: Float[Array, " w"]) -> Float[Array, " w"]:

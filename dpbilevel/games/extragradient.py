@@ -227,7 +227,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         assert self.sizes is not None
         funs = {RECORDS: lambda record: problem.record_operator(w, record)}
         release = self.release(problem, self.sizes)
-        released = release.of(funs, data, key=key, index=index)
+        released = release.apply(funs, data, key=key, index=index)
         return optax.tree.add(released, problem.public_operator(w))
 
 

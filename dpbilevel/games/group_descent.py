@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive
-from ..core.descent import Descent, Memory, Rejections, finite_or
+from ..core.descent import Descent, Memory, SkippedUpdates, finite_or
 from ..core.outputs import AbstractOutput, TailMean, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
@@ -30,7 +30,7 @@ class _State(eqx.Module):
     losses: Weights  # of the groups, as released last
     kept: PyTree  # by the output rule
     memory: Memory
-    rejections: Rejections
+    rejections: SkippedUpdates
     t: Int[Array, ""]
 
 
@@ -132,7 +132,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
             jnp.zeros_like(y),
             self.output.init((x, y)),
             Descent(1.0, problem.x_set).init(x),
-            Rejections.none(),
+            SkippedUpdates.none(),
             jnp.zeros((), jnp.int32),
         )
 
@@ -145,7 +145,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         q, losses = self._released(problem, data, x, factors, index=t, key=key)
         descent = Descent(self._length(problem, x, jnp.max(factors)), problem.x_set)
         pull, against = problem.public_operator((x, y))
-        q = descent.shortened(
+        q = descent.curvature_limited(
             optax.tree.add(q, pull), lambda x: problem.public_operator((x, y))[0], x
         )
         x, memory = descent.update(q, state.memory, x)
@@ -223,7 +223,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
             return jax.tree.map(lambda v: jnp.where(known, v, jnp.zeros_like(v)), both)
 
         release = self.release(problem, self.sizes)
-        q, row = release.of({RECORDS: terms}, data, key=key, index=index)
+        q, row = release.apply({RECORDS: terms}, data, key=key, index=index)
         q = optax.tree.scale(self.clip_norm * largest / units[0], q)
         return q, half * (1 + row / units[1] / _shares(problem, row))
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Count, Positive, check_fields
 from ..bilevel.certificates.sensitivities import UNITS
-from ..core.descent import Rejections, finite_or
+from ..core.descent import SkippedUpdates, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
@@ -38,7 +38,7 @@ RESOLVENT = "resolvent"
 class _State(eqx.Module):
     w: PyTree  # the last release; may be outside the set
     kept: PyTree  # by the output rule
-    rejections: Rejections
+    rejections: SkippedUpdates
     t: Int[Array, ""]
 
 
@@ -203,14 +203,16 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
-        return _State(w, kept, Rejections.none(), jnp.zeros((), jnp.int32))
+        return _State(w, kept, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:
         assert self.sizes is not None
         release = self.release(problem, self.sizes)
         centre = problem.w_set.project(state.w)  # the noise may have left the set
-        w = release.of(centre, data, key=key, index=state.t)  # (5.1) on a batch, noised
+        w = release.apply(
+            centre, data, key=key, index=state.t
+        )  # (5.1) on a batch, noised
         w, rejections = finite_or(w, state.w, state.rejections)
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None

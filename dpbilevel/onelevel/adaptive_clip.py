@@ -92,7 +92,7 @@ class AdaptiveClipGD(NoisyGD):
         parts = {query.role: self._part(query.clip_norm) for query in release.queries}
         gradients = problem.record_gradients(state.w)
         what = {role: _beside(gradients[role], part) for role, part in parts.items()}
-        gradient, length = release.of(what, data, key=key)
+        gradient, length = release.apply(what, data, key=key)
         gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
         moved = self.moved(problem, gradient, state, release.deviation)
         share = length / sum(parts.values())  # k_t

@@ -109,7 +109,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         def update(state, batch):
             index, key = batch
             gradients = problem.record_gradients(state.w)
-            gradient = release.of(gradients, data, key=key, index=index)
+            gradient = release.apply(gradients, data, key=key, index=index)
             gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
             return self._updates.moved(problem, gradient, state, deviation), None
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive
-from ..core.descent import Rejections, finite_or
+from ..core.descent import SkippedUpdates, finite_or
 from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
@@ -28,7 +28,7 @@ class _State(eqx.Module):
     w: PyTree
     center: PyTree  # of the round's ball
     mean: PyTree  # of the round's iterates so far
-    rejections: Rejections
+    rejections: SkippedUpdates
     t: Int[Array, ""]
 
 
@@ -156,7 +156,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         """The first round starts at `w0`."""
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         zero = optax.tree.zeros_like(w)
-        return _State(w, w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
+        return _State(w, w, zero, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
 
     def step(self, problem, data, state, *, key) -> _State:
         """One noisy step in the round's ball; the last one moves the center."""

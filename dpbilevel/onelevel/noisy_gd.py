@@ -123,7 +123,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             deviation: A bound on the standard deviation of $q_t$ in any direction.
         """
         descent, last = self.descent(problem), state.last
-        along = descent.shortened(gradient, problem.public_gradient, state.w)
+        along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
         if last is not None:
             along = last.shorter(along)
         w, memory = descent.update(along, state.memory, state.w)  # projected step
@@ -171,7 +171,7 @@ def noisy_gradient(
         One `solver.release`, of batch and noise by `key`.
     """
     release = solver.release(problem, solver.sizes)
-    released = release.of(problem.record_gradients(w), data, key=key)
+    released = release.apply(problem.record_gradients(w), data, key=key)
     return optax.tree.add(released, problem.public_gradient(w))
 
 

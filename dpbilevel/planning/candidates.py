@@ -16,7 +16,7 @@ from ..applications.recalibration import Recalibration, is_array
 from ..applications.source_runs import MixedSources, ScoringModel, SelectedSources
 from ..applications.warm_start import WarmStarted
 from ..bilevel.certificates.constants import AbstractCertificate
-from ..bilevel.lower_first import LowerFirst, is_apart
+from ..bilevel.lower_first import LowerFirst, lower_ignores_x
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
@@ -127,7 +127,7 @@ def _(
     fit = _fit(clip_norm, w0[1])
     then = _recalibration(clip_norm, w0[1], intercept)
     found = (*_one_level(fit, then), _refitted(clip_norm, fit))
-    if is_apart(problem, w0):
+    if lower_ignores_x(problem, w0):
         found += (_lower_first(fit),)
     if not isinstance(problem.constants, AbstractCertificate):
         return found

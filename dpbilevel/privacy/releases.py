@@ -57,7 +57,7 @@ class AbstractGaussianRelease(AbstractRelease):
                 f"one sampling; got {self.queries}."
             )
 
-    def of(
+    def apply(
         self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> PyTree:
         """Make one of these releases: read the records and add the noise.
@@ -91,7 +91,7 @@ class AbstractGaussianRelease(AbstractRelease):
         return self.mechanism.release(bounded, key=key_noise)
 
     def in_pass(self, data: PyTree, *, key: PRNGKey) -> Self:
-        """This release with the batches of one pass drawn, for samplings `by_pass`.
+        """This release with the batches of one pass drawn, for samplings `per_epoch`.
 
         Args:
             data: The records, as in `of`.
@@ -294,17 +294,17 @@ class Release(AbstractGaussianRelease):
     def notes(self) -> tuple[str, ...]:
         """How often a record is charged, where that is not every time."""
         notes = (
-            (query.sampling.by_pass, query.sampling.charged(self.count, query.size))
+            (query.sampling.per_epoch, query.sampling.charged(self.count, query.size))
             for query in self.queries
         )
         return tuple(
             f"{self.name}: a record is in one batch of a pass, drawn at random, and "
             f"charged for {charged} passes"
-            if by_pass
+            if per_epoch
             else f"{self.name}: batches are disjoint, so a record is charged for "
             f"{charged} of {self.count} releases"
-            for by_pass, charged in notes
-            if by_pass or charged < self.count
+            for per_epoch, charged in notes
+            if per_epoch or charged < self.count
         )
 
     @override

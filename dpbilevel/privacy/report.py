@@ -231,7 +231,7 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
         return "exact composition of a draw and Gaussian releases"
     if exact or (budget.delta == 0 and all(map(profiles.pure_epsilons, events))):
         return "exact composition of draws without delta"
-    if any(map(profiles.selects, events)):
+    if any(map(profiles.uses_renyi, events)):
         return "profile and Renyi divergences of private selection"
     return "privacy loss distributions, composed by weighed Fourier transforms"
 

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from .._version import __version__
 from ..privacy.noise import PRNGKey
-from .interrupts import whole
+from .interrupts import uninterruptible
 
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
@@ -141,7 +141,7 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
         OSError: The disk refuses; the old file is intact.
     """
     temporary = file.with_name(f"{file.name}.tmp")
-    with whole():
+    with uninterruptible():
         try:
             temporary.unlink(missing_ok=True)  # what a crash left
             _create(temporary, content, mode)

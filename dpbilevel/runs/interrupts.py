@@ -4,10 +4,11 @@ Python's `KeyboardInterrupt` would not do. Raised in an import, a callback or a
 destructor it is lost or leaves half of something behind; while compiled code runs it
 has to wait; and after it the interpreter is torn down under threads that still compile
 or compute, which crashes. Here a thread of its own waits for the signals. When one
-comes, the thread lets the files that are being written be written (`whole`), calls what
-has to be called at the end (`at_end`), writes one line to stderr and ends the process
-without a teardown. A second signal a second later ends it wherever it hangs. A command
-that has `ended` leaves without a teardown too, so that a signal is never late.
+comes, the thread lets the files that are being written be written
+(`uninterruptible`), calls what has to be called at the end (`on_exit`), writes one line
+to stderr and ends the process without a teardown. A second signal a second later ends
+the process wherever it hangs. A command that has `ended` leaves without a teardown too,
+so that a signal is never late.
 
 Only the process of a command is watched. Elsewhere, and on Windows, an interrupt is
 Python's `KeyboardInterrupt`.
@@ -58,7 +59,7 @@ def ended(code: int) -> None:
     _code.append(code)
 
 
-def whole() -> AbstractContextManager[object]:
+def uninterruptible() -> AbstractContextManager[object]:
     """A block that is run to its end, or not at all: no signal ends the process in it.
 
     For writing files; nothing in it may take long.
@@ -67,13 +68,13 @@ def whole() -> AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def at_end(action: Callable[[], None]) -> Iterator[None]:
+def on_exit(action: Callable[[], None]) -> Iterator[None]:
     """Calls a short `action` at the end of a block, also where a signal ends it."""
     _actions.append(action)
     try:
         yield
     finally:
-        with whole():
+        with uninterruptible():
             _actions.remove(action)
             action()
 

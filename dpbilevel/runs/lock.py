@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .first import by_first
-from .interrupts import at_end, whole
+from .interrupts import on_exit, uninterruptible
+from .process_zero import on_process_zero
 
 try:
     import fcntl
@@ -66,9 +66,9 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
                 "after an interruption."
             )
 
-    with at_end(leave):
-        with whole():
-            by_first(take)
+    with on_exit(leave):
+        with uninterruptible():
+            on_process_zero(take)
         yield check
 
 

@@ -15,13 +15,13 @@ from ..core.spent import total, totals
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from . import checkpoint, spending
-from .spending import LIMIT, NAME, Run, Spending
+from .spending import LIMIT, NAME, Run, RunLog
 
 _ROUNDING = 1e-12  # of a sum, relative
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
+class TotalSpent:
     r"""What all runs recorded in a folder and in folders below it have spent together.
 
     Attributes:
@@ -45,7 +45,7 @@ class Spent:
         parameters", CCS 2023.
     """
 
-    records: dict[str, Spending]
+    records: dict[str, RunLog]
     unknown: tuple[str, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ class Spent:
         return "\n".join(lines)
 
 
-def spent(folder: Path | str) -> Spent:
+def spent(folder: Path | str) -> TotalSpent:
     """Adds up all runs that were started in a folder, or in any folder below it.
 
     Over processes and restarts, of searches and of the command line. A folder that was
@@ -100,7 +100,7 @@ def spent(folder: Path | str) -> Spent:
         OSError: A folder below it cannot be read.
 
     Privacy:
-        As in `Spent`. Records and total are public.
+        As in `TotalSpent`. Records and total are public.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"spent: there is no folder {folder}.")
@@ -111,7 +111,7 @@ def spent(folder: Path | str) -> Spent:
             records[str(path)] = found
         if found.whole and not found.runs and _has_run(path):
             unknown.append(str(path))  # the record is lost, or empty
-    return Spent(records, tuple(unknown))
+    return TotalSpent(records, tuple(unknown))
 
 
 def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
@@ -135,7 +135,7 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
     Privacy:
         All runs below the folder together are (epsilon, delta)-DP with these of the
         budget, up to the rounding of a sum; a filter by basic composition, as in
-        `Spent`, of a budget that is fixed before the first run.
+        `TotalSpent`, of a budget that is fixed before the first run.
     """
     _checks.instance("limit_spending", PrivacyBudget, budget=budget)
     Path(folder).mkdir(parents=True, exist_ok=True)

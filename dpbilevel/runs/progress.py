@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 
 from .._extras import missing
-from .interrupts import whole
+from .interrupts import uninterruptible
 
 
 def check_bar(what: str) -> None:
@@ -42,7 +42,7 @@ def step_bar(
         bars: list[tqdm] = []
 
         def at(done: int, total: int | None = None, **numbers: int) -> None:
-            with whole():  # nothing is drawn after the line of an interrupt
+            with uninterruptible():  # nothing is drawn after the line of an interrupt
                 if not bars:
                     bar = tqdm(None, what, num_steps, initial=done, unit="step")
                     bars.append(end.enter_context(bar))

@@ -61,7 +61,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spending:
+class RunLog:
     """What the runs of a folder have spent.
 
     Attributes:
@@ -110,7 +110,7 @@ class Spending:
         ]
 
 
-def read(folder: Path) -> Spending:
+def read(folder: Path) -> RunLog:
     """Reads the record of a folder, which may not exist; no runs without one.
 
     Raises:
@@ -127,7 +127,7 @@ def read(folder: Path) -> Spending:
             highest = max(highest, _apply(json.loads(line), runs))
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1  # counted, so that a total says it may be too small
-    return Spending(tuple(runs), unreadable, highest)
+    return RunLog(tuple(runs), unreadable, highest)
 
 
 def begin(

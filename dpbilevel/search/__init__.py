@@ -1,6 +1,6 @@
 """Searches by losses alone: the problem has no derivatives."""
 
-from ..runs.odometer import Spent, limit_spending, spent
+from ..runs.odometer import TotalSpent, limit_spending, spent
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
 from .declared import DeclaredTraining
@@ -32,8 +32,8 @@ __all__ = [
     "RandomSearch",
     "Range",
     "RepeatAndSelect",
-    "Spent",
     "StudyAnswer",
+    "TotalSpent",
     "TunedTraining",
     "limit_spending",
     "minimize",

@@ -195,7 +195,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         rows, space = self._rows(X, y), Space(self.space)
         if self.training is None:
             for middle in space.middles():
-                rows.check_apart(middle)
+                rows.check_row_independence(middle)
         else:
             check_fits(self.training, count(X), folder)
             rows.quiet = True

@@ -17,8 +17,8 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, odometer, spending
 from ..runs.checkpoint import Checkpoint
-from ..runs.first import by_first
-from ..runs.interrupts import whole
+from ..runs.interrupts import uninterruptible
+from ..runs.process_zero import on_process_zero
 from ..runs.resume import check_empty, check_same_run, finish_run, resume_run
 from .problem import BlackBox
 
@@ -58,7 +58,7 @@ class Folder:
             ValueError: Another run finished here, or its result is damaged.
         """
         file = self.path / checkpoint.SEARCH
-        content = by_first(lambda: _content(file))
+        content = on_process_zero(lambda: _content(file))
         if content is None:
             return None
         try:
@@ -73,7 +73,7 @@ class Folder:
                 f"{file} is damaged or of another version of dpbilevel: {error}. Give "
                 "a new folder: a second release, on top of what this one cost."
             ) from error
-        by_first(self._close)
+        on_process_zero(self._close)
         points = at.reshape(-1, value.size)  # also where there is none
         return Solution(value, path, rejected), (points, values)
 
@@ -85,7 +85,7 @@ class Folder:
                 take the total of folders above it over a limit.
             OSError: The disk refuses.
         """
-        saved = self._resumed(by_first(self._begun))
+        saved = self._resumed(on_process_zero(self._begun))
 
         def record() -> None:
             self._forget(saved.done)
@@ -98,7 +98,7 @@ class Folder:
                     checkpoint.remove(self.path)
                 raise
 
-        by_first(record)
+        on_process_zero(record)
         return saved
 
     def losses(self, step: int, number: int, point: Point) -> Losses | None:
@@ -165,17 +165,17 @@ class Folder:
             checkpoint.replace_json(self.path / checkpoint.SEARCH, page)
             self._close()
 
-        with whole():
+        with uninterruptible():
             self._by_holder(write)
 
     def _by_holder(self, action: Callable[[], bytes | None]) -> bytes | None:
-        """Call `by_first` on an action, unless the lock was lost."""
+        """Call `on_process_zero` on an action, unless the lock was lost."""
 
         def checked() -> bytes | None:
             self.check()
             return action()
 
-        return by_first(checked)
+        return on_process_zero(checked)
 
     def _evaluation(self, step: int, number: int) -> Path:
         return self.path / f"evaluation-{step}-{number}.SECRET"

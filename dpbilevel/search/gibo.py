@@ -255,10 +255,10 @@ class GradientInformativeBO(
         posterior = self._posterior(state.w, seen)
         funs = {RECORDS: record_gradient(posterior, seen)}  # line 7: of each record
         release = self.release(problem, self.sizes)
-        gradient = release.of(funs, seen.values, key=key)  # line 8, noise of 9
+        gradient = release.apply(funs, seen.values, key=key)  # line 8, noise of 9
         gradient = gradient.astype(state.w.dtype) + problem.public_gradient(state.w)
         descent = Descent(self.step_size, problem.w_set)
-        gradient = descent.shortened(gradient, problem.public_gradient, state.w)
+        gradient = descent.curvature_limited(gradient, problem.public_gradient, state.w)
         w, memory = descent.update(gradient, state.memory, state.w)  # line 9: the step
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None

@@ -87,7 +87,7 @@ def noisy_loss(
     """
     rows, present = unpacked(losses)
     funs = {RECORDS: centered(clip_range)}
-    value = release.of(funs, _packed(rows[:, 0], present), key=key)
+    value = release.apply(funs, _packed(rows[:, 0], present), key=key)
     value = value.astype(proposal.points.dtype)
     value += cast(clip_range, value) / 2  # back in [0, B]
     if problem.public is None:

@@ -67,7 +67,7 @@ class RowLosses:
         estimator cannot be fitted all have. Neither changes what others are computed
         with: always as many rows, each in its place, by an estimator that saw none yet.
         Nor do rows with numbers that are refused change how often there is a
-        prediction, once `check_apart` has tried them.
+        prediction, once `check_row_independence` has tried them.
         """
         private, judged = (_sliceable(X), _sliceable(y)), {}
         return functools.partial(self._losses_at, private, judged)
@@ -97,7 +97,7 @@ class RowLosses:
                     self._try_numbers(middle, self.fit(middle))
         return self._refusals[branch]
 
-    def check_apart(self, point: Float[np.ndarray, " d"]) -> None:
+    def check_row_independence(self, point: Float[np.ndarray, " d"]) -> None:
         """Raises where a row's loss depends on the rows beside it: on training rows.
 
         Each is judged beside others and beside copies of one; where they are numbers,

@@ -15,7 +15,7 @@ from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
 from ..bilevel.penalized import PenalizedLevel
 from ..bilevel.problem import BilevelProblem, Sizes
-from ..core.descent import Rejections
+from ..core.descent import SkippedUpdates
 from ..core.levels import people_of
 from ..core.loop import inner_solve
 from ..core.solver import AbstractGaussianSolver
@@ -51,7 +51,7 @@ class TuningState(eqx.Module):
     """The runs so far; the updates left out are those of what is shown."""
 
     runs: BestRun
-    rejections: Rejections
+    rejections: SkippedUpdates
 
 
 class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
@@ -143,7 +143,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         none = jnp.zeros((), jnp.int32)
         start = Trained(pair, none - 1, none)
         dtype = jnp.result_type(*jax.tree.leaves(y))
-        return TuningState(BestRun.start(start, dtype), Rejections.none())
+        return TuningState(BestRun.start(start, dtype), SkippedUpdates.none())
 
     def step(self, problem, data, state, *, key) -> TuningState:
         """One run, kept where it is the best so far."""
@@ -167,14 +167,14 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
             self.num_steps,
             key=key_repeats,
         )
-        return TuningState(runs, Rejections(runs.w.rejected))
+        return TuningState(runs, SkippedUpdates(runs.w.rejected))
 
     def _value(self, problem, data, x, y, *, key) -> Float[Array, ""]:
         """The released validation loss."""
         center = centered(self.clip_range)
         losses = {"upper": lambda record: center(problem.upper(x, y, record))}
         release = self._selection(problem, self.sizes)
-        value = release.of(losses, data, key=key)
+        value = release.apply(losses, data, key=key)
         value += jnp.asarray(self.clip_range, value.dtype) / 2  # back in [0, B]
         if problem.upper_public is None:
             return value

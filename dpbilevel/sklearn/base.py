@@ -28,7 +28,7 @@ from ..privacy.noise import PRNGKey, check_key, derive, root_key
 from ..privacy.report import PrivacyReport
 from .declared import Frame, declared, frame, index_of, numbers
 from .lengths import SHORT, Lengths
-from .planned import Planned
+from .public_size import PublicSize
 
 _run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
@@ -226,7 +226,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return columns, columns.indicators(unread, cut, label, number)
 
     def _check(
-        self, budget: PrivacyBudget, planned: Planned, **levels: Described
+        self, budget: PrivacyBudget, planned: PublicSize, **levels: Described
     ) -> Check:
         """Plan the release of the share of usable records of each level."""
         _checks.instance(self._owner, bool, check_records=self._given("check_records"))

@@ -18,7 +18,7 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
 from .linear import ridge_on
-from .planned import Planned
+from .public_size import PublicSize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def planned_descent(
     constant: bool,
     shape: tuple[int, ...],
     budget: PrivacyBudget,
-    planned: Planned,
+    planned: PublicSize,
     settings: Settings,
     before: tuple[AbstractRelease, ...],
 ) -> tuple[FiniteSum, Plan[NoisyGD]]:

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from ..core.usability import released_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from .planned import Beforehand, Planned, release_within
+from .public_size import Beforehand, PublicSize, release_within
 
 # docs/constants.md, "Estimators".
 _SHARE = 0.01, 0.1  # of the squared budget
@@ -53,7 +53,7 @@ class Effects(Beforehand):
     def planned(
         cls,
         budget: PrivacyBudget,
-        planned: Planned,
+        planned: PublicSize,
         classes: int,
         width: int,
         *,

@@ -19,7 +19,7 @@ from .declared import declared, index_of
 from .descent import plan_of
 from .lengths import Lengths
 from .linear import LinearClassifier
-from .planned import Planned
+from .public_size import PublicSize
 
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 
@@ -139,7 +139,7 @@ class FairClassifier(LinearClassifier):
         self.groups_, shares = self._groups()
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
-        planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
+        planned = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
         labels = self._labels(labels_of)
         rows = units.rows(table)
         records = self._records(rows, labels)

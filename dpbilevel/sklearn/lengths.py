@@ -16,7 +16,7 @@ from ..core.usability import released_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from .declared import Frame
-from .planned import Beforehand, Planned, release_within
+from .public_size import Beforehand, PublicSize, release_within
 
 SHARE = 0.02  # of the squared budget
 SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
@@ -47,7 +47,7 @@ class Lengths(Beforehand):
     def planned(
         cls,
         budget: PrivacyBudget,
-        planned: Planned,
+        planned: PublicSize,
         rows: Float[np.ndarray, "n d"],
         longest: float,
     ) -> "Lengths":

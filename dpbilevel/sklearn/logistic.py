@@ -15,7 +15,7 @@ from .descent import Settings, planned_descent
 from .effects import Effects
 from .lengths import Lengths
 from .linear import CONSTANT, LinearClassifier, ridge_on
-from .planned import Planned
+from .public_size import PublicSize
 
 # docs/estimators.md, "Settings".
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
@@ -141,7 +141,7 @@ class DPLogisticRegression(LinearClassifier):
         table, units = self._table(X), self._frame()
         column = self._column(y, table)
         self.classes_ = self._declared_classes()
-        planned = Planned.of(owner, self.neighbours, self.size, len(table))
+        planned = PublicSize.of(owner, self.neighbours, self.size, len(table))
         settings = _TWO if len(self.classes_) == 2 else _MORE
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)

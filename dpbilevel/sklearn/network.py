@@ -24,7 +24,7 @@ from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
 from .base import PrivateClassifier, key_or_fresh, with_nan
 from .descent import plan_of
 from .lengths import Lengths
-from .planned import Planned
+from .public_size import PublicSize
 from .recalibration import Recalibration
 
 Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]
@@ -146,7 +146,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         column = self._column(y, table)
         self.classes_ = self._declared_classes()
         widths = self._widths()
-        planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
+        planned = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
         rows, labels = units.rows(table), self._labels(column)
         usable = with_nan(rows, labels >= 0)
         lengths = Lengths.planned(budget, planned, usable, units.longest)

@@ -18,7 +18,7 @@ from .declared import interval, targets
 from .descent import Settings, planned_descent
 from .lengths import Lengths
 from .linear import split, with_constant
-from .planned import Planned
+from .public_size import PublicSize
 from .spread import Spread
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
@@ -131,7 +131,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         table, units = self._table(X), self._frame()
         ends, center, half = self._target_units()
         column = targets(self._column(y, table))
-        planned = Planned.of(owner, self.neighbours, self.size, len(table))
+        planned = PublicSize.of(owner, self.neighbours, self.size, len(table))
         settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)

@@ -9,7 +9,7 @@ import numpy as np
 from .. import _checks
 from ..applications.base import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
-from ..core.levels import check_apart
+from ..core.levels import check_disjoint
 from ..core.seeds import refuse
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
@@ -23,7 +23,7 @@ from .base import Described, key_or_fresh
 from .declared import declared, index_of
 from .descent import plan_of
 from .linear import LinearClassifier
-from .planned import Planned
+from .public_size import PublicSize
 
 EXAMPLE = 'sources=["north", "south"]'
 
@@ -166,7 +166,7 @@ class DPSourceReweighting(LinearClassifier):
         problem = _problem(self._loss, len(self.sources_), float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
-        planned = Planned(Neighbours.REPLACE_ONE, sizes)
+        planned = PublicSize(Neighbours.REPLACE_ONE, sizes)
         check = self._check(budget, planned, upper=clean_cells, lower=cells)
         self.plan_ = self._plan(problem, budget, sizes, start, check[0].releases)
         self.two_levels_pay_ = (
@@ -196,7 +196,7 @@ class DPSourceReweighting(LinearClassifier):
         if not (hasattr(X, "__array__") and hasattr(clean, "__array__")):
             return
         try:
-            check_apart(Levels(np.asarray(clean), np.asarray(X)))
+            check_disjoint(Levels(np.asarray(clean), np.asarray(X)))
         except ValueError:
             raise ValueError(
                 f'{self._owner}.fit: people="disjoint" contradicts the records: clean '

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from ..core.usability import released_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from .planned import Beforehand, Planned, release_within
+from .public_size import Beforehand, PublicSize, release_within
 
 # Numbers of comparisons with the center and with distances, and what is tried.
 _COMPARED = 12, 6
@@ -36,7 +36,7 @@ _WANTED, _MOST_NOISE = 0.1, 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Spread(Beforehand):
-    """Planned noisy comparisons of targets, and the targets.
+    """PublicSize noisy comparisons of targets, and the targets.
 
     Attributes:
         release: The comparisons; None if there are too few records for shares with
@@ -46,7 +46,7 @@ class Spread(Beforehand):
         centered: Whether to search for the center, which is 0 otherwise.
     """
 
-    public: Planned
+    public: PublicSize
     targets: Float[np.ndarray, " n"]
     centered: bool
 
@@ -54,7 +54,7 @@ class Spread(Beforehand):
     def planned(
         cls,
         budget: PrivacyBudget,
-        planned: Planned,
+        planned: PublicSize,
         targets: Float[np.ndarray, " n"],
         centered: bool,
     ) -> "Spread":

@@ -326,7 +326,7 @@ def test_batches_that_need_no_key_get_none(other):
     )
     value = {"upper": lambda z: z, "lower": lambda z: z}
     data = dpb.Levels(jnp.ones((8, 2)), jnp.ones((8, 2)))
-    assert release.of(value, data, key=jax.random.key(0)).shape == (2,)
+    assert release.apply(value, data, key=jax.random.key(0)).shape == (2,)
     assert keyed.keys == [None]
 
 

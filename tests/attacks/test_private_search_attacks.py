@@ -60,7 +60,7 @@ def evaluated(tuned, inputs, targets, losses=None):
     estimator, space, X, y = tuned
     owner = PrivateSearch(estimator, space, None, losses=losses)
     rows = owner._rows(X, y)
-    rows.check_apart(np.zeros(1))
+    rows.check_row_independence(np.zeros(1))
     black_box = rows.black_box(inputs, targets)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -118,7 +118,7 @@ def predictions(inner, inputs, targets=T, training=X, losses=squared):
     """How many an evaluation takes, and the losses."""
     search = PrivateSearch(Watched(inner), RIDGE[1], None, losses=losses)
     rows = search._rows(training, Y)
-    rows.check_apart(np.zeros(1))
+    rows.check_row_independence(np.zeros(1))
     black_box, Watched.calls = rows.black_box(inputs, targets), 0
     losses = black_box(np.zeros(1))
     return Watched.calls, losses
@@ -251,8 +251,8 @@ def test_rounding_of_the_others_does_not_change_with_a_row_that_raises():
 class Counting(RegressorMixin, BaseEstimator):
     """Predicts by random numbers of its own, or in place."""
 
-    def __init__(self, alpha=1.0, in_place=False):
-        self.alpha, self.in_place = alpha, in_place
+    def __init__(self, alpha=1.0, rows_fixed=False):
+        self.alpha, self.rows_fixed = alpha, rows_fixed
 
     def fit(self, X, y):
         self.random_ = np.random.default_rng(0)
@@ -260,15 +260,15 @@ class Counting(RegressorMixin, BaseEstimator):
 
     def predict(self, X):
         check_array(X)
-        if self.in_place:
+        if self.rows_fixed:
             X += 1.0
             return X[:, 0]
         return X[:, 0] + self.random_.normal()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_earlier_calls_leave_no_trace_in_later_ones(in_place):
-    tuned = Counting(in_place=in_place), {"alpha": Range(0.1, 1.0)}, X, Y
+@pytest.mark.parametrize("rows_fixed", [False, True])
+def test_earlier_calls_leave_no_trace_in_later_ones(rows_fixed):
+    tuned = Counting(rows_fixed=rows_fixed), {"alpha": Range(0.1, 1.0)}, X, Y
     inputs = with_first(V, np.nan)
     expected = evaluated(tuned, V, T)
     np.testing.assert_array_equal(evaluated(tuned, inputs, T)[1:], expected[1:])
@@ -305,7 +305,7 @@ def binarized(fitted, X, y):
 def test_estimators_whose_rows_share_something_are_refused(estimator, targets, losses):
     made = PrivateSearch(estimator, {}, None, losses=losses)
     with pytest.raises(ValueError, match="change with the rows beside them"):
-        made._rows(X, targets).check_apart(np.zeros(0))
+        made._rows(X, targets).check_row_independence(np.zeros(0))
 
 
 def test_targets_in_one_column_are_not_compared_with_all_predictions():

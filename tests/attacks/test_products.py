@@ -11,7 +11,7 @@ import pytest
 from dpbilevel.privacy.per_example import grouped, norms, summation
 from dpbilevel.privacy.per_example.clipping import clipped_mean
 from dpbilevel.privacy.per_example.factored import Factored
-from dpbilevel.privacy.per_example.norms import TOO_LONG, measured
+from dpbilevel.privacy.per_example.norms import TOO_LONG, scale_and_norm
 from dpbilevel.privacy.sampling.base import Batch
 
 # Losses whose gradient with respect to W is sum_t left_t right_t^T, for any factors.
@@ -118,7 +118,9 @@ def test_places_that_cancel_count_for_their_rounding():
 def test_the_norm_of_a_product_is_bounded_closely_and_from_above(places, scale):
     left, right = factors(20, places)
     value = Factored(left, np.float32(scale) * right, (P, Q), (0,), (1,))
-    sums, bounds, lengths = jax.vmap(lambda v: measured(v, jnp.float32(scale)))(value)
+    sums, bounds, lengths = jax.vmap(lambda v: scale_and_norm(v, jnp.float32(scale)))(
+        value
+    )
     exact = np.linalg.norm(product(sums.left, sums.right), axis=(1, 2))
     assert (np.asarray(bounds, float) >= exact).all()
     np.testing.assert_allclose(bounds, exact, rtol=2e-4 * places)
@@ -137,7 +139,7 @@ def test_the_norm_of_places_that_nearly_cancel_is_bounded_from_above():
     left, right = factors(n, 2)
     left[:, 1], right[:, 1] = left[:, 0], (cancelled - 1) * right[:, 0]
     value = Factored(left, right, (P, Q), (0,), (1,))
-    sums, bounds, lengths = jax.vmap(lambda v: measured(v, jnp.float32(1)))(value)
+    sums, bounds, lengths = jax.vmap(lambda v: scale_and_norm(v, jnp.float32(1)))(value)
     exact = np.linalg.norm(product(sums.left, sums.right), axis=(1, 2))
     np.testing.assert_allclose(lengths, 15 * exact, rtol=1e-3)
     assert (np.asarray(bounds, float) >= exact).all()
@@ -150,7 +152,7 @@ def test_a_factor_that_is_not_finite_makes_the_norm_too_long(bad, places, side):
     pair = [v[0] for v in factors(1, places)]
     pair[side][0, 1] = bad
     value = Factored(jnp.asarray(pair[0]), jnp.asarray(pair[1]), (P, Q), (0,), (1,))
-    _, norm, _ = measured(value, jnp.float32(1.0))
+    _, norm, _ = scale_and_norm(value, jnp.float32(1.0))
     assert not norm < TOO_LONG
 
 
@@ -317,8 +319,8 @@ def hostile_rows(joins):
     return np.asarray(kinds, np.float32)
 
 
-@functools.partial(jax.jit, static_argnames="in_place")
-def hostile_counts(numbers, in_place):
+@functools.partial(jax.jit, static_argnames="rows_fixed")
+def hostile_counts(numbers, rows_fixed):
     side = jnp.full(WIDTH, 1 / math.sqrt(WIDTH), jnp.float32)
 
     def gradient(numbers):
@@ -326,31 +328,31 @@ def hostile_counts(numbers, in_place):
         zeros = jnp.zeros((WIDTH, WIDTH))
         return jax.grad(lambda W: jnp.sum((left @ W) * right))(zeros)
 
-    batch = Batch(numbers, None, 1.0, in_place=in_place)
+    batch = Batch(numbers, None, 1.0, rows_fixed=rows_fixed)
     return clipped_mean(gradient, batch, clip_norm=1.0, precision="grid").raw.counts
 
 
 @pytest.mark.slow
 def test_a_record_that_is_drawn_moves_the_rounding_of_others_within_the_margin():
-    def apart(in_place):
-        joins, stays = (hostile_counts(hostile_rows(n), in_place) for n in (1, 0))
+    def apart(rows_fixed):
+        joins, stays = (hostile_counts(hostile_rows(n), rows_fixed) for n in (1, 0))
         return distance(joins, stays)
 
     margin = 2.0**-11  # what grouped sums keep where others stay in their rows
-    assert apart(in_place=False) < 1e-6
-    assert apart(in_place=True) > margin  # the control: a flag that is wrong
+    assert apart(rows_fixed=False) < 1e-6
+    assert apart(rows_fixed=True) > margin  # the control: a flag that is wrong
 
 
 def test_the_margins_of_sums_of_places_are_those_of_docs_precision_md():
-    n, places, stretch, unit = 300, 8, 16, 2.0**-24
+    n, places, cancellation_factor, unit = 300, 8, 16, 2.0**-24
     size = jax.ShapeDtypeStruct((places, P), np.float32)
     value = Factored(
         size, jax.ShapeDtypeStruct((places, Q), np.float32), (P, Q), (0,), (1,)
     )
 
-    def rule(in_place):
+    def rule(rows_fixed):
         one = jnp.float32(1)
-        return summation.GridSum(value, one, one, n, n, in_place)
+        return summation.GridSum(value, one, one, n, n, rows_fixed)
 
     def gamma(size):
         terms = size * places + 4
@@ -358,11 +360,11 @@ def test_the_margins_of_sums_of_places_are_those_of_docs_precision_md():
 
     there, moved = rule(True), rule(False)
     size = there.group_size(value)
-    exact = stretch * size * gamma(size)
+    exact = cancellation_factor * size * gamma(size)
     assert exact <= there.rounding <= 1.01 * exact
     size = moved.group_size(value)
     rounded = math.sqrt(math.ceil(n / size) ** 2 * P * Q) * 2 * unit
-    exact = 2 * stretch * n * gamma(size) + rounded
+    exact = 2 * cancellation_factor * n * gamma(size) + rounded
     assert exact <= moved.rounding <= 1.01 * exact
 
 
@@ -373,7 +375,7 @@ def test_the_margin_of_sums_in_any_order_covers_a_move_of_all_groups(n, together
     moved_on = [np.roll(v, -1, axis=0) for v in data]
 
     def counted(left, right):
-        batch = Batch((left, right), None, 1.0, in_place=False)
+        batch = Batch((left, right), None, 1.0, rows_fixed=False)
         return clipped_mean(gradient, batch, clip_norm=1.0, precision="grid").raw
 
     first, second = (jax.jit(counted)(*v).counts for v in (data, moved_on))
@@ -382,6 +384,8 @@ def test_the_margin_of_sums_in_any_order_covers_a_move_of_all_groups(n, together
         jax.ShapeDtypeStruct((1, Q), float),
     )
     one = Factored(*size, (P, Q), (0,), (1,))
-    rule = summation.GridSum(one, jnp.float32(1), jnp.float32(1), n, n, in_place=False)
+    rule = summation.GridSum(
+        one, jnp.float32(1), jnp.float32(1), n, n, rows_fixed=False
+    )
     assert rule.group_size(one) == together
     assert 0 < distance(first, second) < rule.rounding <= 1 / 16

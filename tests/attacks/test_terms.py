@@ -36,7 +36,7 @@ from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.accounting import profiles, pure, renyi
 from dpbilevel.privacy.accounting.repetitions import Repetitions
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.per_example.norms import measured
+from dpbilevel.privacy.per_example.norms import scale_and_norm
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.rows import padded_rows
 from dpbilevel.privacy.selection import Selection
@@ -77,7 +77,7 @@ def test_the_norm_is_above_the_rounding_of_every_order_of_adding(size):
     assert np.cumsum(squares, dtype=np.float32)[-1] == 1.0
     lost = math.sqrt(1 + (size - 1) * units)
     # And a square, a root, a quotient and four products are rounded once each.
-    assert float(measured(first, jnp.asarray(1.0))[1]) >= lost * (1 + 7 * units)
+    assert float(scale_and_norm(first, jnp.asarray(1.0))[1]) >= lost * (1 + 7 * units)
 
 
 def adversary(contribution, steps):

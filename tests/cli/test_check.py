@@ -17,7 +17,7 @@ from dpbilevel.cli.data import as_levels, indicators, load
 from dpbilevel.cli.main import main
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.cli.tables import Place
+from dpbilevel.cli.tables import Location
 from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.privacy.budget import PrivacyBudget
 from dpbilevel.runs import checkpoint, odometer, spending
@@ -276,7 +276,7 @@ def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
     write_csv(tmp_path, rows)
     tables = many("disjoint", "replace_one", 600)
     tables["data"]["sources"]["values"] = ["A", listed]
-    config = parse_config(tables, Place(str(tmp_path / "a.toml")))
+    config = parse_config(tables, Location(str(tmp_path / "a.toml")))
     relation = config.privacy.neighbours
     records = load(config.data, config.privacy.people, relation, base=tmp_path)
     columns = dict(config.check.columns)
@@ -303,7 +303,9 @@ def test_both_levels_are_checked_and_the_one_with_the_sources_for_them(
     ]
     write_csv(tmp_path, rows)
     size = 300 if people == "disjoint" else 600
-    config = parse_config(many(people, relation, size), Place(str(tmp_path / "a.toml")))
+    config = parse_config(
+        many(people, relation, size), Location(str(tmp_path / "a.toml"))
+    )
     columns = dict(config.check.columns)
     assert list(columns) == roles
     assert "clinic" in columns[roles[-1]].names
@@ -331,7 +333,7 @@ def test_matrices_are_checked_entry_by_entry(tmp_path):
         "solver": {"type": "NoisyExtragradient", "num_steps": 2, "step_size": 1.0,
                    "clip_norm": 1.0},
     }  # fmt: skip
-    config = parse_config(tables, Place(str(tmp_path / "a.toml")))
+    config = parse_config(tables, Location(str(tmp_path / "a.toml")))
     records = load(config.data, None, config.privacy.neighbours, base=tmp_path)
     rows = {"records": indicators(config.check.columns[0][1], records["records"])}
     level = config.check.release(rows, key=jax.random.key(0)).levels["records"]

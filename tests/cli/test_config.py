@@ -8,7 +8,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli.columns import Table
 from dpbilevel.cli.config import parse_config, read_config
-from dpbilevel.cli.tables import Place
+from dpbilevel.cli.tables import Location
 from tests.cli.config_changes import changed
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -49,7 +49,7 @@ clip_norm = 1.0
 
 
 def parsed(*changes):
-    return parse_config(changed(TEXT, changes), Place("a.toml"))
+    return parse_config(changed(TEXT, changes), Location("a.toml"))
 
 
 def refusal(*changes):

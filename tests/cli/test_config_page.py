@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli import columns, datasets, files, matrices, sources, tasks
 from dpbilevel.cli.config import Privacy, parse_config
-from dpbilevel.cli.tables import Place
+from dpbilevel.cli.tables import Location
 from tests.cli.test_runner import GENERATED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
@@ -74,7 +74,7 @@ def test_every_key_of_a_task_is_on_the_page_with_its_default(name):
 def test_every_table_is_on_the_page():
     tables = tomllib.loads(GENERATED) | {"no": {}}
     with pytest.raises(ValueError, match="Allowed keys: ") as error:
-        parse_config(tables, Place("a.toml"))
+        parse_config(tables, Location("a.toml"))
     names = str(error.value).split("Allowed keys: ")[1].rstrip(".").split(", ")
     assert names
     for name in names:

@@ -16,7 +16,7 @@ from dpbilevel.cli import audit, figure
 from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.results import Result
-from dpbilevel.cli.tables import Place
+from dpbilevel.cli.tables import Location
 from tests.cli.test_files import SETTINGS, TRAINING
 from tests.cli.test_runner import CSV_DATA, GENERATED
 
@@ -72,7 +72,7 @@ def tables_of(task, name, count):
 
 def result_of(task, name="{}", count=4):
     """A result as a run of such a config could write it."""
-    config = parse_config(tables_of(task, name, count), Place("a.toml"))
+    config = parse_config(tables_of(task, name, count), Location("a.toml"))
     rng = np.random.default_rng(0)
     names = config.task.names(config.data)
     trajectory = np.abs(rng.normal(size=(5, len(names))))
@@ -150,7 +150,7 @@ def test_no_text_of_a_figure_touches_another(task, name, count):
 @pytest.mark.slow
 def test_no_text_of_the_figure_of_an_audit_touches_another(tmp_path):
     tables = tomllib.loads(TRAINING + SETTINGS)
-    config = parse_config(tables, Place("a.toml"))
+    config = parse_config(tables, Location("a.toml"))
     outcomes = audit.audit_config(config, 1000)
     longer = dataclasses.replace(outcomes[0], name="lower, a record of the other sign")
     assert touching(audit.whole_figure((*outcomes, longer))) == []

@@ -11,7 +11,7 @@ from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.data import as_levels, load
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.cli.tables import Place
+from dpbilevel.cli.tables import Location
 from tests.cli.config_changes import changed
 
 TEXT = """
@@ -79,11 +79,11 @@ PEOPLE = {
 
 
 def parsed(*changes, folder="."):
-    return parse_config(changed(TEXT, changes), Place(str(Path(folder) / "a.toml")))
+    return parse_config(changed(TEXT, changes), Location(str(Path(folder) / "a.toml")))
 
 
 def game(*changes, folder="."):
-    place = Place(str(Path(folder) / "a.toml"))
+    place = Location(str(Path(folder) / "a.toml"))
     return parse_config(changed(MATRICES, changes), place)
 
 
@@ -196,11 +196,11 @@ def test_two_levels_need_people_and_have_no_groups():
     )
     people = tables["privacy"].pop("people")
     with pytest.raises(ValueError, match="missing key 'people'"):
-        parse_config(tables, Place("a.toml"))
+        parse_config(tables, Location("a.toml"))
     tables["privacy"]["people"] = people
     tables["data"]["groups"] = {"column": "sex", "values": ["Female"]}
     with pytest.raises(ValueError, match='task = "group_fair" and "group_robust" only'):
-        parse_config(tables, Place("a.toml"))
+        parse_config(tables, Location("a.toml"))
 
 
 def test_strength_of_a_robust_game_is_its_public_penalty():

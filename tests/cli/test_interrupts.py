@@ -170,7 +170,7 @@ def of_module(script):
 def test_signals_wait_for_a_block_that_is_whole_and_a_termination_has_its_own_code():
     script = (
         "interrupts.watch()\n"
-        "with interrupts.at_end(lambda: print('end', flush=True)):\n"
+        "with interrupts.on_exit(lambda: print('end', flush=True)):\n"
         "    with interrupts.whole():\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "        time.sleep(0.5)\n"

@@ -19,7 +19,7 @@ from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.data import as_levels, load
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.cli.tables import Place
+from dpbilevel.cli.tables import Location
 from dpbilevel.runs import checkpoint
 
 GENERATED = """
@@ -89,7 +89,7 @@ def config_of(folder, *, data=None, **privacy):
     tables["privacy"] |= privacy
     if data is not None:
         tables["data"] = tomllib.loads(data)
-    return parse_config(tables, Place(str(Path(folder) / "a.toml")))
+    return parse_config(tables, Location(str(Path(folder) / "a.toml")))
 
 
 def rows_of(count):
@@ -333,7 +333,7 @@ def test_penalties_of_example_data_run_to_the_end(tmp_path):
         ],
     }
     del tables["refit"]
-    prepared = prepare(parse_config(tables, Place("a.toml")))
+    prepared = prepare(parse_config(tables, Location("a.toml")))
     result = run(prepared, tmp_path / "out")
     assert result.names == ("mean", "worst", "constant")
     assert result.shown.shape == (3,)

@@ -281,7 +281,7 @@ MISTAKES = {
     "no noise": (Gaussian, "release", noise_times(0.0)),
     "half of the noise": (Gaussian, "release", noise_times(0.5)),
     "one key for all": (Gaussian, "release", with_one_key),
-    "a release that the ledger forgets": (AbstractGaussianRelease, "of", twice),
+    "a release that the ledger forgets": (AbstractGaussianRelease, "apply", twice),
     "twice the clip norm": (Query, "read", of_doubled_clips),
 }
 EVERYWHERE = [

@@ -156,13 +156,13 @@ def test_levels_keep_their_shares_of_the_sensitivity_where_the_norm_moves(
         upper, lower = (q.contribution for q in release.queries)
         return float(upper / (upper + lower))
 
-    made, of = [], Release.of
+    made, of = [], Release.apply
 
     def recorded(release, *arguments, **keywords):
         made.append(release)
         return of(release, *arguments, **keywords)
 
-    monkeypatch.setattr(Release, "of", recorded)
+    monkeypatch.setattr(Release, "apply", recorded)
     state = solver.init(level, jnp.zeros(1))
     for key in jax.random.split(jax.random.key(KEY), solver.num_steps):
         state = solver.step(level, data, state, key=key)

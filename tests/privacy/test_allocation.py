@@ -251,7 +251,7 @@ def test_every_record_is_in_one_batch_of_a_pass():
     assert sorted(np.concatenate(members)) == list(range(N))
     assert {b.denominator for b in batches} == {N / BATCHES}
     assert {b.records.shape for b in batches} == {(SCHEME.rows(N),)}
-    assert all(b.mask is not None and not b.in_place for b in batches)
+    assert all(b.mask is not None and not b.rows_fixed for b in batches)
 
 
 def test_batches_of_records_are_uniform_and_fresh_in_every_pass():
@@ -298,9 +298,9 @@ def test_a_release_outside_of_a_pass_is_refused():
     release = Release("mean", BATCHES, (query,), Gaussian(1.0))
     what = {"records": lambda z: z}
     with pytest.raises(ValueError, match=r"needs index=.*AllocatedGD draws whole"):
-        release.of(what, RECORDS, key=jax.random.key(0))
+        release.apply(what, RECORDS, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"needs index=.*AllocatedGD draws whole"):
-        release.of(what, RECORDS, key=jax.random.key(0), index=0)
+        release.apply(what, RECORDS, key=jax.random.key(0), index=0)
 
 
 @pytest.mark.parametrize(

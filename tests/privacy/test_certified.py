@@ -81,8 +81,8 @@ def test_a_read_that_rests_on_less_than_is_charged_is_refused():
     release, data, start = CASES["declared"]("float")
     wrong = CertifiedRelease("x", 1, release.mechanism, query=Overstated(release.query))
     with pytest.raises(ValueError, match="charged as"):
-        wrong.of(start, data, key=jax.random.key(0))
-    release.of(start, data, key=jax.random.key(0))
+        wrong.apply(start, data, key=jax.random.key(0))
+    release.apply(start, data, key=jax.random.key(0))
 
 
 def test_more_records_than_planned_are_refused():

@@ -10,7 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core import plan
-from dpbilevel.core.levels import check_apart
+from dpbilevel.core.levels import check_disjoint
 from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.privacy import clipped_mean
 from dpbilevel.privacy.per_example import microbatches
@@ -214,8 +214,8 @@ def test_one_array_in_both_levels_is_refused_as_disjoint():
     stored = dpb.OnDisk.arrays(array)
     for other in (array, dpb.OnDisk.arrays(array[2:])):
         with pytest.raises(ValueError, match="are the same array or parts of it"):
-            check_apart(dpb.Levels(other, stored))
-    check_apart(dpb.Levels(array.copy(), stored))
+            check_disjoint(dpb.Levels(other, stored))
+    check_disjoint(dpb.Levels(array.copy(), stored))
 
 
 def test_one_file_in_both_levels_is_refused_as_disjoint(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.privacy.per_example.clipping import clipped_mean, one_record, unsealed
 from dpbilevel.privacy.per_example.factored import Factored, SparseRows, is_structured
-from dpbilevel.privacy.per_example.structure import structured
+from dpbilevel.privacy.per_example.structure import factored
 
 ADDED = Neighbours.ADD_OR_REMOVE_ONE
 
@@ -227,7 +227,7 @@ def test_the_gradient_is_that_of_jax(name, x64):
 
     def gradient(record):
         fun = functools.partial(jax.grad(loss), w)
-        return structured(fun, shapes(record), products=True)(record)
+        return factored(fun, shapes(record), products=True)(record)
 
     leaves = jax.tree.leaves(jax.eval_shape(gradient, record), is_leaf=is_structured)
     kinds = [
@@ -252,7 +252,7 @@ def test_the_derivative_of_a_gradient_is_structured_and_that_of_jax(name, x64):
     def product(record):
         return jax.jvp(lambda w: jax.grad(loss)(w, record), (w,), (tangent,))
 
-    fun = structured(product, shapes(record), products=True)
+    fun = factored(product, shapes(record), products=True)
     check_equal(*jax.jit(lambda r: (formed(fun(r)), product(r)))(record))
     _, along = jax.eval_shape(fun, record)
     leaves = jax.tree.leaves(along, is_leaf=is_structured)
@@ -261,7 +261,7 @@ def test_the_derivative_of_a_gradient_is_structured_and_that_of_jax(name, x64):
 
 def test_without_products_only_multiples_of_rows_are_left_unformed():
     record = shapes((normal(5), 1))
-    fun = structured(
+    fun = factored(
         lambda r: (jax.grad(mlp)(LAYERS, r), jax.grad(embedding)(TABLE, r[1] + ROWS)),
         record,
         products=False,
@@ -269,7 +269,7 @@ def test_without_products_only_multiples_of_rows_are_left_unformed():
     found = jax.eval_shape(fun, (normal(5), 1))
     leaves = jax.tree.leaves(found, is_leaf=is_structured)
     assert [type(v) for v in leaves if is_structured(v)] == [SparseRows]
-    fun = structured(
+    fun = factored(
         lambda r: jax.grad(linear)(normal(5), r),
         shapes((normal(5), 1.0)),
         products=False,

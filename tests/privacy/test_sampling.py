@@ -263,12 +263,12 @@ def test_batches_in_which_a_record_moves_others_on_say_so(getkey):
     stays = masked_batch(numbers, None, chosen & (numbers > 0), 64, 1.0)
     moved = joins.mask & stays.mask & (joins.records != stays.records)
     assert int(np.sum(moved)) == 21  # all others
-    assert not joins.in_place
-    assert not of(dpb.Poisson(rate=0.3)).in_place
-    assert not of(RandomAllocation(4)).in_place
+    assert not joins.rows_fixed
+    assert not of(dpb.Poisson(rate=0.3)).rows_fixed
+    assert not of(RandomAllocation(4)).rows_fixed
     # The control: schemes in which it takes the row of another.
-    assert of(dpb.FullBatch()).in_place
-    assert of(dpb.FixedSize(30)).in_place
+    assert of(dpb.FullBatch()).rows_fixed
+    assert of(dpb.FixedSize(30)).rows_fixed
 
 
 @pytest.mark.reuses_keys

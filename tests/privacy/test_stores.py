@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpbilevel import Levels
-from dpbilevel.core.levels import check_apart
+from dpbilevel.core.levels import check_disjoint
 from dpbilevel.privacy.records import stores
 from dpbilevel.privacy.records.copies import copies
 from dpbilevel.privacy.records.disk import OnDisk, reader
@@ -121,12 +121,12 @@ def test_a_file_under_two_names_is_one_file(tmp_path):
             OnDisk.parquet([path, second], {"x": "a"})
         levels = [OnDisk.parquet(v, {"x": "a"}) for v in (path, second)]
         with pytest.raises(ValueError, match="both levels read one file"):
-            check_apart(Levels(*levels))
+            check_disjoint(Levels(*levels))
     levels = [OnDisk.parquet(v, {"x": "a"}) for v in (path, other)]
     with pytest.raises(ValueError, match="have the same bytes, so that each"):
         OnDisk.parquet([path, other], {"x": "a"})
     with pytest.raises(ValueError, match=r"both levels read the same bytes \("):
-        check_apart(Levels(*levels))
+        check_disjoint(Levels(*levels))
 
 
 def test_files_of_one_size_that_differ_somewhere_are_no_copies(tmp_path):
@@ -149,7 +149,7 @@ def test_empty_parquet_files_are_equal_and_no_copies(tmp_path):
         for i, v in enumerate([numbers, numbers[:0], numbers[:0]])
     ]
     assert OnDisk.parquet(paths, {"x": "a"}).rows == 4
-    check_apart(Levels(*(OnDisk.parquet(v, {"x": "a"}) for v in paths[1:])))
+    check_disjoint(Levels(*(OnDisk.parquet(v, {"x": "a"}) for v in paths[1:])))
 
 
 @pytest.mark.parametrize("kind", ["npy", "parquet"])

@@ -208,7 +208,7 @@ def test_gaps_in_the_numbers_of_runs_are_told(numbers, missing):
         spending.Run("then", 1.0, 1e-5, "replace_one", "disjoint", "", number=n)
         for n in numbers
     )
-    assert spending.Spending(runs).missing == missing
+    assert spending.RunLog(runs).missing == missing
 
 
 def test_finishing_a_run_leaves_the_others_unfinished(prepared, tmp_path):
@@ -248,7 +248,7 @@ def test_damaged_line_makes_the_total_a_lower_bound(prepared, tmp_path):
 def test_runs_that_promise_different_things_are_not_added_up():
     one = spending.Run("then", 1.0, 1e-5, "replace_one", "disjoint", "")
     other = spending.Run("later", 2.0, 1e-5, "add_or_remove_one", "disjoint", "")
-    text = str(spending.Spending((one, other, one)))
+    text = str(spending.RunLog((one, other, one)))
     assert "2 runs, together epsilon = 2 at delta = 2e-05 (replace_one" in text
     assert "1 run, epsilon = 2 at delta = 1e-05 (add_or_remove_one" in text
     assert "under different relations or people no total is stated" in text

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dpbilevel.privacy.accounting.gaussian import gaussian_delta
 
 import dpbilevel as dpb
+from dpbilevel.privacy.accounting.gaussian import gaussian_delta
 from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.search import (
     BlackBox,

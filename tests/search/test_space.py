@@ -125,7 +125,7 @@ def test_every_branch_has_its_own_numbers_that_are_refused():
     )
     rows = search._rows(*TRAINING)
     for middle in Space(space).middles():
-        rows.check_apart(middle)
+        rows.check_row_independence(middle)
     losses = rows.black_box(inputs, PRIVATE[1])
     for number, model in enumerate(models):
         for scaler in space["scaler"].choices:  # two branches were not tried before

@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.core.descent import Rejections, rejected_updates
+from dpbilevel.core.descent import SkippedUpdates, rejected_updates
 from dpbilevel.core.loop import scan_steps
 from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy.accounting import profiles
@@ -268,7 +268,7 @@ class CountsAllRuns(dpb.search.TunedTraining):
     def step(self, problem, data, state, *, key):
         after = dpb.search.TunedTraining.step(self, problem, data, state, key=key)
         hidden = after.runs.best.rejected
-        return dataclasses.replace(after, rejections=Rejections(hidden))
+        return dataclasses.replace(after, rejections=SkippedUpdates(hidden))
 
 
 @pytest.mark.parametrize("kind", [dpb.search.TunedTraining, CountsAllRuns])

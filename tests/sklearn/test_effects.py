@@ -11,14 +11,14 @@ from dpbilevel.core import usability
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, base, effects
 from dpbilevel.sklearn.effects import Effects
-from dpbilevel.sklearn.planned import Planned
+from dpbilevel.sklearn.public_size import PublicSize
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 WIDTH = 3
 
 
 def planned(count, classes, budget=BUDGET):
-    public = Planned(Neighbours.REPLACE_ONE, count)
+    public = PublicSize(Neighbours.REPLACE_ONE, count)
     return Effects.planned(budget, public, classes, WIDTH)
 
 

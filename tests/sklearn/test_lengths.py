@@ -12,7 +12,7 @@ from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
 from dpbilevel.sklearn.lengths import SHARE, Lengths, in_bins
-from dpbilevel.sklearn.planned import Planned
+from dpbilevel.sklearn.public_size import PublicSize
 
 N = 2000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -26,7 +26,7 @@ def rows_of(scale, seed=0):
 
 
 def planned(rows, budget=BUDGET, neighbours=Neighbours.REPLACE_ONE, longest=1.0):
-    return Lengths.planned(budget, Planned(neighbours, len(rows)), rows, longest)
+    return Lengths.planned(budget, PublicSize(neighbours, len(rows)), rows, longest)
 
 
 @pytest.mark.parametrize("scale", [0.9, 0.3, 0.05])

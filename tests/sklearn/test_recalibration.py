@@ -11,7 +11,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
-from dpbilevel.sklearn.planned import Planned
+from dpbilevel.sklearn.public_size import PublicSize
 from dpbilevel.sklearn.recalibration import SHARE, Recalibration
 
 N = 20_000
@@ -28,7 +28,7 @@ def drawn(slope, shift):
 
 
 def planned(size=N, neighbours=Neighbours.REPLACE_ONE):
-    return Recalibration.planned(BUDGET, Planned(neighbours, size), 3)
+    return Recalibration.planned(BUDGET, PublicSize(neighbours, size), 3)
 
 
 @pytest.mark.parametrize("slope", [0.4, 0.8])
@@ -91,7 +91,7 @@ def test_scores_of_noise_leave_an_answer_that_is_nearly_constant():
     rng = np.random.default_rng(0)
     scores = 8 * rng.normal(size=(600, 3)).astype(np.float32)
     labels = rng.integers(0, 3, 600).astype(np.int32)
-    found = Recalibration.planned(BUDGET, Planned(Neighbours.REPLACE_ONE, 600), 3)
+    found = Recalibration.planned(BUDGET, PublicSize(Neighbours.REPLACE_ONE, 600), 3)
     slope, constants = found.fitted(scores, labels, key=jax.random.key(2))
     assert slope < 0.1
     assert np.abs(constants - constants.mean()).max() < 0.5

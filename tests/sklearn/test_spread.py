@@ -12,7 +12,7 @@ from dpbilevel.core import usability
 from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPRidge, spread
-from dpbilevel.sklearn.planned import Planned
+from dpbilevel.sklearn.public_size import PublicSize
 from dpbilevel.sklearn.spread import Spread, compared
 
 N = 4000
@@ -26,7 +26,7 @@ def records(seed=0):
 
 
 def planned(targets, size=None, neighbours=Neighbours.REPLACE_ONE, budget=BUDGET):
-    public = Planned(neighbours, len(targets) if size is None else size)
+    public = PublicSize(neighbours, len(targets) if size is None else size)
     return Spread.planned(budget, public, targets, centered=True)
 
 
@@ -66,7 +66,7 @@ def test_at_most_15_percent_of_the_squared_budget_is_charged(size, share):
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("relation", Neighbours)
 def test_one_record_moves_a_comparison_by_what_is_charged(relation, share):
-    public, found = Planned(relation, 64), []
+    public, found = PublicSize(relation, 64), []
     for strange in ([], [np.nan], [1.0], [-1.0], [0.0]):
         if strange or relation is Neighbours.ADD_OR_REMOVE_ONE:
             values = np.asarray([*strange, *np.zeros(60)])

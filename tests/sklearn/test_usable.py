@@ -17,7 +17,7 @@ from dpbilevel.sklearn import (
     base,
 )
 from dpbilevel.sklearn.effects import Effects
-from dpbilevel.sklearn.planned import Planned
+from dpbilevel.sklearn.public_size import PublicSize
 from tests.sklearn import test_guarantee
 from tests.sklearn.test_guarantee import STRANGE, estimators, fits, others, table
 
@@ -150,7 +150,7 @@ def of_indicators(checks):
 
     Comparisons of targets, which do, release one number a record.
     """
-    planned = Planned(base.Neighbours.REPLACE_ONE, 64)
+    planned = PublicSize(base.Neighbours.REPLACE_ONE, 64)
     effects = Effects.planned(base.PrivacyBudget(200.0, 1e-5), planned, 2, 3).release
     assert effects is not None
     (query,) = effects.queries

@@ -44,9 +44,9 @@ def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
     return [pure.epsilon_of(part) for part, count in releases for _ in range(count)]
 
 
-def selects(event: "dp_accounting.DpEvent") -> bool:
+def uses_renyi(event: "dp_accounting.DpEvent") -> bool:
     """Whether `event` is accounted for by Renyi divergences."""
-    return renyi.selects(_flatten(event))
+    return renyi.uses_renyi(_flatten(event))
 
 
 def is_exact(event: "dp_accounting.DpEvent") -> bool:
@@ -111,7 +111,7 @@ def profile(
     parts = pure_epsilons(event)
     if parts is not None and len(parts) == 1:
         return lambda epsilon: float(pure.delta(parts[0], epsilon))
-    if selects(event):
+    if uses_renyi(event):
         return _profile_of_selections(_flatten(event))
     if _draw_and_gaussians(event):
         mu, ((draw, _),) = _split(event)
@@ -192,7 +192,7 @@ def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
         `None` if there are other releases.
     """
     mu, sampled = _split(event)
-    if any(pure.is_pure(part) or renyi.selects([(part, 1)]) for part, _ in sampled):
+    if any(pure.is_pure(part) or renyi.uses_renyi([(part, 1)]) for part, _ in sampled):
         return None
     return math.hypot(mu, *(math.sqrt(n) * _shift(part) for part, n in sampled))
 

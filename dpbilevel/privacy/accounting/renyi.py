@@ -32,7 +32,7 @@ _RATIOS = _ORDERS / (_ORDERS - 1)
 _Curve: TypeAlias = Float[np.ndarray, " orders"]
 
 
-def selects(parts: "list[tuple[dp_accounting.DpEvent, int]]") -> bool:
+def uses_renyi(parts: "list[tuple[dp_accounting.DpEvent, int]]") -> bool:
     """Whether one of these events, each with how often it happens, is a selection."""
     return any(_is_selection(part) for part, _ in parts)
 

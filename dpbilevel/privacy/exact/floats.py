@@ -23,7 +23,7 @@ def double_precision() -> contextlib.AbstractContextManager:
     return jax.enable_x64(True)
 
 
-def wide(dtype: DTypeLike) -> jnp.dtype:
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype for norms, sums and factors: never half precision."""
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ... import _checks
 from ..budget import Neighbours
-from ..exact.floats import is_below, wide
+from ..exact.floats import accumulation_dtype, is_below
 from ..exact.grid import Grid
 from ..exact.matmul_check import check_products
 from ..records.disk import OnDisk, reader, shapes_of
@@ -23,7 +23,7 @@ from ..records.shards import Shards, shards_of
 from ..sampling.base import Batch
 from .factored import is_structured
 from .microbatches import pass_rows, whole_blocks
-from .norms import TOO_LONG, measured
+from .norms import TOO_LONG, scale_and_norm
 from .structure import opened
 from .summation import MOST_ROUNDING, AbstractSum, FloatSum, GridSum
 
@@ -231,7 +231,7 @@ def clipped_mean(
     _checks.strict_floats("clipped_mean")
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
-    in_place = neighbours is Neighbours.REPLACE_ONE
+    rows_fixed = neighbours is Neighbours.REPLACE_ONE
     size = shards = None
     if isinstance(records, Batch):
         if mask is not None or denominator is not None:
@@ -239,7 +239,7 @@ def clipped_mean(
                 "clipped_mean: a Batch brings its own mask and denominator; leave "
                 "mask= and denominator= out."
             )
-        in_place = records.in_place and in_place
+        rows_fixed = records.rows_fixed and rows_fixed
         size, shards = records.size, records.shards
         records, mask, denominator = records.records, records.mask, records.denominator
     n = _checks.leading_axis("records", shapes_of(records))
@@ -259,8 +259,8 @@ def clipped_mean(
         cheap, value = _cheapest(plain, constants, record, products=products)
         own, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
         rows = rows if n % BLOCK else whole_blocks(own, rows)
-        rule = SUMS[precision](_widened(value), *numbers, size, rows, in_place, own)
-        if in_place or rule.rounding <= MOST_ROUNDING:
+        rule = SUMS[precision](_widened(value), *numbers, size, rows, rows_fixed, own)
+        if rows_fixed or rule.rounding <= MOST_ROUNDING:
             break
     if rule.rounding:
         check_products("clipped_mean")
@@ -274,7 +274,7 @@ def clipped_mean(
         return sums if axes is None else here.joined(sums, axes)
 
     mean = rule.mean(shards.summed(summed, (constants, *numbers), (records, mask)))
-    relation = Neighbours.REPLACE_ONE if rule.rounding and in_place else None
+    relation = Neighbours.REPLACE_ONE if rule.rounding and rows_fixed else None
     return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, relation)
 
 
@@ -307,11 +307,13 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
     def add(sums, index):
         chunk, keep = read(index)
         keep &= valid
-        values, norms, lengths = jax.vmap(lambda z: measured(fun(z), clip_norm))(chunk)
+        values, norms, lengths = jax.vmap(lambda z: scale_and_norm(fun(z), clip_norm))(
+            chunk
+        )
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, TOO_LONG)
         # Places that cancel count for the rounding of their sum, if not for its norm.
-        norms = jnp.maximum(norms, lengths / rule.stretch)
+        norms = jnp.maximum(norms, lengths / rule.cancellation_factor)
         weights = jnp.where(keep, rule.share / jnp.maximum(norms, rule.share), 0)
         return rule.add(sums, weights, values), None
 
@@ -358,6 +360,8 @@ def _widened(value: PyTree) -> PyTree:
 
     def widened(v):
         floating = jnp.issubdtype(v.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(v.shape, wide(v.dtype) if floating else v.dtype)
+        return jax.ShapeDtypeStruct(
+            v.shape, accumulation_dtype(v.dtype) if floating else v.dtype
+        )
 
     return jax.tree.map(widened, value)

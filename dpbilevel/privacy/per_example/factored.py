@@ -15,7 +15,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..exact.floats import wide
+from ..exact.floats import accumulation_dtype
 
 # More places than this are summed into an array: if they do not cancel, they are longer
 # together than their sum by the root of their number.
@@ -72,7 +72,9 @@ class Factored(eqx.Module):
     def dense(self) -> Array:
         """The array of one record."""
         # The sum is in float32 at least, and is not rounded to fewer bits.
-        left, right = (v.astype(wide(self.dtype)) for v in (self.left, self.right))
+        left, right = (
+            v.astype(accumulation_dtype(self.dtype)) for v in (self.left, self.right)
+        )
         return self.folded(jnp.einsum("tp,tq->pq", left, right))
 
     def turned(self) -> "Factored":
@@ -186,12 +188,12 @@ def _widened(factor: Array) -> Array:
     In half precision each operation would round every factor. Their errors add up
     where places cancel, and a gradient that is formed has only one of them.
     """
-    return factor.astype(wide(factor.dtype))
+    return factor.astype(accumulation_dtype(factor.dtype))
 
 
 def _joined(first: Array, second: Array) -> Array:
     if first.dtype != second.dtype:
-        dtype = wide(_widest(first, second))
+        dtype = accumulation_dtype(_widest(first, second))
         first, second = first.astype(dtype), second.astype(dtype)
     return jnp.concatenate((first, second))
 

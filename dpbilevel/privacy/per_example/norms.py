@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..exact.floats import is_finite, wide
+from ..exact.floats import accumulation_dtype, is_finite
 from .factored import Factored, SparseRows, is_structured
 
 # What an entry counts for at most, in clip norms: norms of finite values are below the
@@ -17,7 +17,7 @@ TOO_LONG = _LONGEST**1.5
 Scalar = Float[Array, ""]
 
 
-def measured(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Scalar]:
+def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Scalar]:
     r"""One record's value in units of the clip norm, and bounds on its length.
 
     Args:
@@ -72,7 +72,7 @@ def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
     What is added later are the products of these factors, whatever function they came
     from, so that the norm is of what is added.
     """
-    dtype = wide(leaf.dtype)
+    dtype = accumulation_dtype(leaf.dtype)
     epsilon = float(jnp.finfo(dtype).eps)
     (p, q), places = leaf.widths, leaf.places
     left, right = leaf.left.astype(dtype), leaf.right.astype(dtype)
@@ -114,7 +114,7 @@ def _scaled(value: Array, clip_norm: Scalar) -> Array:
     """
     # What is tested and what is counted are read from one place: a compiler that takes
     # NaN for impossible may compute such a value differently for either.
-    value = jax.lax.optimization_barrier(value.astype(wide(value.dtype)))
+    value = jax.lax.optimization_barrier(value.astype(accumulation_dtype(value.dtype)))
     return _in_units(value, is_finite(value), clip_norm)
 
 

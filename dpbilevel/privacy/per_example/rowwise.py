@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Literal, Primitive, primitives
 from jaxtyping import Array
 
-from ..exact.floats import wide
+from ..exact.floats import accumulation_dtype
 from ..jaxprs import bound, inner_jaxprs, retraced
 
 CONVOLUTION = "conv_general_dilated"
@@ -267,4 +267,4 @@ def _by_products(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
 
 
 def _wide(dtype: Any) -> Any:
-    return wide(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype

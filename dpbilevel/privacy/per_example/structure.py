@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from ..exact.floats import wide
+from ..exact.floats import accumulation_dtype
 from ..jaxprs import evaluated
 from ..records.shards import Shards
 from .factored import Factored, SparseRows, Structured
@@ -28,7 +28,7 @@ _MOST_WINDOW = 256  # positions of a convolution's output that become slices
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr"}
 
 
-def structured(
+def factored(
     fun: Callable[[PyTree], PyTree], record: PyTree, *, products: bool
 ) -> Callable[[PyTree], PyTree]:
     """The same function with `Factored` and `SparseRows` leaves where that is cheaper.
@@ -59,7 +59,7 @@ def opened(
     """Return `fun` as a function of its closure and a record, and the closure.
 
     It runs on every device that records are spread over. With `products`, as in
-    `structured`, its leaves may be forms; without, they are the arrays of `fun`. Under
+    `factored`, its leaves may be forms; without, they are the arrays of `fun`. Under
     `jax.vmap` it computes the value of each record from that record alone.
 
     Raises:
@@ -92,7 +92,7 @@ def rowwise(owner: str, fun: Callable[[PyTree], PyTree]) -> Callable[[PyTree], P
     return apart
 
 
-class _Made:
+class _Lazy:
     """An array that is computed when it is needed, and another form of it."""
 
     def __init__(self, array: Callable[[], Array], form: Callable[[], Any]):
@@ -108,7 +108,7 @@ class _Filled:
 
 
 def _array(value: Any) -> Any:
-    return value.array() if isinstance(value, _Made | _Filled) else value
+    return value.array() if isinstance(value, _Lazy | _Filled) else value
 
 
 def _output(value: Any, products: bool | None) -> Any:
@@ -131,7 +131,7 @@ class _Run:
         if name in _CALLS:
             inner = eqn.params[_CALLS[name]]
             if eqn.params.get("prevent_cse"):  # else what is recomputed is kept
-                operands = [_apart(_array(v)) for v in operands]
+                operands = [_barrier(_array(v)) for v in operands]
             if hasattr(inner, "jaxpr"):  # with the constants that it closes over
                 return self(inner.jaxpr, [*inner.consts, *operands])
             return self(inner, operands)
@@ -143,7 +143,7 @@ class _Run:
             return [_Filled(_array(operands[0]), functools.cache(array))]
         rule = _RULES.get(name, _formed)
         form = rule(self, eqn, operands) if _is_floating(*eqn.outvars) else None
-        return _bound(eqn, operands) if form is None else [_Made(array, form)]
+        return _bound(eqn, operands) if form is None else [_Lazy(array, form)]
 
     def given(self, operand: Any) -> bool:
         """Whether this is an array of the record."""
@@ -157,20 +157,20 @@ def _bound(eqn, operands: list[Any]) -> list[Any]:
         return list(computed(eqn, list(map(_array, operands))))
 
 
-def _apart(operand: Any) -> Any:
+def _barrier(operand: Any) -> Any:
     floating = jnp.issubdtype(jnp.result_type(operand), jnp.floating)
     return jax.lax.optimization_barrier(operand) if floating else operand
 
 
 def _form_of(operand: Any) -> Structured | None:
-    return operand.form() if isinstance(operand, _Made) else None
+    return operand.form() if isinstance(operand, _Lazy) else None
 
 
 def _number(operand: Any) -> Any:
     """The number that all entries of an operand are, where it was made of one."""
     if isinstance(operand, _Filled):
         return operand.number
-    return None if isinstance(operand, _Made) or np.ndim(operand) else operand
+    return None if isinstance(operand, _Lazy) or np.ndim(operand) else operand
 
 
 def _is_zero(operand: Any) -> bool:
@@ -362,10 +362,10 @@ def _negated(run: _Run, eqn, operands: list[Any]):
 def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
     """The sum or difference of two structured values, or of one and zero."""
     del run, eqn
-    if not all(isinstance(v, _Made) or _is_zero(v) for v in operands):
+    if not all(isinstance(v, _Lazy) or _is_zero(v) for v in operands):
         return None  # as where a bias is added to a layer
     forms = [form for v in operands if (form := _form_of(v)) is not None]
-    if not forms or len(forms) < sum(isinstance(v, _Made) for v in operands):
+    if not forms or len(forms) < sum(isinstance(v, _Lazy) for v in operands):
         return None
     if sign < 0 and not _is_zero(operands[1]):
         forms[-1] = forms[-1].times(jnp.negative)
@@ -375,7 +375,7 @@ def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
 
 def _converted(run: _Run, eqn, operands: list[Any]):
     del run
-    form, dtype = _form_of(operands[0]), wide(eqn.outvars[0].aval.dtype)
+    form, dtype = _form_of(operands[0]), accumulation_dtype(eqn.outvars[0].aval.dtype)
     if form is None:
         return None
 

@@ -52,7 +52,7 @@ class AbstractSum(abc.ABC):
         denominator: $m$, what the sum is divided by.
         n: The number of rows that may be records: the first ones of all parts.
         rows: How many of them are added at once: a chunk.
-        in_place: Whether neighbouring data have all other records in the same rows.
+        rows_fixed: Whether neighbouring data have all other records in the same rows.
         own: The number of rows of each part, where they are added in several parts.
     """
 
@@ -61,7 +61,7 @@ class AbstractSum(abc.ABC):
     denominator: Float[Array, ""]
     n: int
     rows: int
-    in_place: bool = True
+    rows_fixed: bool = True
     own: int | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class AbstractSum(abc.ABC):
         return jax.tree.leaves(self.value, is_leaf=is_structured)
 
     @property
-    def stretch(self) -> float:
+    def cancellation_factor(self) -> float:
         r"""$\Lambda \ge 1$: the most that places may be longer than their sum."""
         return _STRETCH if any(v.places > 1 for v in self._grouped) else 1.0
 
@@ -102,18 +102,18 @@ class AbstractSum(abc.ABC):
         else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
         groups in all. The derivation is in docs/precision.md.
         """
-        if not self.in_place:
+        if not self.rows_fixed:
             return self._moved(self._together)
         leaves = self._grouped
         sizes = [self.group_size(v) for v in leaves]
         pairs = zip(sizes, leaves, strict=True)
         roots = [relative_error(k, v) * math.sqrt(k) for k, v in pairs]
         largest = max(sizes, default=0)
-        return self.stretch * math.sqrt(largest) * max(roots, default=0.0)
+        return self.cancellation_factor * math.sqrt(largest) * max(roots, default=0.0)
 
     def group_size(self, value: Factored) -> int:
         """How many records' products are added before their sum is rounded."""
-        if self.in_place:
+        if self.rows_fixed:
             return min(largest_group(value), self.rows)
         return self._few(value, self._together)
 
@@ -131,7 +131,10 @@ class AbstractSum(abc.ABC):
         pairs = [(self._few(v, places), v) for v in self._grouped]
         worst = max((relative_error(k, v) for k, v in pairs), default=0.0)
         steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
-        return 2 * self.stretch * self.n * worst + math.sqrt(steps) * 2.0**-_BITS
+        return (
+            2 * self.cancellation_factor * self.n * worst
+            + math.sqrt(steps) * 2.0**-_BITS
+        )
 
     def groups(self, size: int) -> int:
         """How many groups of all parts may hold a record."""

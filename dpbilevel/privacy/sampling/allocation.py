@@ -13,7 +13,7 @@ from .._lazy import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
 from ..records.rows import padded_rows, unpacked
-from .base import OVERFLOW, AbstractSampling, Batch, masked_batch, roomy
+from .base import OVERFLOW, AbstractSampling, Batch, batch_capacity, masked_batch
 
 # `jax.random.randint` reads 64 bits for spans up to here, and 32 beyond.
 MOST_BATCHES = 2**16
@@ -57,7 +57,7 @@ class RandomAllocation(AbstractSampling):
     places: Int[Array, " n"] | None = None
     needs_key: ClassVar[bool] = False  # but for the places of a pass
     numbered: ClassVar[bool] = True
-    by_pass: ClassVar[bool] = True
+    per_epoch: ClassVar[bool] = True
 
     def __check_init__(self):
         _checks.count("RandomAllocation", batches=self.batches)
@@ -69,7 +69,7 @@ class RandomAllocation(AbstractSampling):
 
     @override
     def rows(self, size: int) -> int:
-        return roomy(padded_rows(size), 1 / self.batches)
+        return batch_capacity(padded_rows(size), 1 / self.batches)
 
     @override
     def in_pass(self, records: PyTree, *, key: PRNGKey) -> "RandomAllocation":

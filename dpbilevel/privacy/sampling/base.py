@@ -35,7 +35,7 @@ class Batch(eqx.Module):
             hold NaN, and zero where they are not floating point.
         mask: Which rows are records; `None` when all are.
         denominator: The fixed public number that sums are divided by.
-        in_place: Whether a record that is in the batch or not leaves all others in
+        rows_fixed: Whether a record that is in the batch or not leaves all others in
             their rows. Static.
         size: How many rows may be records, where those after them only make parts on
             several devices equal. Static.
@@ -45,7 +45,7 @@ class Batch(eqx.Module):
     records: PyTree
     mask: Bool[Array, " n"] | None
     denominator: float
-    in_place: bool = eqx.field(static=True, default=True)
+    rows_fixed: bool = eqx.field(static=True, default=True)
     size: int | None = eqx.field(static=True, default=None)
     shards: Shards | None = eqx.field(static=True, default=None)
 
@@ -57,14 +57,14 @@ class AbstractSampling(eqx.Module):
         needs_key: Whether `draw` draws at random.
         numbered: Whether a batch depends on its number in the run, so that only solvers
             that number their batches can use it.
-        by_pass: Whether the batches of a pass are drawn at once, so that only solvers
+        per_epoch: Whether the batches of a pass are drawn at once, so that only solvers
             that draw whole passes can use it.
         assumptions: What its accounting assumes.
     """
 
     needs_key: ClassVar[bool] = True
     numbered: ClassVar[bool] = False
-    by_pass: ClassVar[bool] = False
+    per_epoch: ClassVar[bool] = False
     assumptions: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
@@ -108,7 +108,7 @@ class AbstractSampling(eqx.Module):
         """
 
     def in_pass(self, records: PyTree, *, key: PRNGKey) -> "AbstractSampling":
-        """The scheme with the batches of one pass drawn; this one, unless `by_pass`.
+        """The scheme with the batches of one pass drawn; this one, unless `per_epoch`.
 
         Args:
             records: All rows.
@@ -202,7 +202,7 @@ class Poisson(AbstractSampling):
     def _capacity(self, trials: int) -> int:
         if self.capacity is not None:
             return self.capacity
-        return roomy(trials, self.realised_rate)
+        return batch_capacity(trials, self.realised_rate)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Draw the batch as fixed-shape rows with a mask.
@@ -250,7 +250,7 @@ class Poisson(AbstractSampling):
         return float(scipy.stats.binom(rows, self.realised_rate).sf(self.capacity))
 
 
-def roomy(trials: int, rate: float) -> int:
+def batch_capacity(trials: int, rate: float) -> int:
     r"""Return a capacity that is exceeded with probability at most `OVERFLOW`.
 
     By Chernoff's bound: of $n$ members $k$ or more come with probability at most
@@ -324,7 +324,7 @@ def not_by_pass(owner: str, sampling: AbstractSampling) -> None:
         ValueError: Its batches are drawn for whole passes.
     """
     _checks.instance(owner, AbstractSampling, sampling=sampling)
-    if sampling.by_pass:
+    if sampling.per_epoch:
         raise ValueError(
             f"{owner}: {type(sampling).__name__} needs a solver that draws whole "
             "passes, AllocatedGD. Use Poisson, FixedSize or FullBatch."

@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 _KINDS = {"OSError": OSError, "ValueError": ValueError}
 
 
-def by_first(action: Callable[[], bytes | None]) -> bytes | None:
+def on_process_zero(action: Callable[[], bytes | None]) -> bytes | None:
     """Calls `action` in process 0, and returns in every process what it returned.
 
     All processes call this together; each waits until the action has ended. In a

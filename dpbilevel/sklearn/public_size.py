@@ -19,7 +19,7 @@ from ..privacy.sampling.base import FullBatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PublicSize:
     """Who is a neighbour, and for how many records a fit is planned.
 
     Attributes:
@@ -31,7 +31,9 @@ class Planned:
     size: Any  # an integer, or `Sizes` of two levels under replace-one
 
     @classmethod
-    def of(cls, owner: str, neighbours: str, size: int | None, rows: int) -> "Planned":
+    def of(
+        cls, owner: str, neighbours: str, size: int | None, rows: int
+    ) -> "PublicSize":
         """From the parameters of an estimator and the number of rows of a fit.
 
         Raises:
@@ -91,7 +93,7 @@ class Beforehand:
 @functools.lru_cache(maxsize=128)
 def release_within(
     budget: PrivacyBudget,
-    planned: Planned,
+    planned: PublicSize,
     name: str,
     *,
     count: int = 1,
