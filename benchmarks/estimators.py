@@ -1,4 +1,4 @@
-"""Estimators beside diffprivlib and settings of other kinds: docs/estimators.md.
+"""Estimators beside diffprivlib and settings of other kinds: results/estimators.md.
 
 Tasks of diffprivlib's notebooks and docstrings and larger ones of scikit-learn: medians
 and quartiles of 10 splits into training and test records, each with a key of its own,
@@ -39,7 +39,7 @@ from .census import ADULT, ROOT
 from .tuned_training import digits as pixels
 from .utility import BEGIN, END, MNIST
 
-PAGE = ROOT / "docs/estimators.md"
+PAGE = ROOT / "benchmarks/results/estimators.md"
 PEER = os.environ.get("DIFFPRIVLIB", "")
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS, DELTA = 10, 1e-5

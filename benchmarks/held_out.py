@@ -3,7 +3,7 @@
 Nine tasks of sources beside those of `utility`, judged in the same way: the mean loss
 of the released model on test records, baselines and methods at the best of their
 settings in hindsight, `auto` with no setting. Printed are the losses at one budget for
-each task and what `auto` plans; a call without options writes docs/held_out.md.
+each task and what `auto` plans; a call without options writes results/held_out.md.
 `--task=MNIST` runs the tasks that begin so. NON-PRIVATE evaluation. Data as in
 `utility`; the packaged records of scikit-learn are always there.
 """
@@ -23,7 +23,7 @@ from dpbilevel.cli.files import read_csv
 from . import utility
 from .census import ADULT, ROOT
 
-PAGE = ROOT / "docs/held_out.md"
+PAGE = ROOT / "benchmarks/results/held_out.md"
 SHOWN = (*utility.BASELINES, utility.TWO_STAGES, "`MixedSources`")
 
 

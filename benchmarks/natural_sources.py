@@ -5,8 +5,8 @@ that column, which no source has, with 300 validation records. Printed are the m
 losses of released models on the other records of the population, medians of 10 keys:
 of the candidates of `auto`, each at its best setting in hindsight, of the plan of
 `auto`, with the worst of its 20 runs, and of the constant answer, which knows the test
-labels. A call without options writes docs/natural_sources.md; `--task=union` runs the
-tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept in
+labels. A call without options writes results/natural_sources.md; `--task=union` runs
+the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept in
 runs/natural_sources/rows.json and not measured again. NON-PRIVATE evaluation.
 Environments of `benchmarks.table_tasks` are needed.
 """
@@ -27,7 +27,7 @@ from . import declared_tables, held_out, utility
 from .census import ROOT
 from .table_tasks import check_environments, load
 
-PAGE = ROOT / "docs/natural_sources.md"
+PAGE = ROOT / "benchmarks/results/natural_sources.md"
 ROWS = pathlib.Path("runs/natural_sources/rows.json")
 EPSILONS = (0.3, 1.0, 3.0)
 VALIDATION, SEED = 300, 0

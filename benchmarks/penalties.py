@@ -1,7 +1,7 @@
 """What penalties per feature group are worth: every method beside an oracle.
 
 Run by `python -m benchmarks penalties`. Prints tables and writes them into the page
-docs/penalties.md where the census records are there.
+benchmarks/results/penalties.md where the census records are there.
 
 Census records with 100 columns of noise that no label depends on: 6 000 training and
 2 000 validation records, nobody in both. Rows have unit norm before the noise is added;
@@ -32,7 +32,7 @@ from .census import ADULT, ROOT
 from .utility import TAIL, encoded, exact_search, judged, levels, planned, table, write
 from .utility import classified as correct
 
-PAGE = ROOT / "docs/penalties.md"
+PAGE = ROOT / "benchmarks/results/penalties.md"
 TRAINING, VALIDATION, TEST = 6000, 2000, 12_000
 FEATURES, NOISE = 100, 2.7
 EPSILON = 1.0

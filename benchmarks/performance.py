@@ -1,8 +1,8 @@
-"""Time and memory beside plain gradients and other libraries: docs/performance.md.
+"""Time and memory beside plain gradients and other libraries: results/performance.md.
 
 Run by `python -m benchmarks performance`, which prints the tables and writes them into
 the page; `--quick` prints small ones within about a minute. On a GPU sizes are larger,
-and the page is docs/performance_gpu.md.
+and the page is benchmarks/results/performance_gpu.md.
 Columns of libraries that are missing stay empty: the extra `test` brings JAXopt and
 optimistix, `pip install jax-privacy opacus torch` the others. On a GPU that PyTorch
 shares set XLA_PYTHON_CLIENT_PREALLOCATE=false.
@@ -22,8 +22,8 @@ import jax
 
 from . import gradients, private_peers, solver_steps, workloads
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
-PAGE, GPU_PAGE = DOCS / "performance.md", DOCS / "performance_gpu.md"
+RESULTS = pathlib.Path(__file__).parent / "results"
+PAGE, GPU_PAGE = RESULTS / "performance.md", RESULTS / "performance_gpu.md"
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
 

@@ -7,7 +7,7 @@ square root for all methods, and the penalty like its cube root, as the theory a
 Then all bilevel solvers on the instance of the lower bound (`benchmarks.lower_bound`).
 
 Run by `python -m benchmarks rates`; tables and the first figure go to runs/rates, that
-of the lower bound to docs/lower_bound.svg.
+of the lower bound to benchmarks/results/lower_bound.svg.
 NON-PRIVATE evaluation: the hypergradient at the answer is computed from the records.
 """
 

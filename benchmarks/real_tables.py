@@ -12,7 +12,7 @@ Environments of `benchmarks.table_tasks` are needed. The census is read from $AD
 
 `--task=churn` runs the tables whose names begin so. Results are kept in
 runs/real_tables/rows.json and not measured again, except for a method that is named,
-as by `--method=NoisyGD`. docs/real_tables.md is written if every result is there.
+as by `--method=NoisyGD`. results/real_tables.md is written if every result is there.
 """
 
 import json
@@ -27,7 +27,7 @@ from . import declared_tables, real_labels, real_targets, utility
 from .census import ADULT, ROOT
 from .table_tasks import EPSILONS, check_environments, load
 
-PAGE = ROOT / "docs/real_tables.md"
+PAGE = ROOT / "benchmarks/results/real_tables.md"
 ROWS = pathlib.Path("runs/real_tables/rows.json")
 TARGETS = "tables whose targets are numbers"
 WORSE = 0.005  # than the constant answer, in log loss

@@ -8,7 +8,7 @@ mean, of `dpb.auto` with no setting, and of the oracle; and how far `auto` is be
 best of the others, in shares of the gap, with the standard error of that difference.
 `--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Losses are
 kept in runs/redrawn and not measured again, also where settings have changed: remove
-that folder first. A call without options writes docs/redrawn.md if all tasks ran.
+that folder first. A call without options writes results/redrawn.md if all tasks ran.
 NON-PRIVATE evaluation. Data as in `utility`.
 """
 
@@ -26,7 +26,7 @@ import dpbilevel as dpb
 from . import penalties, utility
 from .census import ADULT, ROOT
 
-PAGE = ROOT / "docs/redrawn.md"
+PAGE = ROOT / "benchmarks/results/redrawn.md"
 FOLDER = pathlib.Path("runs/redrawn")
 # Draw 0 is that of the other pages. With 1 to 10 of T1b settings were compared.
 DRAWS = range(11, 21)

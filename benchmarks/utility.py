@@ -1,7 +1,7 @@
 """What released models are worth: every method beside baselines and an oracle.
 
 Run by `python -m benchmarks utility`, with names of tasks for some of them, such as
-`--task=T1b` (all that begin so). Prints tables and writes the page docs/utility.md if
+`--task=T1b` (all that begin so). Prints tables and writes results/utility.md if
 all tasks ran.
 
 A method is judged by the mean loss of the model that it releases on test records that
@@ -39,7 +39,7 @@ from dpbilevel.cli.files import read_csv
 
 from .census import ADULT, ROOT
 
-PAGE = ROOT / "docs/utility.md"
+PAGE = ROOT / "benchmarks/results/utility.md"
 FOLDER = pathlib.Path("runs/utility")
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 MNIST = pathlib.Path(os.environ.get("MNIST", ROOT / "../shared/data/mnist_10k.npz"))

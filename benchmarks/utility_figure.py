@@ -1,7 +1,7 @@
-"""The figure of docs/utility.md, drawn from the tables of that page.
+"""The figure of results/utility.md, drawn from the tables of that page.
 
 Run by `python -m benchmarks utility_figure`: reads every table of the page and writes
-docs/utility.svg beside it, so that the figure shows what the page says.
+results/utility.svg beside it, so that the figure shows what the page says.
 """
 
 import re

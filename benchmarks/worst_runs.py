@@ -6,7 +6,7 @@ released models' losses on test records beside those of the starting point and o
 best constant answer, and how many runs released a number that is not finite.
 `--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept
 in runs/worst_runs/rows.json and not measured again; a call without options writes
-docs/worst_runs.md. NON-PRIVATE evaluation. Data as in `benchmarks utility`.
+results/worst_runs.md. NON-PRIVATE evaluation. Data as in `benchmarks utility`.
 """
 
 import functools
@@ -31,7 +31,7 @@ from examples import (
 from . import games, penalties, utility
 from .census import ADULT, ROOT
 
-PAGE = ROOT / "docs/worst_runs.md"
+PAGE = ROOT / "benchmarks/results/worst_runs.md"
 ROWS = pathlib.Path("runs/worst_runs/rows.json")
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS = 20

@@ -1,6 +1,7 @@
 """The documentation site: `make docs`, then open build/docs/html/index.html."""
 
 import datetime
+import re
 import sys
 from pathlib import Path
 
@@ -86,6 +87,9 @@ def _root_files(app, docname: str, text: list[str]) -> None:
     for page, name in FILES.items():
         for link in (f"]({name}.md", f"](../{name}.md"):
             text[0] = text[0].replace(link, f"]({page}.md")
+    # Pages of results are in the repository and not on the site: their paths are shown.
+    result = r"\[([^]]*)\]\(\.\./(benchmarks/results/\w+\.md)\)"
+    text[0] = re.sub(result, r"\1 (`\2`)", text[0])
 
 
 class _Figures(SphinxPostTransform):

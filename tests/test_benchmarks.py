@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, on a few records."""
+"""The tables of benchmarks/results/performance.md, on a few records."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Measures, features and order of rows of docs/real_tables.md."""
+"""Measures, features and order of rows of benchmarks/results/real_tables.md."""
 
 import numpy as np
 import pytest

@@ -30,7 +30,8 @@ _LESS_CURVED = 0.7
 # Curvatures below this share of the middle of their range are noise.
 _LEAST = 0.08
 # Where the fit starts: at half of the model, or at less if scores are so large that few
-# steps would not leave them. Chosen on the tasks that docs/constants.md names.
+# steps would not leave them. benchmarks/results/constants.md names the tasks on which
+# this was chosen.
 _SHARE = 0.5
 _LONGEST = 1.8
 

@@ -23,7 +23,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from .public_size import Beforehand, PublicSize, release_within
 
-# docs/constants.md, "Estimators".
+# benchmarks/results/constants.md, "Estimators".
 _SHARE = 0.01, 0.1  # of the squared budget
 _WANTED = 0.2  # noise worth more of it, times the number of parameters to the power 3/4
 _MOST_NOISE = 0.2  # with more, nothing is released

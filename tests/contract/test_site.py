@@ -14,7 +14,7 @@ from tests import chromium
 
 ROOT = Path(__file__).parents[2]
 BUILT_WITH = "sphinx", "furo", "myst_nb", "sphinx_design", "sphinx_copybutton"
-PAGES = "index", "getting_started", "choosing", "coming_from", "utility", "privacy"
+PAGES = "index", "getting_started", "choosing", "coming_from", "results", "privacy"
 PAGES += "tutorials/sources", "estimators", "gallery", "command_line"
 PAGES += ("api/generated/dpbilevel.fit",)  # one of the reference
 MEASURES = """(() => {
