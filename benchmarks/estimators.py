@@ -35,7 +35,7 @@ from dpbilevel.sklearn import DPLogisticRegression, DPMLPClassifier, DPRidge
 from dpbilevel.sklearn.declared import frame
 from dpbilevel.sklearn.linear import with_constant
 
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 from .tuned_training import digits as pixels
 from .utility import BEGIN, END, MNIST
 

@@ -22,7 +22,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.cli.files import read_csv
 
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 from .quartiles import best_of, table
 from .utility import encoded, write
 

@@ -21,7 +21,7 @@ import dpbilevel as dpb
 from dpbilevel.cli.files import read_csv
 
 from . import utility
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 
 PAGE = ROOT / "benchmarks/results/held_out.md"
 SHOWN = (*utility.BASELINES, utility.TWO_STAGES, "`MixedSources`")

@@ -15,8 +15,10 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates.clipped_upper import ClippedUpper
+from dpbilevel.cli.files import read_csv
 
-from .census import load
+from .paths import ADULT
+from .utility import encoded
 
 N, DIMENSION, NUM_STEPS = 1_000_000, 20, 10
 GROUPS = np.arange(DIMENSION) % 4
@@ -90,17 +92,15 @@ def contributions(problem, x, data, size):
 
 def clipped_table(count=11, upper=1000, lower=20_000):
     """The sensitivities of both levels, declared and clipped, at penalties exp(x)."""
-    _, levels, _ = load()
-    rows = {name: levels.upper[name] for name in ("features", "label")}
-    more = {name: levels.lower[name] for name in ("features", "label")}
+    if not ADULT.is_file():
+        print("clipped contributions: no census records")
+        return
+    features, label = encoded(read_csv(ADULT))
+    records = {"features": features, "label": label}
+    order = np.random.default_rng(0).permutation(len(label))
+    rows = order[:upper], order[upper : upper + lower]
     data = dpb.Levels(
-        *jax.tree.map(
-            lambda v: jnp.asarray(v, jnp.float64),
-            (
-                jax.tree.map(lambda v: v[:upper], rows),
-                jax.tree.map(lambda v: v[:lower], more),
-            ),
-        )
+        *({k: jnp.asarray(v[i], jnp.float64) for k, v in records.items()} for i in rows)
     )
     size = data.lower["features"].shape[1]
     groups = np.arange(size) * count // size

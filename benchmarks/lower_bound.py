@@ -20,7 +20,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
-from .census import ROOT
+from .paths import ROOT
 
 FIGURE = ROOT / "benchmarks/results/lower_bound.svg"
 DELTA, KEYS, MEANS = 1e-5, 8, 9

@@ -15,7 +15,7 @@ import jax
 
 from examples import meta_learning as example
 
-from .census import ROOT
+from .paths import ROOT
 from .quartiles import best_of, table
 from .utility import MNIST, write
 

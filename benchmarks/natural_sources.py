@@ -24,7 +24,7 @@ import dpbilevel as dpb
 from dpbilevel.planning.candidates import candidates
 
 from . import declared_tables, held_out, utility
-from .census import ROOT
+from .paths import ROOT
 from .table_tasks import check_environments, load
 
 PAGE = ROOT / "benchmarks/results/natural_sources.md"

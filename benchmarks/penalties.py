@@ -28,7 +28,7 @@ import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.files import read_csv
 
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 from .utility import TAIL, encoded, exact_search, judged, levels, planned, table, write
 from .utility import classified as correct
 

@@ -24,7 +24,7 @@ import warnings
 import numpy as np
 
 from . import declared_tables, real_labels, real_targets, utility
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 from .table_tasks import EPSILONS, check_environments, load
 
 PAGE = ROOT / "benchmarks/results/real_tables.md"

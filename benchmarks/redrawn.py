@@ -24,7 +24,7 @@ import numpy as np
 import dpbilevel as dpb
 
 from . import penalties, utility
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 
 PAGE = ROOT / "benchmarks/results/redrawn.md"
 FOLDER = pathlib.Path("runs/redrawn")

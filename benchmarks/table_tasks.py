@@ -17,7 +17,7 @@ import scipy
 
 from dpbilevel.privacy.accounting.gaussian import gaussian_delta
 
-from .census import ROOT
+from .paths import ROOT
 
 PEERS = ROOT / "benchmarks/real_tables_peer.py"
 NEEDED = {

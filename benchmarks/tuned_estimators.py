@@ -31,7 +31,7 @@ import dpbilevel as dpb
 from dpbilevel.search.default_losses import default_losses
 from dpbilevel.search.space import Space
 
-from .census import ROOT
+from .paths import ROOT
 from .utility import write
 
 PAGE = ROOT / "docs/private_search.md"

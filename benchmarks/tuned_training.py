@@ -14,7 +14,7 @@ import optax
 import dpbilevel as dpb
 from examples import tuned_training as example
 
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 from .quartiles import table
 from .utility import MNIST, write
 

@@ -37,7 +37,7 @@ import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.files import read_csv
 
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 
 PAGE = ROOT / "benchmarks/results/utility.md"
 FOLDER = pathlib.Path("runs/utility")

@@ -29,7 +29,7 @@ from examples import (
 )
 
 from . import games, penalties, utility
-from .census import ADULT, ROOT
+from .paths import ADULT, ROOT
 
 PAGE = ROOT / "benchmarks/results/worst_runs.md"
 ROWS = pathlib.Path("runs/worst_runs/rows.json")
