@@ -41,7 +41,7 @@ NAMES = (
 
 
 def run(name, cores, options):
-    """Runs one benchmark on these cores, where the system can pin a process."""
+    """Run one benchmark on these cores, where the system can pin a process."""
     pin = getattr(os, "sched_setaffinity", lambda pid, cores: None)
     command = [sys.executable, "-c", f"import benchmarks.{name} as b; b.main()"]
     command += options
@@ -49,7 +49,7 @@ def run(name, cores, options):
 
 
 def described(name):
-    """What the file of a benchmark says about it, without running it."""
+    """Return the docstring of a benchmark's file, without running it."""
     file = pathlib.Path(__file__).with_name(f"{name}.py")
     return ast.get_docstring(ast.parse(file.read_text()))
 

@@ -49,7 +49,7 @@ def path_of(task, points, evaluations):
 
 
 def rule(settings):
-    """The optax optimizer that a config names."""
+    """Return the optax optimizer that a config names."""
     return made(settings.get("adagrad"), settings.get("sgd"))
 
 
@@ -61,7 +61,7 @@ def made(adagrad, sgd):
 
 
 def gradient_search(task, settings):
-    """The method with the settings of a curve; its noise gives `mu`-GDP."""
+    """Return the method with the settings of a curve; its noise gives `mu`-GDP."""
     kernel = {"rbf": dpb.search.RBF, "quadratic": dpb.search.Quadratic}[
         settings.get("kernel", "rbf")
     ]()
@@ -97,7 +97,7 @@ def compiled():
 
 
 def follow(task, solver, box, start, seed):
-    """A run with every step's number of evaluations, which `search` does not tell."""
+    """Return a run with the number of evaluations of every step."""
     ask, tell = compiled()
     public = dataclasses.replace(box, losses=len)
     with jax.enable_x64(True):
@@ -156,7 +156,7 @@ def replications(settings):
 
 
 def random(task, settings, start, seed):
-    """The best of uniform points by their true loss. NON-PRIVATE."""
+    """Return the best of uniform points by their true loss. NON-PRIVATE."""
     box, rng = task.w_set, np.random.default_rng((seed, 2))
     points = rng.uniform(box.lower, box.upper, (settings["evaluations"], len(start)))
     path = path_of(task, np.concatenate([start[None], points]), range(len(points) + 1))
@@ -164,7 +164,7 @@ def random(task, settings, start, seed):
 
 
 def report(name, experiment):
-    """Runs a config; returns the lines of its table and the curves."""
+    """Run a config; return the lines of its table and the curves."""
     common = {
         k: v for k, v in experiment.items() if k not in ("curve", "title", "distances")
     }

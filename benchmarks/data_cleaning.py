@@ -103,7 +103,7 @@ def start_of(model, num_features):
 
 
 def weighted(model, ridge):
-    """The bilevel problem: a weight for each record, read by its index."""
+    """Return the bilevel problem: a weight for each record, read by its index."""
 
     def loss(y, record):
         return optax.softmax_cross_entropy_with_integer_labels(
@@ -122,7 +122,7 @@ def weighted(model, ridge):
 
 
 def ours(problem, solver, linear_solver):
-    """The lower level and v from where the last step left them."""
+    """Return the lower level and v from where the last step left them."""
 
     def step(x, y, v, state, data):
         y, _ = dpb.oracles.lower_solve(problem, x, data, y0=y, solver=solver)
@@ -172,7 +172,7 @@ def candidates(problem):
 
 
 def for_networks(problem):
-    """Steps of a fixed number: a network's Hessian need not be positive definite."""
+    """Make a fixed number of steps: a network's Hessian may be indefinite."""
     lower = dpb.oracles.AcceleratedGradient(20, 0.1, 0.9, tolerance=None)
     return {"ours": ours(problem, lower, dpb.oracles.Neumann(10, 0.1))}
 

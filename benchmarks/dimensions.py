@@ -44,7 +44,7 @@ def gradients():
 
 
 def others(evaluations):
-    """The other methods with this number of evaluations, and their budgets."""
+    """Return the other methods with this number of evaluations, and their budgets."""
     yield "random search", dpb.search.RandomSearch(evaluations, CLIP_RANGE), BUDGET
     yield "random search, pure", dpb.search.RandomSearch(evaluations, CLIP_RANGE), PURE
     # The Poisson law wastes the fewest evaluations.
@@ -58,7 +58,7 @@ def others(evaluations):
 
 
 def replication(dimension, seed):
-    """The excess loss of every method, and the number of evaluations."""
+    """Return the excess loss of every method, and the number of evaluations."""
     task = length_scales(dimension, TRAINING, VALIDATION, seed)
     start = np.full(dimension, (task.w_set.lower + task.w_set.upper) / 2)
     best, first = task.objective([task.optimum, start])

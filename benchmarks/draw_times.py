@@ -35,7 +35,7 @@ TOO_LONG = 600.0
 
 
 def records_of(loss, n, d):
-    """Unit rows, and labels around a linear model; signs for a logistic loss."""
+    """Generate unit rows, and labels around a linear model; signs if logistic."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(n, d))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
@@ -47,7 +47,7 @@ def records_of(loss, n, d):
 
 
 def one_draw(d, running_time="unprotected"):
-    """A regularized draw in d dimensions."""
+    """Return a regularized draw in d dimensions."""
     sampler = dpb.draws.AlternatingSampler(
         dpb.draws.ConvexEnvelope(), 1e-9, running_time=running_time
     )
@@ -55,7 +55,7 @@ def one_draw(d, running_time="unprotected"):
 
 
 def compiled(problem, solver, records, d):
-    """A function of a key that runs a solver, and the seconds to compile it."""
+    """Return a function of a key that runs a solver, and the seconds to compile it."""
     start = time.process_time()
     run = jax.jit(
         lambda data, key: dpb.solve(problem, solver, data, jnp.zeros(d), key=key).value
@@ -65,7 +65,7 @@ def compiled(problem, solver, records, d):
 
 
 def seconds(loss, n, d, running_time):
-    """The table's cell: the median and the range of up to five draws."""
+    """Return the table's cell: the median and the range of up to five draws."""
     records, _ = records_of(loss, n, d)
     problem = dpb.onelevel.linear_risk(loss, radius=1.0)
     try:
@@ -113,7 +113,7 @@ def evaluation(problem, records, d, times=20):
 
 
 def excesses(n, d):
-    """The mean excess of three methods on one set of records."""
+    """Return the mean excess of three methods on one set of records."""
     records, target = records_of("absolute", n, d)
     problem = dpb.onelevel.linear_risk("absolute", radius=1.0)
     losses = jax.jit(lambda w: jnp.mean(jax.vmap(problem.loss, (None, 0))(w, records)))
@@ -140,7 +140,7 @@ def excesses(n, d):
 
 
 def least(losses, start, steps=4_000):
-    """The least loss along subgradient descent with steps that shrink."""
+    """Return the least loss along subgradient descent with steps that shrink."""
 
     def step(w, index):
         w = w - 0.1 / jnp.sqrt(index + 1.0) * jax.grad(losses)(w)

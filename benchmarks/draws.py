@@ -47,7 +47,7 @@ def instance(n, d):
 
 
 def pure_excess(rate, mean):
-    """The mean excess under the density exp(k <x, mean>) on the box."""
+    """Return the mean excess under the density exp(k <x, mean>) on the box."""
     half, slopes = len(mean) ** -0.5, np.abs(mean)
     turn = rate * slopes * half
     return float(np.sum(slopes * half * (1 - 1 / np.tanh(turn) + 1 / turn)))
@@ -146,7 +146,7 @@ def bilevel(n):
 
 
 def descend(found, x):
-    """The minimizer in the ball, by projected descent from a point near it."""
+    """Return the minimizer in the ball, by projected descent from a point near it."""
 
     def step(_, x):
         return found.problem.x_set.project(x - 0.2 * found.hypergradient(x))

@@ -130,12 +130,12 @@ def further():
 
 
 def each_feature(bounds, X):
-    """A lower and an upper bound for each feature."""
+    """Return a lower and an upper bound for each feature."""
     return np.broadcast_to(np.reshape(bounds, (2, -1)), (2, X.shape[1])).astype(float)
 
 
 def splits(X, y, keys=KEYS):
-    """The records of each key: training and test."""
+    """Return the records of each key: training and test."""
     for seed in range(keys):
         yield train_test_split(X, y, test_size=0.25, random_state=seed)
 
@@ -201,7 +201,7 @@ class Planned:
         return self
 
     def score(self, X, y):
-        """The accuracy."""
+        """Return the accuracy."""
         margin = self.records(X, y)["features"] @ self.model
         return float(jnp.mean((margin > 0) == y))
 
@@ -247,7 +247,7 @@ run = jax.jit(dpb.solve)
 
 
 def table(title, head, rows):
-    """A table of the page, with the day on which it was measured."""
+    """Return a table of the page, with the day on which it was measured."""
     today = datetime.date.today().isoformat()
     lines = [f"#### {title}", "", f"Measured on {today}.", ""]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -263,7 +263,7 @@ def cells(values, epsilons):
 
 
 def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
-    """The scores and seconds of each method for one task of classification."""
+    """Return the scores and seconds of each method for one task of classification."""
     classes = np.unique(y)
     facts = {"classes": classes, "bounds": tuple(bounds)}
     amount = {"epsilons": epsilons, "keys": keys}
@@ -338,7 +338,7 @@ def further_regressions():
 
 
 def times():
-    """The first fit and the median of three later ones at epsilon 1, in seconds."""
+    """Time the first fit and three later ones (their median) in seconds."""
     amount = {"epsilons": (1.0,), "keys": 4}
     rows = []
     found = [(n, of_classes, (n, *task)) for n, task in tasks().items()]
@@ -368,13 +368,13 @@ def further_tasks():
 
 
 def of_task(name, unit, found):
-    """The table of one task."""
+    """Return the table of one task."""
     rows = [[method, *cells(values, EPSILONS)] for method, (values, _) in found.items()]
     return table(name, [f"{unit} at epsilon", *map("{:g}".format, EPSILONS)], rows)
 
 
 def keep(new):
-    """Puts a table into the page, in place of the one of its title or as the last."""
+    """Put a table into the page, in place of the one of its title or as the last."""
     before, inside, after = re.split(f"{BEGIN}|{END}", PAGE.read_text())
     old = re.findall("#### [^#]*", inside)
     tables = {text.splitlines()[0]: text.strip() for text in (*old, new)}

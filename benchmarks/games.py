@@ -54,7 +54,7 @@ def split(features, label, group, shares):
 
 
 def census(groups, columns=None):
-    """Unit rows of the Adult records, grouped by columns."""
+    """Return unit rows of the Adult records, grouped by columns."""
     table = read_csv(ADULT)
     features, label = encoded(table, columns)
     male, race = (
@@ -104,7 +104,7 @@ def descent(loss, steps, clip, size):
 
 
 def equal_weights(shares):
-    """The loss whose mean is the mean of the groups' losses."""
+    """Return the loss whose mean is the mean of the groups' losses."""
     weights = 1 / (len(shares) * np.asarray(shares))
 
     def loss(x, record):
@@ -138,7 +138,7 @@ def methods(shares, size):
 
 
 def models(problem, solver, data, start, count):
-    """What runs with as many keys release."""
+    """Return the released values of runs with as many keys."""
     double = isinstance(solver, dpb.games.InexactProximalPoint)  # or rounding is large
     with jax.enable_x64(double):
         kind = jnp.float64 if double else jnp.float32
@@ -158,7 +158,7 @@ def models(problem, solver, data, start, count):
 
 
 def evaluate(task):
-    """The worst group's test loss of every method, one for each key."""
+    """Return the worst group's test loss of every method, one for each key."""
     data, test, shares = TASKS[task]()
     zeros = jnp.zeros(data["features"].shape[1])
 
@@ -185,7 +185,7 @@ def evaluate(task):
 
 
 def timing(n=100_000, size=50):
-    """A game of generated records: planned, compiled and run."""
+    """Return a game of generated records: planned, compiled and run."""
     rng = np.random.default_rng(0)
     shares = (0.27, 0.06, 0.59, 0.08)
     features = rng.normal(size=(n, size)) / size**0.5

@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def plain(loss):
-    """The gradient of the mean loss."""
+    """Return the gradient of the mean loss."""
 
     def run(p, records, key):
         def mean(p):
@@ -39,7 +39,7 @@ def released(
     *,
     noise=True,
 ):
-    """The clipped mean of the gradients; NON-PRIVATE without noise."""
+    """Return the clipped mean of the gradients; NON-PRIVATE without noise."""
 
     def run(p, records, key):
         bounded = dpb.privacy.clipped_mean(
@@ -96,7 +96,7 @@ def hardware():
 
 
 def best(fun, value):
-    """The shortest time of many calls, with `value` for every argument."""
+    """Return the shortest time of many calls, with `value` for every argument."""
     arguments = [value] * (2 if value.ndim == 2 else 1)
     jax.block_until_ready(fun(*arguments))
     times = []
@@ -108,7 +108,7 @@ def best(fun, value):
 
 
 def least_time(work):
-    """What reading the records once, or the plain gradient's operations, must take."""
+    """Return the least time of reading the records, or of the plain gradient."""
     bandwidth, rate = hardware()
     lowered = jax.jit(plain(work.loss)).lower(*arguments(work))
     # A GPU knows the cost of compiled programs only.
@@ -152,7 +152,7 @@ def gradient_row(work, seconds):
 
 
 def ahead(theirs, ours):
-    """The names of those that are faster, the fastest first."""
+    """Return the names of those that are faster, the fastest first."""
     faster = {name: t for name, t in theirs.items() if t is not None and t < ours}
     return ", ".join(sorted(faster, key=faster.get))
 
@@ -245,7 +245,7 @@ def budgeted(loss, budget, chosen):
 
 
 def microbatch_row(work, budgets, seconds):
-    """The clipped gradient by the size of a micro-batch in MiB, over the plain one.
+    """Time the clipped gradient by the size of a micro-batch, over the plain one.
 
     Cells show the ratio and how many records a micro-batch held.
     """

@@ -28,7 +28,7 @@ SHOWN = (*utility.BASELINES, utility.TWO_STAGES, "`MixedSources`")
 
 
 def task(name, features, label, rows, source, *, training=None, classes=0, **more):
-    """A task of rows for validation, training and test.
+    """Return a task of rows for validation, training and test.
 
     Args:
         name: As in the table.
@@ -96,7 +96,7 @@ def graded(rng):
 
 
 def self_employed(table):
-    """Sources by class of work and education; the population is self-employed."""
+    """Make sources by class of work and education; the population is self-employed."""
     work = texts(table, "workclass")
     years = np.array(table.column("education-num")).astype(float)
     band = (years > 9).astype(int) + (years >= 13)
@@ -105,13 +105,13 @@ def self_employed(table):
 
 
 def old(table):
-    """Sources by age; the population is 58 and older."""
+    """Make sources by age; the population is 58 and older."""
     age = np.array(table.column("age")).astype(float)
     return age >= 58, np.digitize(age, [25, 32, 39, 47])
 
 
 def abroad(table):
-    """Sources by race and sex, of people born in the USA; the others are wanted."""
+    """Make sources by race and sex of people born in the USA, for the others."""
     born, race = texts(table, "native-country"), texts(table, "race")
     group = np.where(race == "White", 0, np.where(race == "Black", 1, 2))
     group = group * 2 + (texts(table, "sex") == "Male")
@@ -119,7 +119,7 @@ def abroad(table):
 
 
 def grouped(name, split, rng):
-    """The income of a group that no source has."""
+    """Return the income of a group that no source has."""
     table = read_csv(ADULT)
     kept = ("marital-status", "occupation", "race", "relationship")
     features, label = utility.encoded(table, kept)
@@ -130,7 +130,7 @@ def grouped(name, split, rng):
 
 
 def images(wrong, count, held, shifted, rng):
-    """Groups of images, some of them with wrong labels."""
+    """Make groups of images, some of them with wrong labels."""
     with np.load(utility.MNIST) as file:
         pixels, label = file["images"], file["labels"].astype(np.int32)
     pixels = pixels.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196) / 255.0
@@ -193,7 +193,7 @@ def cancer(rng):
 
 
 def tasks():
-    """What makes each task, its seed and the epsilon, by the beginning of its name."""
+    """Return maker, seed and epsilon of each task, by the first word of its name."""
     found = {
         "breast cancer": (cancer, 6, 3.0),
         "digits": (small_digits, 4, 3.0),
@@ -214,7 +214,7 @@ def tasks():
 
 
 def evaluate(make, seed, epsilon):
-    """The losses of all methods on one task, and what `auto` plans."""
+    """Return the losses of all methods on one task, and what `auto` plans."""
     start = time.perf_counter()
     budget = dpb.PrivacyBudget(epsilon, utility.DELTA)
     made = make(np.random.default_rng(seed))

@@ -72,14 +72,14 @@ def digits():
 
 
 def widened(tree):
-    """The same numbers in float64; other leaves as they are."""
+    """Return the same numbers in float64; other leaves as they are."""
     return jax.tree.map(
         lambda v: v.astype(jnp.float64) if v.dtype == jnp.float32 else v, tree
     )
 
 
 def reference(problem, x, y0, data):
-    """The float64 solution and hypergradient; dense where the Hessian is small."""
+    """Return the float64 solution and hypergradient; dense for small Hessians."""
     with jax.enable_x64(True):
         x, y0, data = map(widened, (x, y0, data))
         dense = y0.size <= 1000
@@ -137,7 +137,7 @@ def errors_of(candidates, arguments, exact):
 
 
 def compare(candidates, arguments, exact, errors=None, **settings):
-    """Prints times, their ratios to the first one's, builds and errors."""
+    """Print times, their ratios to the first one's, builds and errors."""
     errors = errors or errors_of(candidates, arguments, exact)
     candidates = {name: candidates[name] for name in errors}
     first = next(iter(candidates))
@@ -166,7 +166,7 @@ def at_a_solution(problem, x, y, data, exact, repeats):
 
 
 def products(problem, x, y, data, repeats):
-    """A Hessian product next to a plain gradient, both of the mean loss."""
+    """Return a Hessian product next to a plain gradient, both of the mean loss."""
 
     def gradient(x, y, data):
         rows = data.lower
@@ -234,7 +234,7 @@ def loosened(problem, x, y0, data, exact, target):
 
 
 def optimistix_at_our_accuracy(problem, x, y0, data, exact, target, repeats):
-    """The loosest tolerance that reaches it, in float32 and in float64."""
+    """Return the loosest tolerance that reaches it, in float32 and in float64."""
     for tolerance in (1e-5, 1e-7, 1e-9, 1e-11):
         found = jax.jit(peers.by_optimistix(problem, tolerance))(x, y0, data)
         print(f"optimistix, rtol=atol={tolerance:.0e}: {error_of(found, exact):.1e}")

@@ -71,7 +71,7 @@ def table(problem, solver, sizes):
 
 
 def contributions(problem, x, data, size):
-    """What each upper record adds to the hypergradient, by dense solves."""
+    """Return each upper record's part of the hypergradient, by dense solves."""
 
     def lower(y):
         return dpb.debug.lower_objective(problem, x, y, data)
@@ -91,7 +91,7 @@ def contributions(problem, x, data, size):
 
 
 def clipped_table(count=11, upper=1000, lower=20_000):
-    """The sensitivities of both levels, declared and clipped, at penalties exp(x)."""
+    """Print the sensitivities of both levels, declared and clipped, by penalty."""
     if not ADULT.is_file():
         print("clipped contributions: no census records")
         return

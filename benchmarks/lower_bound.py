@@ -88,7 +88,7 @@ CURVES = {
 
 
 def instance(setting, mean):
-    """Records of signs whose mean has about this norm, in all coordinates alike."""
+    """Draw signs whose mean has about this norm, in all coordinates alike."""
     n, d = setting.records, min(setting.dimension_x, setting.dimension_y)
     signs = np.where(np.arange(n) < round(n * (1 + mean) / 2), 1.0, -1.0)
     records = np.zeros((n, setting.dimension_y))
@@ -182,7 +182,7 @@ def solvers(setting, problem):
 
 
 def runner(setting):
-    """A compiled function from solver, records and keys to excesses, by its name.
+    """Return compiled functions from solver, records, keys to excesses, by name.
 
     It serves all epsilons, whose solvers differ in numbers alone.
     """
@@ -207,7 +207,7 @@ def runner(setting):
 
 
 def measure(setting, problem, run):
-    """The worst mean excess of every solver."""
+    """Return the worst mean excess of every solver."""
     means = np.geomspace(lower_bound(setting), 1.0, MEANS)
     datasets = jnp.stack([instance(setting, mean).data.upper for mean in means])
     keys = jax.random.split(jax.random.key(0), KEYS)
@@ -225,7 +225,7 @@ def measure(setting, problem, run):
 
 
 def measured():
-    """The worst excesses at every value of every axis, by solver."""
+    """Return the worst excesses at every value of every axis, by solver."""
     found, programs = {}, {}
     for axis, values in AXES.items():
         for value in values:
@@ -242,7 +242,7 @@ def measured():
 
 
 def slope(values, results, start=START):
-    """The power of the axis where results are half of those at the start, or None."""
+    """Fit the power of an axis, over results below half of those at the start."""
     rows = zip(values, results, strict=True)
     used = [(value, result) for value, result in rows if result < start / 2]
     if len(used) < 2:

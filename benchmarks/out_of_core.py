@@ -26,7 +26,7 @@ REPEATS, STEPS = 4, 2
 
 
 def pieces(count, width, seed):
-    """The records of one file, some at a time."""
+    """Return the records of one file, some at a time."""
     rng = np.random.default_rng(seed)
     for first in range(0, count, PIECE):
         rows = min(PIECE, count - first)
@@ -48,7 +48,7 @@ def write_arrays(folder, count, width):
 
 
 def read_arrays(paths, width):
-    """Reads the files into one buffer."""
+    """Read the files into one buffer."""
     buffer = memoryview(bytearray(4 * width * BLOCK))
     for path in paths:
         with open(path, "rb", buffering=0) as file:
@@ -83,7 +83,7 @@ def write_parquet(folder, count, width):
 
 
 def read_parquet(paths, width):
-    """Reads the files into one array of columns."""
+    """Read the files into one array of columns."""
     from pyarrow import parquet
 
     table = np.empty((BLOCK, width + 1), np.float32, order="F")
@@ -99,7 +99,7 @@ def parquet(paths, width):
 
 
 def forget(paths):
-    """Drops files from the system's cache, where it can be asked to."""
+    """Drop files from the system's cache, where it can be asked to."""
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -107,21 +107,21 @@ def forget(paths):
 
 
 def seconds(fun):
-    """The time of a call: by the clock, and of all cores together."""
+    """Return the time of a call: by the clock, and of all cores together."""
     begin = np.asarray([time.perf_counter(), time.process_time()])
     fun()
     return [time.perf_counter(), time.process_time()] - begin
 
 
 def elsewhere(fun, *arguments):
-    """Calls a function in another process, whose memory is not counted here."""
+    """Call a function in another process, whose memory is not counted here."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
         return pool.submit(fun, *arguments).result()
 
 
 def peak():
-    """The most memory that this process had, in GiB; unknown but on Linux."""
+    """Return the most memory that this process had, in GiB; unknown but on Linux."""
     status = pathlib.Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     sizes = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
@@ -129,7 +129,7 @@ def peak():
 
 
 def gradients(records, width):
-    """A call of a compiled pass: the clipped mean of gradients."""
+    """Return a call of a compiled pass: the clipped mean of gradients."""
 
     @jax.jit
     def mean(w, records):
@@ -146,7 +146,7 @@ def gradients(records, width):
 
 
 def descent(records, width):
-    """A call of a compiled run of `STEPS` steps."""
+    """Return a call of a compiled run of `STEPS` steps."""
     solver = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.5, sizes=records.rows)
     problem, key = dpb.FiniteSum(dpb.logistic_loss), dpb.root_key()
     run = jax.jit(dpb.solve)
@@ -156,7 +156,7 @@ def descent(records, width):
 
 
 def timed_on_disk(kind, paths, width):
-    """The times of reading, of a pass and of a run over files; the memory of both."""
+    """Return times of reading, a pass and a run over files, and their memory."""
     _, read, opened = KINDS[kind]
     records = opened(paths, width)
     calls = {
@@ -183,7 +183,7 @@ def timed_on_disk(kind, paths, width):
 
 
 def timed_in_memory(width):
-    """The time of a pass over `MEMORY` records in memory."""
+    """Return the time of a pass over `MEMORY` records in memory."""
     part = [np.concatenate(v) for v in zip(*pieces(MEMORY, width, 0), strict=True)]
     memory = dict(zip(("features", "label"), map(jnp.asarray, part), strict=True))
     call = gradients(memory, width)
@@ -191,7 +191,7 @@ def timed_in_memory(width):
 
 
 def measure(kind, folder, count, width):
-    """Prints the times of reading the files and of a pass over them."""
+    """Print the times of reading the files and of a pass over them."""
     paths = elsewhere(KINDS[kind][0], folder, count, width)
     size = sum(os.path.getsize(path) for path in paths) / 2**30
     times, most = elsewhere(timed_on_disk, kind, paths, width)

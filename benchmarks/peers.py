@@ -19,7 +19,7 @@ def mean_loss(loss, public, x, y, rows):
 
 
 def objectives(problem):
-    """The mean losses of the lower and the upper level, y first."""
+    """Return the mean losses of the lower and the upper level, y first."""
 
     def lower(y, x, data):
         return mean_loss(problem.lower, problem.lower_public, x, y, data.lower)
@@ -48,7 +48,7 @@ def conjugate_gradients(steps):
 
 
 def through(problem, solve):
-    """The gradient of the upper level through `solve(x, y0, data)`."""
+    """Return the gradient of the upper level through `solve(x, y0, data)`."""
     upper = objectives(problem)[1]
 
     def run(x, y0, data):

@@ -87,7 +87,7 @@ class Task:
 
 
 def census_columns():
-    """Unit rows, labels, and the column of each feature."""
+    """Return unit rows, labels, and the column of each feature."""
     features, label = encoded(read_csv(ADULT))
     data = read_config(ROOT / "configs/census.toml").data
     widths = [1 for block in data.numeric for _ in block.columns]
@@ -107,7 +107,7 @@ def generated_columns(seed=1):
 
 
 def noisy(name, columns, noise_groups, seed=0):
-    """The task of these columns with so many groups of noise."""
+    """Return the task of these columns with so many groups of noise."""
     features, label, column = columns
     rng = np.random.default_rng(seed)
     noise = rng.normal(size=(len(label), FEATURES)) * NOISE / np.sqrt(FEATURES)
@@ -155,7 +155,7 @@ UPPER = ((50, 1, 2), (50, 1, 1), (50, 2, 2), (50, 2, 1), (30, 2, 2), (30, 1, 3))
 
 
 def ridge(x):
-    """The problem with one fixed log-penalty for all coefficients."""
+    """Return the problem with one fixed log-penalty for all coefficients."""
 
     def loss(_, y, record):
         return dpb.logistic_loss(y, record)
@@ -167,14 +167,14 @@ def ridge(x):
 
 
 def default_penalty(task):
-    """A penalty of 1 / n for all, the default of many libraries."""
+    """Return a penalty of 1 / n for all, the default of many libraries."""
     problem = ridge(-np.log(len(task.data.lower["label"])))
     solvers = (dpb.bilevel.OneLevel(descent(*s), reads="both") for s in BOTH)
     return [(problem, solver, task.data) for solver in solvers]
 
 
 def one_penalty(task):
-    """The best of six single penalties, at one setting of the descent."""
+    """Return the best of six single penalties, at one setting of the descent."""
     solver = dpb.bilevel.OneLevel(descent(50, 12, 2), reads="both")
     return [(ridge(x), solver, task.data) for x in (-8, -7, -6, -5, -4, -3)]
 
@@ -233,7 +233,7 @@ def found_scales(task):
 
 
 def by_auto(task):
-    """The plan of `auto`, which is given the norm of the records."""
+    """Return the plan of `auto`, which is given the norm of the records."""
     return two_level(planned(task, EPSILON))(task)
 
 

@@ -261,7 +261,7 @@ def tables(sizes):
 
 
 def machine():
-    """A paragraph on where and when."""
+    """Return a paragraph on where and when."""
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
@@ -284,7 +284,7 @@ def machine():
 
 
 def written(page, generated):
-    """The page with this text between its markers.
+    """Return the page with this text between its markers.
 
     Raises:
         ValueError: A marker is missing.

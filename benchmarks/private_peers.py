@@ -21,7 +21,7 @@ from .timing import interleaved
 
 
 def gradients(loss, p, records):
-    """The gradient of every record, all at once."""
+    """Return the gradient of every record, all at once."""
     return jax.vmap(lambda record: jax.grad(loss)(p, record))(records)
 
 
@@ -44,7 +44,7 @@ def by_optax(loss):
 
 
 def by_jax_privacy(loss, microbatch):
-    """Sums in micro-batches, or of all records at once, with noise."""
+    """Sum in micro-batches, or of all records at once, with noise."""
     from jax_privacy.clipping import clipped_grad
 
     clipped = clipped_grad(
@@ -85,7 +85,7 @@ def torch_times(shapes, seconds):
 
 
 def torch_network(torch, layers, n, device):
-    """The network, its inputs and targets."""
+    """Return the network, its inputs and targets."""
     from torch import nn
 
     if layers == "cnn":

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def table(title, found, unit, *, higher_is_better):
-    """A table of a page.
+    """Return a table of a page.
 
     Args:
         title: What stands above it.
@@ -21,7 +21,7 @@ def table(title, found, unit, *, higher_is_better):
 
 
 def best_of(settings, *, higher_is_better):
-    """The setting of the best median, in hindsight.
+    """Return the setting of the best median, in hindsight.
 
     Args:
         settings: For each setting, one number a key.

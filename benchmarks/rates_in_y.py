@@ -82,7 +82,7 @@ def solvers(n, dimension):
 
 
 def measure(n, dimension):
-    """The median norm of the hypergradient at the answers of every method."""
+    """Return the median norm of the hypergradient at the answers of every method."""
     problem, data, start, hypergradient = example(n, dimension)
     sizes = problem.sizes_of(data, "disjoint")
     run = jax.jit(dpb.solve)
@@ -108,7 +108,7 @@ def measure(n, dimension):
 
 
 def power(places, values):
-    """The fitted power of sqrt(d_y) / n, or "-" where too few rows show progress."""
+    """Fit the power of sqrt(d_y) / n; "-" if too few rows show progress."""
     noise = [d**0.5 / n for n, d in places]
     found = lower_bound.slope(noise, values, START)
     return "-" if found is None else f"{found:.2f}"

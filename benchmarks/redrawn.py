@@ -35,7 +35,7 @@ PENALTIES = ("all records", "`ScaledGroups`")  # the best of one and of two leve
 
 
 def sources(make, draw):
-    """A task of sources and the candidates of its methods."""
+    """Return a task of sources and the candidates of its methods."""
     task = make(seed=draw)
 
     def offered(name):
@@ -47,7 +47,7 @@ def sources(make, draw):
 
 
 def penalty_groups(draw):
-    """The generated task of penalties and the candidates of its methods."""
+    """Return the generated task of penalties and the candidates of its methods."""
     columns = penalties.generated_columns(draw + 1)
     task = penalties.noisy("", columns, 10, draw)
     methods = {n: functools.partial(penalties.METHODS[n], task) for n in PENALTIES}
@@ -56,7 +56,7 @@ def penalty_groups(draw):
 
 
 def tasks():
-    """What makes each task of one draw and its budgets, by name."""
+    """Return the maker and the budgets of each task of one draw, by name."""
     found = {"generated": (functools.partial(sources, utility.generated), (1.0, 3.0))}
     found["T3 generated"] = penalty_groups, (1.0,)
     if ADULT.is_file():
@@ -67,7 +67,7 @@ def tasks():
 
 
 def evaluate(make, epsilon, kept):
-    """Adds the losses of all settings of each method, and yields draw after draw.
+    """Add the losses of all settings of each method, and yield draw after draw.
 
     Args:
         make: What makes the task of a draw.
@@ -96,19 +96,19 @@ def evaluate(make, epsilon, kept):
 
 
 def best_losses(kept):
-    """The losses of each method at the best of its settings, by draw."""
+    """Return the losses of each method at the best of its settings, by draw."""
     # A setting that diverges in some draw is no best one.
     tables = {name: np.nan_to_num(v, nan=np.inf) for name, v in kept.items()}
     return {name: v[:, np.argmin(np.mean(v, 0))] for name, v in tables.items()}
 
 
 def standard_error(values):
-    """The standard error of a mean over the draws."""
+    """Return the standard error of a mean over the draws."""
     return np.std(values, ddof=1) / np.sqrt(len(values))
 
 
 def row(name, epsilon, kept):
-    """The cells of a task, and how far `auto` is behind the best by hand."""
+    """Return the cells of a task, and how far `auto` is behind the best by hand."""
     losses = best_losses(kept)
     means = {method: np.mean(values) for method, values in losses.items()}
     single = min((m for m in means if m in utility.BASELINES), key=means.__getitem__)

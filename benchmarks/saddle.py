@@ -149,7 +149,7 @@ FAMILIES = {"constant": constant, "bilinear": bilinear, "matrix game": matrix}
 
 
 def evaluated(family, solver, n):
-    """The gap of every key's answer, by a calibrated solver."""
+    """Return the gap of every key's answer, by a calibrated solver."""
 
     @jax.jit
     def one(solver, key):
@@ -162,7 +162,7 @@ def evaluated(family, solver, n):
 
 
 def unhidden(family, solver):
-    """The gap of the same steps on the true mean: what is not noise or sampling."""
+    """Return the gap of the same steps on the true mean, without noise."""
     exact = dataclasses.replace(
         solver, sampling=dpb.FullBatch(), noise_multiplier=0.0, sizes=1
     )
@@ -173,7 +173,7 @@ def unhidden(family, solver):
 
 
 def gaps(name, variant, n):
-    """The gap per key, the promised bound, the steps, and the gap without noise."""
+    """Return the gap per key, its bound, the steps, and the gap without noise."""
     family = FAMILIES[name](n)
     # Noise across a simplex is projected away, but a proximal point rounds there, too.
     nseg = variant.method == "NSEG"
@@ -282,7 +282,7 @@ def pure_game(n, rows, columns):
 
 
 def pure_games():
-    """The table of docs/games.md on matrix games alone."""
+    """Return the table of docs/games.md on matrix games alone."""
     heads = ("game", "n", "one pass, tuned", "100 steps, C = sqrt(m + k)")
     heads += ("100 steps, C = 2", "noisy matrix, solved exactly")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -318,10 +318,10 @@ def exact(family, n):
 
 
 def mixtures(matrix):
-    """The optimal mixtures of both players, by linear programming."""
+    """Return the optimal mixtures of both players, by linear programming."""
 
     def best(payoff):
-        """The mixture whose largest payoff over the columns is least."""
+        """Return the mixture whose largest payoff over the columns is least."""
         m, k = payoff.shape
         found = scipy.optimize.linprog(
             np.r_[np.zeros(m), 1],

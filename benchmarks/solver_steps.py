@@ -16,7 +16,7 @@ INNER = 10
 
 
 def row(name, problem, counted, private, public, arguments, seconds):
-    """A private step beside a public one that it is measured in."""
+    """Return a private step beside a public one that it is measured in."""
     candidates = {"step": private, "public": public}
     found = ratios(candidates, *arguments, reference="public", seconds=seconds)
     return {
@@ -76,7 +76,7 @@ def stepped(problem, solver):
 
 
 def payoff(x, y, record):
-    """A logistic loss whose features y shifts, for x at most and y at least."""
+    """Return a logistic loss whose features y shifts, for x at most and y at least."""
     features, label = record
     loss = workloads.logistic_loss(x, (features + y, label))
     return loss - 0.5 * jnp.sum(y**2)
@@ -117,7 +117,7 @@ def extragradient_row(n, d, seconds):
 
 
 def epoch_row(n, batches, widths, seconds):
-    """An epoch of DP-SGD with Poisson batches over an epoch of plain batches."""
+    """Return an epoch of DP-SGD with Poisson batches over an epoch of plain batches."""
     work = workloads.mlp(n, *widths)
     problem = dpb.FiniteSum(work.loss)
     sampling = dpb.privacy.Poisson(1 / batches)

@@ -33,7 +33,7 @@ LOWER, UPPER = -4.0, 2.5
 
 
 def replication(dimension, seed):
-    """The excess loss of every method, and the number of evaluations."""
+    """Return the excess loss of every method, and the number of evaluations."""
     task = length_scales(dimension, TRAINING, VALIDATION, seed)
     task = dataclasses.replace(task, w_set=dpb.sets.Box(LOWER, UPPER))
     middle = np.full(dimension, (LOWER + UPPER) / 2)

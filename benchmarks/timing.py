@@ -76,7 +76,7 @@ def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_c
 
 
 def show(rows):
-    """Prints the result of `ratios` as a table."""
+    """Print the result of `ratios` as a table."""
     print(f"{'':34s}{'ms':>10s}{'ratio':>8s}{'compile s':>11s}")
     for name, (seconds, ratio, build) in rows.items():
         print(f"{name:34s}{1e3 * seconds:10.2f}{ratio:8.2f}{build:11.2f}")

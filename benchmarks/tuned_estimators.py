@@ -45,7 +45,7 @@ COUNT = collections.Counter()
 
 
 def counted(X):
-    """The rows; counts evaluations of the validation rows."""
+    """Return the rows; count evaluations of the validation rows."""
     COUNT["evaluations"] += len(X) == VALIDATION
     return X
 
@@ -54,7 +54,7 @@ class Logistic(LogisticRegression):
     """Counts evaluations."""
 
     def predict_proba(self, X):
-        """The chances of the classes."""
+        """Return the chances of the classes."""
         return super().predict_proba(counted(X))
 
 
@@ -62,7 +62,7 @@ class Boosting(GradientBoostingClassifier):
     """Counts evaluations."""
 
     def predict_proba(self, X):
-        """The chances of the classes."""
+        """Return the chances of the classes."""
         return super().predict_proba(counted(X))
 
 
@@ -70,7 +70,7 @@ class Vectors(SVC):
     """Counts evaluations."""
 
     def predict(self, X):
-        """The classes."""
+        """Return the classes."""
         return super().predict(counted(X))
 
 
@@ -88,7 +88,7 @@ class GroupScales(TransformerMixin, BaseEstimator):
         return self
 
     def transform(self, X):
-        """The columns times the scales of their groups."""
+        """Return the columns times the scales of their groups."""
         scales = np.atleast_1d(self.scales)
         return X * np.repeat(scales, X.shape[1] // len(scales))
 
@@ -125,7 +125,7 @@ def logistic(seed):
 
 
 def vectors(seed):
-    """A scale for each of ten columns, of which four matter, C and gamma."""
+    """Return a scale for each of ten columns, of which four matter, C and gamma."""
     space = {
         "groupscales__scales": Range(0.03, 3, log=True, size=10),
         "vectors__C": Range(0.1, 100, log=True),
@@ -171,13 +171,13 @@ class Task:
         self.found = found
 
     def fitted(self, parameters, rows=None):
-        """The estimator with parameters, on the training rows or on some."""
+        """Return the estimator with parameters, on the training rows or on some."""
         X, y = self.training
         kept = slice(None) if rows is None else rows
         return clone(self.estimator).set_params(**parameters).fit(X[kept], y[kept])
 
     def judge(self, name, search, key):
-        """Adds the loss and accuracy on test rows, the evaluations and the seconds."""
+        """Add the loss and accuracy on test rows, the evaluations and the seconds."""
         COUNT.clear()
         began = time.process_time()
         parameters = search(key)
@@ -190,7 +190,7 @@ class Task:
         return evaluations
 
     def private(self, solver):
-        """A search by `PrivateSearch`, as a function of the key."""
+        """Return a search by `PrivateSearch`, as a function of the key."""
 
         def search(key):
             chosen = dpb.PrivateSearch(
@@ -202,7 +202,7 @@ class Task:
         return search
 
     def best_of(self, count, loss):
-        """The least loss of parameters at uniform points, as a function of the key."""
+        """Return a function of the key: the least loss at uniform points."""
 
         def search(key):
             space = Space(self.space)
@@ -217,7 +217,7 @@ class Task:
         return np.mean(self.losses(self.fitted(parameters), *self.validation))
 
     def of_folds(self, parameters):
-        """The loss of training rows, each by a fit without its fold."""
+        """Return the loss of training rows, each by a fit without its fold."""
         X, y = self.training
         folds = StratifiedKFold(FOLDS).split(X, y)
         return np.mean(
@@ -229,7 +229,7 @@ class Task:
 
 
 def compare(make):
-    """The results of every method, one a split, with a key of its own."""
+    """Return the results of every method, one a split, with a key of its own."""
     found = {}
     for seed in range(SPLITS):
         task = Task(make(seed), found)

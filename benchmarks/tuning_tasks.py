@@ -43,7 +43,7 @@ class Tuning:
         return dpb.FiniteSum(self.loss, w_set=self.w_set)
 
     def black_box(self, noise=0.0, seed=0):
-        """The task as a black box, every value with noise of its own added."""
+        """Return the task as a black box, every value with noise of its own added."""
         rng = np.random.default_rng(seed)
         losses = jax.jit(jax.vmap(self.loss, in_axes=(None, 0)))
 
@@ -55,7 +55,7 @@ class Tuning:
         return dpb.search.BlackBox(evaluated, self.size, self.w_set)
 
     def objective(self, points):
-        """The mean loss at each of the points, without noise. NON-PRIVATE."""
+        """Return the mean loss at each of the points, without noise. NON-PRIVATE."""
         mean = jax.jit(
             lambda p: jnp.mean(jax.vmap(self.loss, (None, 0))(p, self.records))
         )
@@ -106,7 +106,7 @@ def _squares(a, b, xp=np):
 
 
 def location(dimension, size, seed):
-    """The mean of a Gaussian, by squared distance."""
+    """Return the mean of a Gaussian, by squared distance."""
     rng = np.random.default_rng(seed)
     values = 1.0 + rng.standard_normal((size, dimension))
     with jax.enable_x64(True):
@@ -189,12 +189,12 @@ class SupportVectors:
         return (self.targets - near @ model.dual_coef_[0] - model.intercept_) ** 2
 
     def black_box(self, noise=0.0, seed=0):
-        """The task as a black box; training is not random."""
+        """Return the task as a black box; training is not random."""
         del noise, seed
         return dpb.search.BlackBox(self.losses, self.size, self.w_set)
 
     def objective(self, points):
-        """The mean loss at each of the points. NON-PRIVATE."""
+        """Return the mean loss at each of the points. NON-PRIVATE."""
         return np.asarray([self.losses(point).mean() for point in points])
 
 

@@ -102,7 +102,7 @@ class Task:
         return self.penalized(0.0)
 
     def penalized(self, weight_penalty):
-        """The same with a public penalty of unequal weights."""
+        """Return the same with a public penalty of unequal weights."""
         return dpb.applications.source_weighting(
             self.loss,
             self.num_sources,
@@ -125,7 +125,7 @@ class Task:
 
 
 def encoded(table, kept=None):
-    """Unit rows of census features and labels of -1 and 1."""
+    """Return unit rows of census features, and labels of -1 and 1."""
     data = read_config(ROOT / "configs/census.toml").data
     if kept is not None:
         numeric = []
@@ -401,7 +401,7 @@ def mixtures(task):
 
 
 def refitted(search, sizes=(5.0, 20.0, 50.0)):
-    """Settings with their problems: two have a penalty of unequal weights."""
+    """Return settings and their problems: two penalize unequal weights."""
 
     def pairs(task):
         def solver(size, fit):
@@ -448,7 +448,7 @@ def finite_difference(task, size):
 
 
 def planned(task, epsilon=1.0):
-    """What `auto` chooses, by dry runs that see nothing of the task but its sizes."""
+    """Return the plan of `auto`, whose dry runs know the sizes of the task alone."""
     start = time.perf_counter()
     budget = dpb.PrivacyBudget(epsilon, DELTA)
     plan = dpb.auto(
@@ -506,7 +506,7 @@ def oracle_weights(task):
 
 
 def exact_search(task, x, y, steps):
-    """The upper variable after outer steps along exact hypergradients. NON-PRIVATE."""
+    """Return x after outer steps along exact hypergradients. NON-PRIVATE."""
     optimizer, problem = optax.adam(0.3), task.problem
 
     @jax.jit
@@ -527,7 +527,7 @@ def _ridge(weight, y):
 
 
 def oracle(task):
-    """The private fits of the lower level with the oracle's weights."""
+    """Return the private fits of the lower level with the oracle's weights."""
     weights = jnp.asarray(oracle_weights(task))
     upper, lower = task.data.upper, task.data.lower
     of_record = weights[lower["source"]]
@@ -573,7 +573,7 @@ def tested(task, y):
 
 
 def runner(task, budget, candidate):
-    """What a run of a candidate is worth on the test records, by its seed."""
+    """Return the test losses of a candidate's runs, by their seeds."""
     problem, solver, data = candidate
     two = isinstance(data, dpb.Levels)
     w0 = task.w0 if two else task.model
@@ -608,7 +608,7 @@ def row(values):
 
 
 def judged(task, epsilon, oracle, methods, baselines):
-    """A row per method on one task, with the share of the gap that it closes.
+    """Return a row per method on one task, with the share of the gap that it closes.
 
     Args:
         task: The task.
@@ -631,7 +631,7 @@ def judged(task, epsilon, oracle, methods, baselines):
 
 
 def evaluate(name, epsilon):
-    """The rows of all methods for sources."""
+    """Return the rows of all methods for sources."""
     task = TASKS[name]()
     candidates, weights = oracle(task)
     print(f"{task.name}: weights of the oracle {np.round(np.asarray(weights), 2)}")
@@ -714,7 +714,7 @@ def summary(results):
 
 
 def write(page, parts):
-    """Puts what was measured today between the marks of a page."""
+    """Put what was measured today between the marks of a page."""
     today = f"Measured on {datetime.date.today().isoformat()}."
     inside = "\n\n".join([BEGIN, today, *parts, END])
     text = re.sub(f"{BEGIN}.*?{END}", lambda _: inside, page.read_text(), flags=re.S)

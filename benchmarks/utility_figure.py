@@ -36,7 +36,7 @@ LEAST, MOST = -1.0, 1.6  # of the axis; what lies outside is drawn at its end
 
 
 def tables(text):
-    """The tables of the page: task, epsilon, and per method loss and quartiles."""
+    """Read the tables of the page: task, epsilon, losses and quartiles."""
     for found in TABLE.finditer(text):
         rows = {name: tuple(map(float, v)) for name, *v in ROW.findall(found["rows"])}
         yield found["task"], found["epsilon"], rows

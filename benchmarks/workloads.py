@@ -73,7 +73,7 @@ def logistic(n, d):
 
 
 def with_intercept(n, d):
-    """A logistic model whose loss appends a one to the features of a record."""
+    """Return a logistic model whose loss appends a one to the features of a record."""
 
     def loss(w, record):
         return logistic_loss(w, (jnp.append(record[0], 1.0), record[1]))

@@ -40,7 +40,7 @@ MIDDLE = -3.0  # of these
 
 
 def values(problem, solver, budget, sizes, data, w0):
-    """What runs with all keys release."""
+    """Return the released values of runs with all keys."""
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
     run = jax.jit(lambda key: dpb.solve(problem, plan.solver, data, w0, key=key).value)
     return [run(key) for key in jax.random.split(jax.random.key(0), KEYS)]
@@ -140,7 +140,7 @@ def all_settings(problem, solvers, data, test, w0, budget):
 
 
 def wrong_labels(budget):
-    """The example on sources with wrong labels."""
+    """Return the example on sources with wrong labels."""
     data, test = source_reweighting.records(16_000)
     count, size = len(source_reweighting.WRONG), source_reweighting.FEATURES
     problem = dpb.source_weighting(dpb.logistic_loss, count, ridge=1e-4)
@@ -150,7 +150,7 @@ def wrong_labels(budget):
 
 
 def another_group(budget):
-    """The demo on generated records."""
+    """Return the demo on generated records."""
     names, data, test = demo.generated(30_000)
     problem = dpb.source_weighting(dpb.logistic_loss, len(names), ridge=1e-4)
     solvers = [solver for several in demo.methods().values() for solver in several]
@@ -159,7 +159,7 @@ def another_group(budget):
 
 
 def random_labels(budget):
-    """The example on images with random labels, on generated ones."""
+    """Return the example on images with random labels, on generated ones."""
     data, test = data_cleaning.records(*data_cleaning.generated(10_000))
     loss, count = data_cleaning.loss_of(data_cleaning.network), data_cleaning.GROUPS
     problem = dpb.source_weighting(loss, count, ridge=1e-5)
@@ -169,7 +169,7 @@ def random_labels(budget):
 
 
 def tasks():
-    """What gives method, releases, their losses and those to compare with, by name."""
+    """Return functions that evaluate each task, by name."""
     found = {}
     for name in utility.TASKS:
         needed = utility.NEEDS.get(name[:2])
@@ -213,7 +213,7 @@ def tasks():
 
 
 def evaluate(name, task, epsilon):
-    """A row of the table."""
+    """Return a row of the table."""
     begin = time.perf_counter()
     budget = dpb.PrivacyBudget(epsilon, utility.DELTA)
     method, found, losses, (start, *constant) = task(budget)

@@ -80,7 +80,7 @@ FILES |= {"changelog": "CHANGELOG"}
 
 
 def _root_files(app, docname: str, text: list[str]) -> None:
-    """Fills the pages of these files, and points links at the pages."""
+    """Fill the pages of these files, and point links at the pages."""
     if docname in FILES:
         file = DOCS.parent / f"{FILES[docname]}.md"
         text[0] = file.read_text().replace("](docs/", "](")
@@ -114,7 +114,7 @@ class _Figures(SphinxPostTransform):
 
 
 def setup(app):
-    """Connects what docs/reference.py does with docstrings and names."""
+    """Connect what docs/reference.py does with docstrings and names."""
     app.add_post_transform(_Figures)
     app.connect("env-get-outdated", lambda *_: ["gallery"])  # figures may have changed
     app.connect("source-read", _root_files)

@@ -45,7 +45,7 @@ MADE = ".. This page is made by docs/reference.py.\n"
 
 
 def public() -> dict[str, tuple[str, ...]]:
-    """The public names of every module of the reference, by the module's path."""
+    """Return the public names of every module, by the module's path."""
     top = [n for n in dpbilevel.__all__ if not inspect.ismodule(getattr(dpbilevel, n))]
     names = {"": tuple(sorted(n for n in top if n != "__version__"))}
     for path in (*PACKAGES, *MODULES):
@@ -64,7 +64,7 @@ def _module(path: str):
 
 
 def _names(module) -> list[str]:
-    """What a module offers: `__all__`, or what is defined in it."""
+    """Return `__all__` of a module, or the names that it defines."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     kinds = (inspect.isclass, inspect.isfunction)
@@ -78,7 +78,7 @@ def _names(module) -> list[str]:
 
 
 def homes() -> dict[str, str]:
-    """The full name under which each way to write a public name is documented."""
+    """Return the documented full name for each way to write a public name."""
     names = public()
     found, short = {}, {}
     for path, offered in names.items():
@@ -105,7 +105,7 @@ def _summary(names: list[str], toctree: bool) -> str:
 
 
 def write(folder: Path) -> None:
-    """Writes the pages of the packages.
+    """Write the pages of the packages.
 
     Args:
         folder: Where; the page of a name goes into `generated` below it.
@@ -139,13 +139,13 @@ def write(folder: Path) -> None:
 
 
 def _put(file: Path, text: str) -> None:
-    """Writes a page that changed: Sphinx reads those alone."""
+    """Write a page that changed: Sphinx reads those alone."""
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
 
 
 def as_rst(text: str) -> str:
-    r"""A docstring as reStructuredText: ``code``, inline and displayed formulas."""
+    r"""Return a docstring as reStructuredText: code and formulas."""
     kept: list[str] = []  # what no rule below may change, in the order of its places
 
     def keep(new: str) -> str:
@@ -188,7 +188,7 @@ class Linked(SphinxPostTransform):
     names = homes()
 
     def run(self, **kwargs) -> None:
-        """Wraps the literals of one page."""
+        """Wrap the literals of one page."""
         for literal in list(self.document.findall(nodes.literal)):
             full = self.names.get(literal.astext().removesuffix("()"))
             linked = (nodes.reference, nodes.title, addnodes.pending_xref)
@@ -207,7 +207,7 @@ class Linked(SphinxPostTransform):
             link += literal
 
     def own_page(self) -> str:
-        """The name that this page documents, if any."""
+        """Return the name that this page documents, if any."""
         return self.env.current_document.docname.removeprefix("api/generated/")
 
 

@@ -63,7 +63,7 @@ KINDS = {
 
 
 def solvers() -> dict[str, type]:
-    """The public solvers by name, package by package."""
+    """Return the public solvers by name, package by package."""
     kinds = public_classes(dpb.AbstractSolver)
     return dict(sorted(kinds.items(), key=lambda pair: (pair[1].__module__, pair[0])))
 
@@ -74,7 +74,7 @@ def _table(*rows: tuple[str, ...]) -> str:
 
 
 def _section(kind: type, title: str) -> str:
-    """A section of a class docstring, without its indentation."""
+    """Return a section of a class docstring, without its indentation."""
     doc = inspect.getdoc(kind) or ""
     section = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
     return inspect.cleandoc(section[1]) if section else ""
@@ -86,7 +86,7 @@ def _plain(text: str) -> str:
 
 
 def _source(kind: type) -> str:
-    """The references, without what is different here."""
+    """Return the references, without what is different here."""
     text = _plain(_section(kind, "References"))
     return re.split(r"(?i)[.,] (?=(?:here|there|where|with)\b)", text)[0].rstrip(".")
 
@@ -101,7 +101,7 @@ def _rests_on(kind: type) -> str:
 
 
 def algorithms() -> str:
-    """The table of all methods."""
+    """Return the table of all methods."""
 
     def path(name: str, kind: type) -> str:
         package = kind.__module__.split(".")[1]
@@ -120,7 +120,7 @@ def algorithms() -> str:
 
 
 def config() -> str:
-    """The config page's table of solvers."""
+    """Return the config page's table of solvers."""
     rows = (
         (f"`{name}`", PLACES[kind.problem_type] if kind.in_config else "Python only")
         for name, kind in solvers().items()
@@ -160,7 +160,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """What the docstring says of each argument, without what concerns programs."""
+    """Return the meaning of each argument, from the docstring."""
     entry = re.compile(r"^(\w+): ((?:.*\n?)(?:    .*\n?)*)", re.MULTILINE)
     return {
         name: re.sub(r" Static\.|[,;] or an optax optimizer[^.]*", "", _plain(text))
@@ -169,7 +169,7 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def keys() -> str:
-    """The config page's table of the keys of every solver.
+    """Return the config page's table of the keys of every solver.
 
     Raises:
         ValueError: A docstring does not describe a field.
@@ -192,7 +192,7 @@ PAGES = {"docs/methods.md": (algorithms,), "docs/config.md": (config, keys)}
 
 
 def written(page: str, table: str) -> str:
-    """A page with this table instead of the one with the same heads.
+    """Return a page with this table instead of the one with the same heads.
 
     Args:
         page: The text of the page.
@@ -203,7 +203,7 @@ def written(page: str, table: str) -> str:
 
 
 def main() -> None:
-    """Writes every table into its page."""
+    """Write every table into its page."""
     for name, tables in PAGES.items():
         file = ROOT / name
         for table in tables:

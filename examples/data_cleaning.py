@@ -47,7 +47,7 @@ def generated(num_records):
 
 
 def records(images, label):
-    """A tenth as clean records, 15 % for the test, the rest in ten groups."""
+    """Return a tenth as clean records, 15 % for the test, the rest in ten groups."""
     rng = np.random.default_rng(0)
     features = np.concatenate([images, np.ones((len(images), 1))], 1)
     features /= np.linalg.norm(features, axis=1, keepdims=True)
@@ -65,17 +65,17 @@ def records(images, label):
 
 
 def linear(y, features):
-    """The scores of a softmax regression, which tells clean groups from others."""
+    """Return the scores of a softmax regression."""
     return features @ y
 
 
 def network(y, features):
-    """The scores of the network that is released."""
+    """Return the scores of the network that is released."""
     return jax.nn.tanh(features @ y["w1"] + y["b1"]) @ y["w2"] + y["b2"]
 
 
 def loss_of(scores):
-    """The cross-entropy of one record."""
+    """Return the cross-entropy of one record."""
 
     def loss(y, record):
         return optax.softmax_cross_entropy_with_integer_labels(
@@ -86,7 +86,7 @@ def loss_of(scores):
 
 
 def start():
-    """A public start of the network."""
+    """Return a public start of the network."""
     first, second = jax.random.split(jax.random.key(0))
     return {
         "w1": 2.0 * jax.random.normal(first, (PIXELS + 1, UNITS)),
@@ -127,7 +127,7 @@ def methods(steps):
 
 
 def oracle(data):
-    """The clean records and those of the clean groups as one problem."""
+    """Return the clean records and those of the clean groups as one problem."""
     known = data.lower["source"] >= RANDOM
     pooled = {
         name: jnp.concatenate([data.upper[name], data.lower[name][known]])
@@ -137,7 +137,7 @@ def oracle(data):
 
 
 def accuracy(y, test):
-    """The share of test images with the right label."""
+    """Return the share of test images with the right label."""
     found = jnp.argmax(network(y, test["features"]), 1)
     return float(jnp.mean(found == test["label"]))
 
@@ -169,7 +169,7 @@ def compare(data, test, budget, steps, num_keys):
 
 
 def show(found):
-    """A table on the terminal."""
+    """Print a table."""
     width = max(map(len, found))
     print(f"{'method':{width}}  accuracy of the released network")
     for name, values in found.items():
@@ -178,7 +178,7 @@ def show(found):
 
 
 def draw(found, epsilon, out):
-    """A figure in a new folder."""
+    """Save a figure in a new folder."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -200,7 +200,7 @@ def draw(found, epsilon, out):
 
 
 def main() -> None:
-    """Runs all methods and compares what they release."""
+    """Run all methods and compare what they release."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--epsilon", type=float, default=3.0, help="of every method")

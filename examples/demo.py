@@ -34,7 +34,7 @@ TAIL = dpb.outputs.TailMean()
 
 
 def census(file):
-    """Sources of everybody else, and married women for validation and test."""
+    """Make sources of all but married women, who validate and test."""
     table = read_csv(file)
     data = read_config(ROOT / "configs/census.toml").data
     kept = tuple(c for c in data.categorical if c.column in COLUMNS)
@@ -62,7 +62,7 @@ def census(file):
 
 
 def generated(lower):
-    """Sources of models that differ from that of the population, more and more."""
+    """Generate sources whose models differ more and more from the population's."""
     names = [f"source {i}" for i in range(6)]
     problem = dpb.source_weighting(dpb.logistic_loss, len(names))
     sizes = dpb.Sizes(VALIDATION, lower, "disjoint")
@@ -78,7 +78,7 @@ def descent(steps, size, clip_norm=1.0):
 
 
 def methods():
-    """Settings of each method; of several that of the best median is shown.
+    """Return the settings of each method; the one of the best median is shown.
 
     Baselines have three, among which nobody could choose privately. Those of the last
     two methods were chosen on census records, with other targets and this one.
@@ -101,7 +101,7 @@ def methods():
 
 
 def oracle(problem, data, steps):
-    """A private fit with the weights that an exact method of two levels finds."""
+    """Fit privately with the weights of an exact method of two levels."""
     optimizer = optax.adam(0.3)
 
     @jax.jit
@@ -126,7 +126,7 @@ def oracle(problem, data, steps):
 
 
 def accuracy(model, test):
-    """The share of test records that a model labels correctly."""
+    """Return the share of test records that a model labels correctly."""
     return float(jnp.mean(jnp.sign(test["features"] @ model) == test["label"]))
 
 
@@ -163,7 +163,7 @@ def compare(names, data, test, oracle_steps):
 
 
 def show(found, constant, out):
-    """A table on the terminal and a figure in a new folder."""
+    """Print a table, and save a figure in a new folder."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -194,7 +194,7 @@ def show(found, constant, out):
 
 
 def main() -> None:
-    """Runs all methods and compares what they release."""
+    """Run all methods and compare what they release."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--adult", default="", help="the Adult CSV file, if at hand")

@@ -42,7 +42,7 @@ def records(seed):
 
 
 def start(key):
-    """A small network with random weights; the key is not that of the noise."""
+    """Return a small network with random weights; the key is not that of the noise."""
     return eqx.nn.MLP(FEATURES, "scalar", 16, 1, activation=jax.nn.tanh, key=key)
 
 
@@ -56,18 +56,18 @@ def margin(params, record):
 
 
 def upper(x, params, record):
-    """The loss on a clean record, which does not meet the weights."""
+    """Return the loss on a clean record, which does not meet the weights."""
     return jax.nn.softplus(-margin(params, record))
 
 
 def lower(x, params, record):
-    """The loss on a training record, weighted by its source."""
+    """Return the loss on a training record, weighted by its source."""
     weight = SOURCES * dpb.source_weights(x)[record["source"]]
     return weight * jax.nn.softplus(-margin(params, record))
 
 
 def ridge(x, params):
-    """A public term; it keeps the linear system of the method well posed."""
+    """Return a public term; it keeps the linear system of the method well posed."""
     return 0.01 * optax.tree.norm(params, squared=True)
 
 

@@ -31,7 +31,7 @@ JOBS = ("Exec-managerial", "Prof-specialty", "Sales", "Craft-repair", "Other-ser
 
 
 def generated(count):
-    """Unit rows; the labels of the second group follow a direction of their own."""
+    """Generate unit rows; each group's labels follow a direction of its own."""
     rng = np.random.default_rng(0)
     features = rng.normal(size=(count, 10))
     group = (rng.random(count) < 0.2).astype(int)
@@ -131,7 +131,7 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
 
 
 def weighted(factors):
-    """The loss of a record times the factor of its group."""
+    """Return the loss of a record times the factor of its group."""
 
     def loss(model, record):
         factor = jnp.asarray(factors, model.dtype)[record["group"]]
@@ -150,7 +150,7 @@ def tails(path):
 
 
 def draw(found, weights, names, out: pathlib.Path) -> None:
-    """The worst-group loss on test records and the released weights, step by step."""
+    """Return the worst-group test loss and the released weights of each step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -26,7 +26,7 @@ STRENGTH, RADIUS = 0.1, 10.0
 
 
 def records(count, seed):
-    """Unit rows with a constant; every site's labels follow a direction of its own."""
+    """Generate unit rows; every site's labels follow a direction of its own."""
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(count, 10))
     site = rng.choice(3, count, p=SHARES)
@@ -91,12 +91,12 @@ def main(smoke: bool, out: pathlib.Path) -> None:
 
 
 def means(path):
-    """The running means of the path, all of which is released."""
+    """Return the running means of the path, all of which is released."""
     return jnp.cumsum(path, 0) / jnp.arange(1, len(path) + 1, dtype=path.dtype)[:, None]
 
 
 def draw(found, out: pathlib.Path) -> None:
-    """The loss of the worst-off site step by step, and the loss of shifted mixtures."""
+    """Return the worst site's loss of each step, and losses of shifted mixtures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -18,7 +18,7 @@ from dpbilevel.bilevel import zoo
 
 
 def main(smoke: bool) -> None:
-    """Prints both answers for neighbouring data and checks the overlap."""
+    """Print both answers for neighbouring data and check the overlap."""
     runs = 200 if smoke else 2_000
     rng = np.random.default_rng(0)
     ages = jnp.asarray(rng.uniform(0, 1, size=(200, 1)), jnp.float32)

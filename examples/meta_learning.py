@@ -78,7 +78,7 @@ def people(features):
 
 
 def adapted(w, features, label):
-    """The head of a person: one step from the shared start on the support."""
+    """Return the head of a person: one step from the shared start on the support."""
 
     def loss(head):
         return jnp.mean(jnp.logaddexp(0.0, -label * (features @ w["W"] @ head)))
@@ -100,12 +100,12 @@ def margins(w, person):
 
 
 def meta_loss(w, person):
-    """The loss after the step, which gradients pass through."""
+    """Return the loss after the step, which gradients pass through."""
     return jnp.mean(jnp.logaddexp(0.0, -margins(w, person)))
 
 
 def pooled_loss(head, person):
-    """That of one model for all people."""
+    """Return the loss of one model for all people."""
     return jnp.mean(jnp.logaddexp(0.0, -person["label"] * (person["features"] @ head)))
 
 
@@ -125,7 +125,7 @@ def scatter_loss(w, person):
 
 @jax.jit
 def accuracy(w, test):
-    """The share of images that test people's heads label correctly."""
+    """Return the share of images that test people's heads label correctly."""
     return jnp.mean(jax.vmap(lambda person: margins(w, person) > 0)(test))
 
 
@@ -133,19 +133,19 @@ def accuracy(w, test):
 
 
 def identity(data):
-    """The start: features as they are, a head of zeros."""
+    """Return the start: features as they are, a head of zeros."""
     size = data["features"].shape[-1]
     return {"W": jnp.eye(size), "head": jnp.zeros(size)}
 
 
 def planned(loss, solver, data, start):
-    """The problem and the plan of a run on all training people under the budget."""
+    """Return problem and plan of a run on all training people."""
     problem, count = dpb.FiniteSum(loss), len(data["label"])
     return problem, dpb.calibrate(problem, solver, BUDGET, sizes=count, w0=start)
 
 
 def private(loss, solver, data, start, key):
-    """What such a run releases."""
+    """Return what such a run releases."""
     problem, plan = planned(loss, solver, data, start)
     return jax.jit(dpb.solve)(problem, plan.solver, data, start, key=key).value
 
@@ -156,14 +156,14 @@ def from_scratch(data, key):
 
 
 def pooled(data, key, step=1.0):
-    """A start of the head from all people's images."""
+    """Return a start of the head from all people's images."""
     start = identity(data)
     solver = dpb.NoisyGD(10, clip_norm=0.1, step_size=step)
     return start | {"head": private(pooled_loss, solver, data, start["head"], key)}
 
 
 def scatters(data, key, clip):
-    """The means of both scatter matrices, in one release."""
+    """Return the means of both scatter matrices, in one release."""
     size = data["features"].shape[-1]
     start = jnp.zeros((2, size, size))
     solver = dpb.NoisyGD(1, clip_norm=clip, step_size=1.0)
@@ -172,7 +172,7 @@ def scatters(data, key, clip):
 
 
 def root(matrix, power, floor):
-    """A power of a symmetric matrix whose eigenvalues are at least `floor`."""
+    """Return a power of a symmetric matrix whose eigenvalues are at least `floor`."""
     values, vectors = jnp.linalg.eigh(matrix)
     return (vectors * (jnp.maximum(values, 0.0) + floor) ** power) @ vectors.T
 
@@ -201,7 +201,7 @@ def meta_learned(data, key, solver=DESCENT):
 
 
 def without_noise(data, key, steps=30):
-    """The same at no privacy, with more steps, which noise would not allow."""
+    """Return the same at no privacy, with more steps, which noise would not allow."""
     solver = dpb.NoisyGD(steps, clip_norm=0.5, step_size=4.0).with_noise(1e-6)
     run = jax.jit(dpb.solve)
     return run(dpb.FiniteSum(meta_loss), solver, data, identity(data), key=key).value
@@ -218,7 +218,7 @@ METHODS = {
 
 
 def show(found, out):
-    """A table on the terminal and a figure in a new folder."""
+    """Print a table, and save a figure in a new folder."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +245,7 @@ def show(found, out):
 
 
 def main() -> None:
-    """Runs all methods on the same people and compares what they are worth."""
+    """Run all methods on the same people and compare what they are worth."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--mnist", default="", help="the digits as NPZ, if at hand")

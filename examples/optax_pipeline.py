@@ -42,7 +42,7 @@ def records(seed):
 
 
 def network(params, features):
-    """A network with one hidden layer."""
+    """Return a network with one hidden layer."""
     hidden = jnp.tanh(features @ params["in"] + params["bias"])
     return hidden @ params["out"]
 
@@ -58,7 +58,7 @@ def start(key):
 
 
 def main(smoke: bool) -> None:
-    """Runs the pipeline at epsilon = 2.5 and checks its accuracy."""
+    """Run the pipeline at epsilon = 2.5 and check its accuracy."""
     steps = 60 if smoke else 150
     data = records(0)
     sizes = dpb.Sizes(upper=UPPER, lower=LOWER, people="disjoint")

@@ -35,7 +35,7 @@ def records():
 
 
 def model(params):
-    """The estimator with such parameters."""
+    """Return the estimator with such parameters."""
     return SVC(C=params["C"], gamma=params["gamma"])
 
 
@@ -62,7 +62,7 @@ def draw(study, answer, file: str) -> None:
 
 
 def main(smoke: bool, storage: str | None, figure: str | None) -> None:
-    """Runs the study and prints what it released."""
+    """Run the study and print what it released."""
     train, private, others = records()
 
     def objective(trial):

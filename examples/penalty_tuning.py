@@ -32,7 +32,7 @@ TEST = 20_000
 
 
 def few_steps():
-    """Settings for tests, without a plan."""
+    """Return settings for tests, without a plan."""
     one = dpb.bilevel.OneLevel
     fit = dpb.NoisyGD(10, clip_norm=0.7, step_size=8.0)
     search = dpb.PenaltyBilevel(4, 10.0, fit, upper_clip_norm=0.5, step_size=5.0)
@@ -44,7 +44,7 @@ def few_steps():
 
 
 def plans(problem, sizes, w0, smoke):
-    """A calibrated solver with its report for each method, the planned one last."""
+    """Return solver and report of each method, the planned one last."""
     if smoke:
         solvers = few_steps()
     else:
@@ -66,7 +66,7 @@ def plans(problem, sizes, w0, smoke):
 
 
 def records(sizes):
-    """Generates rows of norm 1, and logistic labels that two groups decide."""
+    """Generate rows of norm 1, and logistic labels that two groups decide."""
     rng = np.random.default_rng(0)
     total = sizes.upper + sizes.lower + TEST
     features = rng.normal(size=(total, len(GROUPS)))
@@ -96,7 +96,7 @@ def accuracies(problem, plan, data, test, w0, keys):
 
 
 def oracle(plan, sizes, data, test, keys):
-    """The fit of `ScaledGroups` with the whole budget, on the useful columns alone."""
+    """Fit `ScaledGroups` on the useful columns alone, with the whole budget."""
     problem, w0 = problem_of(GROUPS[USEFUL])
     fit = dpb.bilevel.OneLevel(plan.solver.fit, reads="both")
     plan = dpb.calibrate(problem, fit, BUDGET, sizes=sizes, w0=w0)
@@ -108,7 +108,7 @@ def oracle(plan, sizes, data, test, keys):
 
 
 def show(found):
-    """A table on the terminal."""
+    """Print a table."""
     width = max(map(len, found))
     print(f"\n{'method':{width}}  accuracy of the released model on test records")
     for name, values in found.items():
@@ -118,7 +118,7 @@ def show(found):
 
 
 def draw(found, out):
-    """A figure in a new folder."""
+    """Save a figure in a new folder."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -19,7 +19,7 @@ USEFUL, USELESS = 5, 15
 
 
 def records(count, seed):
-    """Generates classification records of which one feature group matters."""
+    """Generate classification records of which one feature group matters."""
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(count, USEFUL + USELESS))
     features /= np.linalg.norm(features, axis=1, keepdims=True)

@@ -32,7 +32,7 @@ class LengthScales(TransformerMixin, BaseEstimator):
         return self
 
     def transform(self, X):
-        """The columns in units of their length-scales."""
+        """Return the columns in units of their length-scales."""
         return X / self.scales
 
 
@@ -48,7 +48,7 @@ def records():
 
 
 def main(smoke: bool, out: str | None) -> None:
-    """Searches and prints the report and what it gained."""
+    """Search and prints the report and what it gained."""
     train, private = records()
     estimator = make_pipeline(LengthScales(), SVR())
     space = {

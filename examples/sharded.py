@@ -25,7 +25,7 @@ FEATURES = 20
 
 
 def join() -> None:
-    """Joins the other processes, where the environment names them."""
+    """Join the other processes, where the environment names them."""
     settings = os.environ
     if "JAX_COORDINATOR_ADDRESS" in settings:
         jax.distributed.initialize(
@@ -38,7 +38,7 @@ def join() -> None:
 
 
 def rows(n: int, index: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Some of `n` records; a real loader reads those of its own devices alone."""
+    """Return some of `n` records; a real loader reads its own devices' alone."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(n, FEATURES)).astype(np.float32) / np.sqrt(FEATURES)
     label = np.sign(x @ rng.normal(size=FEATURES)).astype(np.float32)
@@ -46,7 +46,7 @@ def rows(n: int, index: slice) -> tuple[np.ndarray, np.ndarray]:
 
 
 def logistic(w, record):
-    """The loss of one record."""
+    """Return the loss of one record."""
     x, label = record
     return jnp.logaddexp(0, -label * (x @ w))
 

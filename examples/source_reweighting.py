@@ -32,7 +32,7 @@ def descent(steps, clip_norm, size):
 
 
 def settings():
-    """The best setting of each method, the planned one last.
+    """Return the best setting of each method, the planned one last.
 
     Copied from `dpb.auto(problem, BUDGET, sizes=sizes, w0=w0).trials`, for 300 and
     16 000 records. It took two minutes and read no record.
@@ -60,7 +60,7 @@ def settings():
 
 
 def plans(problem, sizes, w0, smoke):
-    """A calibrated solver with its report for each method; no record is read."""
+    """Return a calibrated solver with its report for each method; no record is read."""
     solvers = settings()
     if smoke:
         del solvers["MixedSources"]  # which compiles longest
@@ -75,7 +75,7 @@ def plans(problem, sizes, w0, smoke):
 
 
 def records(num_training):
-    """Generates rows of norm 1 with logistic labels, and flips labels by source."""
+    """Generate rows of norm 1 with logistic labels, and flips labels by source."""
     rng = np.random.default_rng(0)
     total = VALIDATION + num_training + TEST
     features = rng.normal(size=(total, FEATURES))
@@ -94,7 +94,7 @@ def records(num_training):
 
 
 def oracle(data, fit):
-    """The clean records and those of the clean sources, and a plan of the same fit."""
+    """Return the records of the clean sources, and a plan of the same fit."""
     known = data.lower["source"] < CLEAN
     pooled = {
         name: jnp.concatenate([data.upper[name], data.lower[name][known]])
@@ -122,7 +122,7 @@ def compare(problem, found, data, test, w0, keys):
 
 
 def show(found):
-    """A table on the terminal."""
+    """Print a table."""
     width = max(map(len, found))
     print(f"\n{'method':{width}}  accuracy of the released model on test records")
     for name, values in found.items():
@@ -132,7 +132,7 @@ def show(found):
 
 
 def draw(found, out):
-    """A figure in a new folder."""
+    """Save a figure in a new folder."""
     import matplotlib
 
     matplotlib.use("Agg")

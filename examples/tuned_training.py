@@ -46,13 +46,13 @@ TUNED = dpb.search.TunedTraining(
 
 
 def census(file):
-    """Encoded census records: unit rows and labels of -1 and 1."""
+    """Encode census records: unit rows and labels of -1 and 1."""
     records = read_config(ROOT / "configs/census.toml").data.encode(read_csv(file))
     return np.asarray(records.features), np.asarray(records.label)
 
 
 def generated(count, size=60, offset=2.3):
-    """Unit rows with a constant; one label in four is 1, one in two without offset."""
+    """Generate unit rows with a constant; with an offset one label in four is 1."""
     rng = np.random.default_rng(0)
     features = rng.normal(size=(count, size))
     features[:, 0] = 2.0
@@ -64,7 +64,7 @@ def generated(count, size=60, offset=2.3):
 
 
 def split(features, label, sizes):
-    """Validation and training records of so many people, and test records."""
+    """Return validation, training and test records of so many people."""
     order = np.random.default_rng(1).permutation(len(label))
     upper, lower, test = (
         {
@@ -91,7 +91,7 @@ def problem_of(loss, error):
 
 
 def tuned(problem, data, start, budget=BUDGET):
-    """The runs of private tuning; its report covers both levels."""
+    """Return the runs of private tuning; its report covers both levels."""
     sizes = problem.sizes_of(data, "disjoint")
     w0 = jnp.zeros(0), start
     plan = dpb.calibrate(problem, TUNED, budget, sizes=sizes, w0=w0)
@@ -106,7 +106,7 @@ def tuned(problem, data, start, budget=BUDGET):
 
 
 def trained(loss, solver, records, start, budget=BUDGET):
-    """Runs of one setting with the whole budget."""
+    """Run of one setting with the whole budget."""
     problem, count = dpb.FiniteSum(loss), len(records["label"])
     plan = dpb.calibrate(problem, solver, budget, sizes=count)
     solve = jax.jit(dpb.solve)
@@ -114,12 +114,12 @@ def trained(loss, solver, records, start, budget=BUDGET):
 
 
 def both(data):
-    """The records of both levels in one."""
+    """Return the records of both levels in one."""
     return jax.tree.map(lambda *v: jnp.concatenate(v), data.upper, data.lower)
 
 
 def named(candidate):
-    """A candidate in words."""
+    """Return a candidate in words."""
     count, clip, size = (candidate.num_steps, candidate.clip_norm, candidate.step_size)
     return f"{count} steps of {size:g}, clipped at {clip:g}"
 
@@ -154,7 +154,7 @@ def compare(data, test, loss, error, start, keys, budget=BUDGET):
 
 
 def show(found, out):
-    """A table on the terminal and a figure in a new folder."""
+    """Print a table, and save a figure in a new folder."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,7 +180,7 @@ def show(found, out):
 
 
 def main() -> None:
-    """Runs all methods and compares what they release."""
+    """Run all methods and compare what they release."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--adult", default="", help="the Adult CSV file, if at hand")
