@@ -1,4 +1,4 @@
-"""What a draw is worth: its excess risk, and what a certified draw costs.
+"""Worth of a draw: its excess risk, and what a certified draw costs.
 
 1. Linear losses, as in the instance behind the lower bounds, on a box of diameter 2:
    the expected excess of the exponential mechanism (its law has a closed form), that of
@@ -60,7 +60,7 @@ def solvers(problem, n, d):
         dpb.draws.RegularizedExponentialMechanism(sampler, convex=True, dimension=d),
     )
     budget = dpb.PrivacyBudget(EPSILON, DELTA)
-    # As many steps as make what is left of descent as small as what noise does.
+    # The number of steps for which optimization and noise have the same error.
     steps = round((EPSILON * n) ** 2 / (8 * d * math.log(1 / DELTA)))
     steps = min(max(steps, 64), 4096)
     noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, output=dpb.outputs.Mean())

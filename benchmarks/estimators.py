@@ -46,8 +46,8 @@ KEYS, DELTA = 10, 1e-5
 MIDDLE = (1.0, 3.0)  # epsilons of further tasks
 TIMES, FURTHER = "Seconds of one fit", "Further tasks"
 COMPARED = ("census, 5 numbers (its notebook)", "breast cancer")  # settings, too
-# Of log-penalties: rows have length 1, so that useful ones are far below the default's,
-# which is for features of unit variance.
+# Bounds of log-penalties. Rows have length 1, so that useful penalties are far below
+# the default bounds, which are for features of unit variance.
 PENALTIES = (-16.0, -6.0)
 NUMBERS = {
     "age": (17, 90),
@@ -169,7 +169,7 @@ def without_privacy(model, X, y, keys=KEYS):
 
 
 def by_peer(kind, X, y, epsilons=EPSILONS, keys=KEYS, **options):
-    """As `scores` of diffprivlib, in its own process; `None` where it is not there."""
+    """Return `scores` of diffprivlib, in its own process; `None` without it."""
     if not PEER:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -305,7 +305,7 @@ def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
 
 
 def of_numbers(X, y, bounds, target, epsilons=EPSILONS, keys=KEYS):
-    """As `of_classes`, for one task of regression."""
+    """Return the same as `of_classes`, for one task of regression."""
     facts = {"bounds": tuple(each_feature(bounds, X)), "target_bounds": target}
     amount = {"epsilons": epsilons, "keys": keys}
     own = {"bounds": each_feature(bounds, X), "target": target}
@@ -325,7 +325,7 @@ def regressions():
 
 
 def further_regressions():
-    """Likewise, tasks on which no setting was chosen; bounds are of the generators."""
+    """Return tasks on which no setting was chosen; bounds are of the generators."""
     # The range of the features of Friedman's second and third, by their definition.
     ends = np.asarray([[0, 40 * np.pi, 0, 1], [100, 560 * np.pi, 1, 11]])
     X, y = datasets.make_friedman1(5000, noise=1.0, random_state=0)

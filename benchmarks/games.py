@@ -1,4 +1,4 @@
-"""What group games are worth: `python -m benchmarks games`, or with `--task=NAME`.
+"""Worth of group games: `python -m benchmarks games`, or with `--task=NAME`.
 
 Logistic regression on 26 000 records at epsilon 1 and delta 1e-5, replace-one, models
 in a ball of radius 20; measured is the mean loss of the worst-off group on test

@@ -224,7 +224,7 @@ def memory_row(work):
 
 
 def budgeted(loss, budget, chosen):
-    """As `released`, with another constant for what one micro-batch may occupy.
+    """Return the same as `released`, with another size of micro-batches.
 
     Appends the number of rows to `chosen` when it is traced.
     """

@@ -242,7 +242,7 @@ def evaluate(make, seed, epsilon):
 
 
 def table(results):
-    """Those first where `auto` is farthest behind the best method."""
+    """Sort rows: first those in which `auto` is farthest behind the best method."""
     heads = ("task", "epsilon", "start", "best of one level", "two stages")
     heads += ("`MixedSources`", "oracle", "`auto`", "behind the best", "planned")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]

@@ -126,7 +126,7 @@ def error_of(found, exact):
 
 
 def errors_of(candidates, arguments, exact):
-    """By name, without those that raise: optimistix does where it cannot solve."""
+    """Return candidates by name, without those that cannot solve the problem."""
     errors = {}
     for name, candidate in candidates.items():
         try:

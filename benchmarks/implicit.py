@@ -122,7 +122,7 @@ def clipped_table(count=11, upper=1000, lower=20_000):
         plain = problem.constants.bounds(sizes, x)
         short = ClippedUpper(problem.constants, norm).bounds(sizes, x)
         sums = [float(b.upper + b.lower) for b in (plain, short)]
-        # Of one release at epsilon 1 out of ten, with all coordinates.
+        # Noise of one release at epsilon 1 out of ten, with all coordinates.
         noise = 4.0 * (10 * count) ** 0.5 * sums[1]
         numbers = norm, value, short.upper, plain.upper, plain.lower
         numbers += sums[0] / sums[1], noise / value

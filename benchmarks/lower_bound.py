@@ -31,7 +31,7 @@ DRAWN = 1_000  # the most records for draws, which evaluate F many times
 
 
 class Setting(NamedTuple):
-    """Where solvers are compared; what one axis changes."""
+    """Place where solvers are compared; what one axis changes."""
 
     records: int = 10_000
     epsilon: float = 1.0
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
     @property
     def sizes(self):
-        """As many records in both levels."""
+        """Return sizes with as many records in both levels."""
         return dpb.Sizes(self.records, self.records, "disjoint")
 
     def noise(self, dimension):
@@ -99,7 +99,7 @@ def instance(setting, mean):
 
 
 def certified(problem):
-    """With constants that prove sensitivities; solutions stay in the ball without it.
+    """Return the problem with constants; its solutions stay in the ball without it.
 
     No record enters the lower level. `lower_yy_spread` is 0; draws need a positive one.
     """

@@ -1,4 +1,4 @@
-"""What meta-learning person by person is worth: `python -m benchmarks meta_learning`.
+"""Worth of meta-learning person by person: `python -m benchmarks meta_learning`.
 
 Methods and people of examples/meta_learning.py, at epsilon 3 for a person, 10 keys,
 accuracy on the images of people who took part in nothing. Every baseline is shown with

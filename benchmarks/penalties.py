@@ -1,4 +1,4 @@
-"""What penalties per feature group are worth: every method beside an oracle.
+"""Worth of penalties per feature group: every method beside an oracle.
 
 Run by `python -m benchmarks penalties`. Prints tables and writes them into the page
 benchmarks/results/penalties.md where the census records are there.
@@ -67,7 +67,7 @@ class Task:
         return self.grouped(self.groups)
 
     def grouped(self, groups):
-        """Of these groups."""
+        """Return the problem with one penalty for each of these groups."""
         return dpb.penalty_tuning(dpb.logistic_loss, groups, bounds=(LOW, HIGH))
 
     @property
@@ -202,7 +202,7 @@ class Known(dpb.applications.ScaledGroups):
     known: tuple = eqx.field(static=True, kw_only=True)
 
     def scales(self, problem, found):
-        """Those that are known."""
+        """Return the scales that are known."""
         return jnp.asarray(self.known)
 
 
@@ -224,7 +224,7 @@ def oracle(task):
 
 
 def found_scales(task):
-    """Of the groups, from penalties that many exact outer steps find."""
+    """Return scales of groups, from penalties that many exact outer steps find."""
     x = exact_search(task, jnp.full_like(task.w0[0], -6.0), task.model, 40)
     # A penalty e^x of y is one of e^(least x) of u, where y = s u.
     scales = np.exp(0.5 * (np.min(x) - np.asarray(x)))

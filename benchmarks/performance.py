@@ -30,7 +30,7 @@ PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured, and for how long.
+    """Sizes that are measured, and for how long.
 
     Attributes:
         seconds: For each candidate of a row.

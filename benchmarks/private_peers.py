@@ -76,7 +76,7 @@ def has_jax_privacy():
 
 
 def torch_times(shapes, seconds):
-    """Of every shape what `torch_rows` measures; None where PyTorch is missing."""
+    """Return the results of `torch_rows` for every shape; None without PyTorch."""
     command = [sys.executable, "-m", "benchmarks.private_peers"]
     found = subprocess.run(
         [*command, json.dumps([shapes, seconds])], stdout=subprocess.PIPE, check=False

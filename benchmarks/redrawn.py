@@ -132,7 +132,7 @@ def row(name, epsilon, kept):
 
 
 def table(results):
-    """Those first where `auto` is farthest behind."""
+    """Sort rows: first those in which `auto` is farthest behind."""
     heads = ("task", "epsilon", "best of one level", "best by hand", "`auto`", "oracle")
     heads += ("`auto` behind the best by hand",)
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]

@@ -37,7 +37,7 @@ FOLDER = pathlib.Path("runs/saddle")
 KEYS = 10
 SIDE = 5
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
-# What d = 10 coordinates cost in privacy: sqrt(d log(1 / delta)) / epsilon.
+# Cost of d = 10 coordinates in privacy: sqrt(d log(1 / delta)) / epsilon.
 PRIVACY = math.sqrt(2 * SIDE * math.log(1 / BUDGET.delta)) / BUDGET.epsilon
 METHODS = {
     "NSEG": dpb.games.NoisyExtragradient,
@@ -58,7 +58,7 @@ class Variant:
 
     @property
     def name(self):
-        """What to call it in a table."""
+        """Name in a table."""
         steps = ", n^2 steps" if self.power == 2 else ""
         return f"{self.method}, {self.passes} pass{steps}"
 

@@ -1,4 +1,4 @@
-"""What tuning private training is worth: `python -m benchmarks tuned_training`.
+"""Worth of tuning private training: `python -m benchmarks tuned_training`.
 
 Methods of examples/tuned_training.py at epsilon 1 for everybody, training and
 validation people alike, 10 keys, error of the released model on test records. Prints
@@ -31,7 +31,7 @@ def digits():
 
 
 def softmax_loss(model, record):
-    """Of a linear model with a column for each label."""
+    """Return the scores of a linear model with a column for each label."""
     label = record["label"].astype(int)
     return optax.softmax_cross_entropy_with_integer_labels(
         record["features"] @ model, label

@@ -1,4 +1,4 @@
-"""What released models are worth: every method beside baselines and an oracle.
+"""Worth of released models: every method beside baselines and an oracle.
 
 Run by `python -m benchmarks utility`, with names of tasks for some of them, such as
 `--task=T1b` (all that begin so). Prints tables and writes results/utility.md if

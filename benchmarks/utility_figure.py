@@ -18,7 +18,7 @@ TABLE = re.compile(
     re.M | re.S,
 )
 ROW = re.compile(r"^\| (.*?) \| (\S+) \[(\S+), (\S+)\] \|", re.M)
-# What is drawn, with the words of the legend; a method of one level is the zero line.
+# Methods that are drawn, with the words of the legend. One level is the zero line.
 SHOWN = {
     "`auto`": ("auto", "#d62728", "D"),
     "`MixedSources`": ("MixedSources", "#1f77b4", "o"),

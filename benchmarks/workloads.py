@@ -43,12 +43,12 @@ class Workload:
 
     @property
     def formed(self):
-        """What the gradients of all records take when they are formed, in bytes."""
+        """Bytes of the gradients of all records, if they are formed."""
         return 4 * self.size * self.dimension
 
     @property
     def read(self):
-        """What one look at all records and parameters reads, in bytes."""
+        """Return the bytes that one look at all records and parameters reads."""
         leaves = jax.tree.leaves((self.parameters, self.records))
         return sum(leaf.nbytes for leaf in leaves)
 

@@ -235,7 +235,7 @@ def evaluate(name, task, epsilon):
 
 
 def table(rows):
-    """Those first whose worst run is worst beside the constant answer, or the start."""
+    """Sort rows by the worst run's loss above the constant answer, or the start."""
     heads = ("task", "epsilon", "method", "median", "worst", "start")
     heads += ("constant answer", "not finite")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]

@@ -35,7 +35,7 @@ from tests.cases import found
 
 ROOT = Path(__file__).parents[1]
 
-# Where a config names the solvers of these problems.
+# Place in which a config names the solvers of these problems.
 PLACES = {
     BilevelProblem: "`[solver]`, for tasks of two levels",
     PenaltyTuning: '`[solver]`, for `task = "penalty_tuning"`',

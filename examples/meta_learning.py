@@ -87,7 +87,7 @@ def adapted(w, features, label):
 
 
 def margins(w, person):
-    """Of the other images, for every support of two neighbouring images in turn."""
+    """Return margins of the other images, for every support of two neighbours."""
 
     def one(shift):
         features, label = (

@@ -87,7 +87,7 @@ def problem_of(groups):
 
 
 def accuracies(problem, plan, data, test, w0, keys):
-    """Of the models that a solver releases, one for each key."""
+    """Return the losses of the models that a solver releases, one for each key."""
     solve = jax.jit(dpb.solve)
     models = [solve(problem, plan.solver, data, w0, key=key).y for key in keys]
     return [
