@@ -160,11 +160,16 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """Return the meaning of each argument, from the docstring."""
+    """Return the meaning of each field, without what concerns programs.
+
+    A field that the docstring of the class leaves out is described by a base class.
+    """
     entry = re.compile(r"^(\w+): ((?:.*\n?)(?:    .*\n?)*)", re.MULTILINE)
     return {
         name: re.sub(r" Static\.|[,;] or an optax optimizer[^.]*", "", _plain(text))
-        for name, text in entry.findall(_section(kind, "Args"))
+        for base in reversed(kind.__mro__)
+        for title in ("Attributes", "Args")
+        for name, text in entry.findall(_section(base, title))
     }
 
 

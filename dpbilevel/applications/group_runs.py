@@ -12,7 +12,6 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Fraction, NonNegative
 from ..bilevel.penalized import PenalizedLevel, equal_weights, noise_std
-from ..bilevel.problem import Sizes
 from ..bilevel.runs import AbstractPipeline
 from ..core.descent import Rule
 from ..onelevel.noisy_gd import NoisyGD
@@ -95,7 +94,6 @@ class ScaledGroups(AbstractPipeline):
             scale 1.
         budget_split: How the squared budget is split over screen and fit.
         screen: The one step that releases the gradient.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
         TypeError: A part is no solver of one-level problems.
@@ -114,7 +112,6 @@ class ScaledGroups(AbstractPipeline):
         default=(0.25, 0.75), converter=_checks.floats
     )
     screen: NoisyGD = _ONE_GRADIENT
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = dict.fromkeys((SCREEN, FIT), AbstractFiniteSum)
     problem_type: ClassVar[type] = PenaltyTuning
     in_config: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
-from ..bilevel.problem import BilevelProblem, Levels, Sizes
+from ..bilevel.problem import BilevelProblem, Levels
 from ..bilevel.runs import AbstractPipeline
 from ..core.outputs import TailMean
 from ..onelevel.noisy_gd import NoisyGD
@@ -198,7 +198,6 @@ class Recalibration(AbstractPipeline):
             leading axis of y; `None` if there is none. Static.
         budget_split: How the squared budget is split over curvature and fit. Disjoint
             people of the lower level pay for the curvature alone.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
         ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
@@ -218,7 +217,6 @@ class Recalibration(AbstractPipeline):
     budget_split: tuple[float, float] = eqx.field(
         default=(0.05, 1.0), converter=_checks.floats
     )
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {CURVATURE: AbstractFiniteSum, FIT: AbstractFiniteSum}
     in_config: ClassVar[bool] = True
 

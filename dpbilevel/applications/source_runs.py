@@ -1,6 +1,6 @@
 """Sources chosen by a first model, and one private model of those that are kept."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -9,14 +9,13 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Positive, SignedShare
+from .._checks import AbstractVar, Positive, SignedShare
 from ..bilevel.penalized import (
     PenalizedLevel,
     ValidationLevel,
     equal_weights,
     rows_of_steps,
 )
-from ..bilevel.problem import Sizes
 from ..bilevel.runs import AbstractPipeline, RunState
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
@@ -35,11 +34,6 @@ from .source_levels import (
     mixing_level,
     signs_and_shares,
 )
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 MODEL, MODELS, MOMENTS, MIXTURE = "model", "models", "moments", "mixture"
 SCORE, FIT, REMOMENTS, REMIXTURE = "score", "fit", "remoments", "remixture"
@@ -171,7 +165,6 @@ class SelectedSources(_AbstractSourceRuns):
         scoring: Another model for lines 1 and 2, with a loss and a start of its own.
             A private fit of few validation records is better with few parameters: a
             linear model finds the sources for a network. `None` takes the problem's.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         The releases of three runs. What passes from one to the next is released.
@@ -186,7 +179,6 @@ class SelectedSources(_AbstractSourceRuns):
     score: NoisyGD = _ONE_MEAN
     fit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     scoring: ScoringModel | None = None
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = dict.fromkeys((MODEL, SCORE, FIT), AbstractFiniteSum)
 
     @property
@@ -268,7 +260,6 @@ class MixedSources(_AbstractSourceRuns):
         moments: The one step that releases the second moments.
         score: The one step that releases the scores.
         remoments: The one step that releases the second moments of line 6.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         The releases of seven runs. What passes from one to the next is released. A
@@ -291,7 +282,6 @@ class MixedSources(_AbstractSourceRuns):
     moments: NoisyGD = _ONE_MEAN
     score: NoisyGD = _ONE_MEAN
     remoments: NoisyGD = _ONE_MEAN
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = dict.fromkeys(
         (MODELS, MOMENTS, MIXTURE, SCORE, FIT, REMOMENTS, REMIXTURE), AbstractFiniteSum
     )

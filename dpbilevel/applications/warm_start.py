@@ -33,7 +33,6 @@ class WarmStarted(AbstractStages[_State]):
         first: The solver that finds the start, also one of sources alone.
         then: The solver that goes on from there.
         budget_split: How the squared budget is split over both.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         The releases of both runs, composed; the status is the worse of the two. Only
@@ -51,7 +50,6 @@ class WarmStarted(AbstractStages[_State]):
     budget_split: tuple[float, float] = eqx.field(
         default=(0.5, 0.5), converter=_checks.floats
     )
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {FIRST: SourceWeighting, THEN: BilevelProblem}
     in_config: ClassVar[bool] = True
 

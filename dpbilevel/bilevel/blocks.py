@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -13,18 +13,12 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.outputs import AbstractOutput, check_output
-from ..core.solver import AbstractNoisySolver
+from .._checks import AbstractVar
+from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, unnumbered
 from .penalized import levels_queries, row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 
 class AbstractBlocks(eqx.Module):
@@ -46,7 +40,9 @@ class JointState(eqx.Module):
     t: Int[Array, ""]
 
 
-class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
+class AbstractJointSolver(
+    AbstractNoisySolver[BilevelProblem, JointState], AbstractIterative
+):
     r"""Moves three variables at once along the blocks of one clipped, noisy release.
 
     Every block is measured in its unit $u_b = C_b / \sqrt{s_b}$, with the bound $C_b$
@@ -58,10 +54,8 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
     Attributes:
         blocks: The class of the blocks.
         clip_norm: The bound on the first block of one lower record.
-        sampling: How each step's batches are drawn, one per level.
         budget_split: $s_b$, for any sum. Where no record's loss reads x, of the first
             two.
-        output: Which pair is the answer.
 
     Privacy:
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
@@ -71,15 +65,11 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
     blocks: ClassVar[type]  # of `AbstractBlocks`
     clip_norm: AbstractVar[float]
-    sampling: AbstractVar[AbstractSampling]
     budget_split: AbstractVar[tuple[float, float, float]]
-    output: AbstractVar[AbstractOutput]
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
         owner = type(self).__name__
-        unnumbered(owner, self.sampling)
-        check_output(owner, self.output)
         names = (field.name for field in dataclasses.fields(self.blocks))
         _checks.budget_split(owner, self.budget_split, *names)
 

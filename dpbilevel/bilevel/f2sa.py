@@ -10,11 +10,9 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
-from ..core.outputs import AbstractOutput, Last
-from ..privacy.sampling.base import AbstractSampling, FullBatch
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .penalized import PenalizedLevel, public_penalty_gradient
-from .problem import BilevelProblem, Sizes
+from .problem import BilevelProblem
 
 
 class _Blocks(AbstractBlocks):
@@ -63,18 +61,12 @@ class F2SA(AbstractJointSolver):
             is the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
-        sampling: How each step's batches are drawn, one per level.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         budget_split: How the squared budget is split over $y$, $z$ and $x$: the noise
             of a block is $C_b / \sqrt{s_b}$ times a common factor. If no record's loss
             reads x, it is split over the first two. If upper records are few, about
             $(\lambda C_y n_f / (C_f n_g))^2$ of it for $z$, with the numbers of
             records: above that the share of an upper record decides the noise of all
             blocks.
-        output: Which pair $(x, y)$ is the answer: `Last()`, `Mean()` of all,
-            or `TailMean()` of the second half.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
@@ -100,12 +92,9 @@ class F2SA(AbstractJointSolver):
     clip_norm: Positive = 1.0
     cross_clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
-    sampling: AbstractSampling = FullBatch()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )
-    output: AbstractOutput = Last()
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     blocks: ClassVar = _Blocks
 
     @override

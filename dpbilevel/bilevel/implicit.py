@@ -61,12 +61,9 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         num_steps: $T$. Static.
         step_size: $\eta$, at most $1 / (2 \beta_\Phi)$ in the theorem; or an optax
             optimizer fed with the released hypergradient.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `UniformIterate()`, one of $x_0, \dots,
             x_{T-1}$ at random, which the theorem is about (the paper writes $x_1,
             \dots, x_T$), or for instance `Last()`.
-        sizes: The planned sizes; set by `calibrate`. Static.
         upper_clip_norm: $C$, at which every upper record's contribution $\nabla_x f +
             J^T \nabla_y f$ to the hypergradient is clipped, with $J$ the derivative of
             the lower solution and the public term in $f$; by default no clip. Static:
@@ -95,8 +92,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     num_steps: Count = eqx.field(static=True)
     step_size: StepSize = eqx.field(converter=as_rule)
-    output: AbstractOutput = UniformIterate()
-    sizes: Sizes | None = eqx.field(static=True, default=None)
+    output: AbstractOutput = eqx.field(default=UniformIterate(), kw_only=True)
     upper_clip_norm: Positive | None = eqx.field(
         static=True, default=None, converter=_float_or_none
     )

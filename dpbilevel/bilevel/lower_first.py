@@ -10,7 +10,7 @@ from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, UpperLevel, row_in_x, rows_of_steps
-from .problem import BilevelProblem, Sizes, reads_first
+from .problem import BilevelProblem, reads_first
 from .runs import AbstractPipeline, RunState
 
 LOWER, UPPER = "lower", "upper"
@@ -35,7 +35,6 @@ class LowerFirst(AbstractPipeline):
         lower: The one-level solver of the lower level.
         upper: The one-level solver of the upper level, in $x$.
         budget_split: How the squared budget is split over lower and upper level.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
         ValueError: The lower level reads $x$.
@@ -55,7 +54,6 @@ class LowerFirst(AbstractPipeline):
     budget_split: tuple[float, float] = eqx.field(
         default=(0.5, 0.5), converter=_checks.floats
     )
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {LOWER: AbstractFiniteSum, UPPER: AbstractFiniteSum}
 
     @override

@@ -8,7 +8,6 @@ from typing_extensions import override
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, ValidationLevel, both_levels
-from .problem import Sizes
 from .runs import AbstractPipeline
 
 MODEL = "model"
@@ -28,7 +27,6 @@ class OneLevel(AbstractPipeline):
     Args:
         model: The one-level solver.
         reads: `"upper"`, `"lower"` or `"both"`. Static.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         The releases of `model`. Disjoint people of a level that is not read spend no
@@ -37,7 +35,6 @@ class OneLevel(AbstractPipeline):
 
     model: NoisyGD
     reads: Literal["upper", "lower", "both"] = eqx.field(static=True, default="upper")
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {MODEL: AbstractFiniteSum}
     budget_split: ClassVar = (1.0,)
     in_config: ClassVar[bool] = True

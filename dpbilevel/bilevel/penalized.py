@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
+from .._checks import AbstractVar
 from ..core.curvature import float_array, overshooting_row
 from ..core.descent import Descent
 from ..onelevel.problem import AbstractFiniteSum
@@ -18,11 +19,6 @@ from ..privacy.queries import LEVELS, Query
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Box
 from .problem import BilevelProblem, Levels, Sizes
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

@@ -15,15 +15,15 @@ from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
 from ..core.descent import Descent, Memory, SkippedUpdates, StepSize, as_rule
 from ..core.loop import inner_solve
-from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
-from ..core.solver import AbstractSolver
+from ..core.outputs import SmallestStep
+from ..core.solver import AbstractIterative, AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, FullBatch, unnumbered
+from ..privacy.sampling.base import AbstractSampling, FullBatch
 from .penalized import (
     PenalizedLevel,
     levels_queries,
@@ -51,7 +51,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
+class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     r"""Bilevel descent with two private inner solves and one noisy outer gradient.
 
     One step at $x_t$ with penalty $\lambda$:
@@ -91,7 +91,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         output: Which pair is the answer: `Last()`; `Mean()`, better if records are
             few; or as in the paper `SmallestStep()`, the $x_t$ with the smallest
             $\|x_{t+1} - x_t\|$ and its $y_t$.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         Per outer step the releases of two inner runs and one Gaussian release. An
@@ -115,19 +114,14 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
-    sampling: AbstractSampling = FullBatch()
     run_noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )
-    output: AbstractOutput = Last()
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
-        unnumbered(owner, self.sampling)
-        check_output(owner, self.output)
         if not isinstance(self.inner, AbstractSolver) or not issubclass(
             AbstractFiniteSum, self.inner.problem_type
         ):

@@ -48,7 +48,6 @@ class Refitted(AbstractStages[_State]):
         budget_split: How the squared budget is split over search and refit.
         refit_reads: The levels that `refit` reads, `"lower"` or `"both"`. Gradients of
             upper records are then clipped at the clip norm of `refit`, too. Static.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         The releases of both runs, composed; the status is the worse of the two. A refit
@@ -61,7 +60,6 @@ class Refitted(AbstractStages[_State]):
         default=(0.8, 0.2), converter=_checks.floats
     )
     refit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {"search": BilevelProblem, "refit": AbstractFiniteSum}
 
     @property

@@ -11,11 +11,9 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
-from ..core.outputs import AbstractOutput, Last
-from ..privacy.sampling.base import AbstractSampling, FullBatch
 from ..sets import Euclidean
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
-from .problem import BilevelProblem, Sizes
+from .problem import BilevelProblem
 
 
 class _Blocks(AbstractBlocks):
@@ -66,15 +64,9 @@ class SingleLoopBilevel(AbstractJointSolver):
             if no lower loss reads x, it is the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
-        sampling: How each step's batches are drawn, one per level.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
             of a block is $C_b / \sqrt{s_b}$ times a common factor. If no record's loss
             reads x, it is split over the first two.
-        output: Which pair is the answer: `Last()`, `Mean()` of all,
-            or `TailMean()` of the second half.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
@@ -99,12 +91,9 @@ class SingleLoopBilevel(AbstractJointSolver):
     hessian_clip_norm: Positive | None = None
     cross_clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
-    sampling: AbstractSampling = FullBatch()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )
-    output: AbstractOutput = Last()
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     blocks: ClassVar = _Blocks
 
     @override

@@ -2,26 +2,28 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._checks import Checked, NonNegative, Number
+from .._checks import AbstractVar, Checked, NonNegative, Number
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis, Precision
+from ..privacy.sampling.base import (
+    AbstractSampling,
+    FullBatch,
+    not_by_pass,
+    unnumbered,
+)
 from .levels import people_of
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
+from .outputs import AbstractOutput, Last, check_output
 
 Problem = TypeVar("Problem")
 State = TypeVar("State")
@@ -37,14 +39,15 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         problem_type: The class of problems it solves.
         in_config: Whether a config of the command line can hold it.
         num_steps: The fixed number of steps. Static.
-        sizes: The planned numbers of records; set by `calibrate`. Static.
+        sizes: The planned numbers of records: `Sizes` for two levels, an integer for
+            one. `calibrate` sets it. Static.
     """
 
     problem_type: eqx.AbstractClassVar[type]
     in_config: ClassVar[bool] = True
 
     num_steps: AbstractVar[int]
-    sizes: AbstractVar[Any]
+    sizes: Any = eqx.field(static=True, default=None, kw_only=True)
 
     @property
     @abc.abstractmethod
@@ -210,7 +213,7 @@ class AbstractGaussianSolver(AbstractSolver[Problem, State]):
         return Gaussian(self.noise_multiplier, self.neighbours, self.precision)
 
 
-# Names of the fields that specify the mechanism.
+# Names of the fields that `calibrate` sets.
 MECHANISM_FIELDS = frozenset(AbstractGaussianSolver.__dataclass_fields__)
 
 
@@ -278,6 +281,26 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     def with_noise(self, scale: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": scale * self.num_releases**0.5}
         return dataclasses.replace(self, **changes)
+
+
+class AbstractIterative(Checked):
+    """Fields of a solver that draws batches and answers with one or more iterates.
+
+    Attributes:
+        sampling: How the batches of a step are drawn, one per level.
+        output: Which iterate is the answer: `Last()`, `Mean()` of all, or `TailMean()`
+            of the second half.
+        numbers_batches: Whether steps number their batches, as `SinglePass` needs.
+    """
+
+    sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
+    output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
+    numbers_batches: ClassVar[bool] = False
+
+    def __check_init__(self):
+        owner = type(self).__name__
+        (not_by_pass if self.numbers_batches else unnumbered)(owner, self.sampling)
+        check_output(owner, self.output)
 
 
 Solver = TypeVar("Solver", bound=AbstractSolver)

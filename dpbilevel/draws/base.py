@@ -66,7 +66,6 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     mechanism: AbstractDrawMechanism = eqx.field(kw_only=True)
     dimension: Count | None = eqx.field(static=True, default=None, kw_only=True)
     dtype: str | None = eqx.field(static=True, default=None, kw_only=True)
-    sizes: Any = eqx.field(static=True, default=None, kw_only=True)
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
     in_config: ClassVar[bool] = False
 

@@ -38,7 +38,6 @@ class ExponentialMechanism(AbstractDrawSolver):
         dimension: The number of coordinates of $x$, which samplers on continuous sets
             must know before data is seen. Static.
         dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         One draw, with $k = \varepsilon / o$, where $o$ bounds how far apart one record

@@ -49,7 +49,6 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         budget_split: How the squared budget is split over the rounds; by default in
             equal parts.
         samplers: One a round; set by `calibrate`.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         `len(radii)` draws under replace-one, each as private as a Gaussian release, in
@@ -67,7 +66,6 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
     radii: tuple[float, ...]
     budget_split: tuple[float, ...] | None = None
     samplers: tuple[AbstractSampler, ...] | None = eqx.field(default=None, kw_only=True)
-    sizes: Any = eqx.field(static=True, default=None, kw_only=True)
     problem_type: ClassVar[type] = FiniteSum
     in_config: ClassVar[bool] = False
 

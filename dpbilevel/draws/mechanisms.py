@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Checked, Positive
+from .._checks import AbstractVar, Checked, Positive
 from ..privacy._lazy import dp_accounting
 from ..privacy.accounting import pure
 from ..privacy.budget import Neighbours
@@ -19,7 +19,7 @@ from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis
 from ..sets import AbstractSet
-from .samplers.base import AbstractPotential, AbstractSampler, AbstractVar
+from .samplers.base import AbstractPotential, AbstractSampler
 from .samplers.potentials import Number, scaled_potential
 
 # What the contribution of a score bounds, for the change that one record makes in it:

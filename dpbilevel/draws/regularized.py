@@ -44,7 +44,6 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         mechanism: The mechanism and its noise multiplier.
         dimension: $d$, the number of coordinates of $x$. Static.
         dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
         One draw, under replace-one only. $S$ is $2 G / n$ for declared $G$-Lipschitz

@@ -5,37 +5,35 @@ import typing
 import warnings
 from typing import Any, ClassVar, Literal, Self
 
+import equinox as eqx
+
 from .. import _checks
-from ..core.outputs import AbstractOutput, Mean, check_output
-from ..core.solver import AbstractNoisySolver, State
+from .._checks import AbstractVar
+from ..core.outputs import AbstractOutput, Mean
+from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
-from ..privacy.sampling.base import AbstractSampling, not_by_pass
-from .problem import AbstractVar, AbstractVariationalInequality
+from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
 
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]
 
 
-class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
+class AbstractSaddleSolver(
+    AbstractNoisySolver[AbstractVariationalInequality, State], AbstractIterative
+):
     r"""A solver with explicit bounds, which choose its parameters before any data.
 
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
-        sampling: How each query's batch is drawn.
         output: Which point is the answer; the theorems are about `Mean()`.
     """
 
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
     clip_norm: AbstractVar[float]
-    sampling: AbstractVar[AbstractSampling]
-    output: AbstractVar[AbstractOutput]
-
-    def __check_init__(self):
-        owner = type(self).__name__
-        check_output(owner, self.output)
-        not_by_pass(owner, self.sampling)
+    output: AbstractOutput = eqx.field(default=Mean(), kw_only=True)
+    numbers_batches: ClassVar[bool] = True
 
     @classmethod
     def from_theorem(

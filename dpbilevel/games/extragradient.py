@@ -14,12 +14,11 @@ from typing_extensions import override
 
 from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
-from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, FullBatch
+from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize
 from ..privacy.sampling.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
@@ -61,12 +60,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             an optax optimizer, whose state takes both operators of a step one after the
             other, as in ExtraAdam, and for which there is no `bound`.
         sampling: How each query's batch is drawn.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
             for instance `TailMean(0.5)`, which forgets the start and is often better,
             without a `bound`.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         $2 T$ Gaussian releases, each of $\ell_2$ sensitivity $2C/m$ under replace-one
@@ -86,9 +82,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     num_steps: Count = eqx.field(static=True)
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
-    sampling: AbstractSampling = FullBatch()
-    output: AbstractOutput = Mean()
-    sizes: int | None = eqx.field(static=True, default=None)
     releases_per_step: ClassVar[int] = 2
 
     @classmethod

@@ -12,12 +12,11 @@ from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive
 from ..core.descent import Descent, Memory, SkippedUpdates, finite_or
-from ..core.outputs import AbstractOutput, TailMean, check_output
-from ..core.solver import AbstractNoisySolver
+from ..core.outputs import AbstractOutput, TailMean
+from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, FullBatch, not_by_pass
 from .group_game import GroupGame, entropic_step
 
 GRADIENT_AND_LOSSES = "gradient and losses"
@@ -34,7 +33,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
+class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     r"""Group-robust learning: noisy descent on weighted groups, multiplicative weights.
 
     A step releases the weighted gradient and the losses of the groups,
@@ -82,10 +81,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
             and the noise.
         loss_share: The share of the squared budget that is spent on the losses.
         sampling: How each step's batch is drawn, but not by passes.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which pair is the answer.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         `num_steps` Gaussian releases of both at once. With $u_g \le 1$ the weights
@@ -112,15 +108,9 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     loss_bound: Positive | None = None
     step_size: Positive | None = None
     loss_share: Fraction = 0.1
-    sampling: AbstractSampling = FullBatch()
-    output: AbstractOutput = TailMean()
-    sizes: int | None = eqx.field(static=True, default=None)
+    output: AbstractOutput = eqx.field(default=TailMean(), kw_only=True)
     problem_type: ClassVar[type] = GroupGame
-
-    def __check_init__(self):
-        owner = type(self).__name__
-        not_by_pass(owner, self.sampling)
-        check_output(owner, self.output)
+    numbers_batches: ClassVar[bool] = True
 
     @override
     def init(self, problem, w0) -> _State:

@@ -2,7 +2,6 @@
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -11,17 +10,12 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
-from .._checks import Checked, NonNegative, Positive
+from .._checks import AbstractVar, Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.per_example.clipping import one_record
 from ..sets import AbstractSet, Euclidean, Product
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

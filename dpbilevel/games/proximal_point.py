@@ -17,13 +17,12 @@ from .._checks import Count, Positive, check_fields
 from ..bilevel.certificates.sensitivities import UNITS
 from ..core.descent import SkippedUpdates, finite_or
 from ..core.loop import check_planned_dtype
-from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours
 from ..privacy.certified import CertifiedRelease
 from ..privacy.per_example.clipping import Basis
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, FullBatch
+from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize
 from ..privacy.sampling.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
@@ -65,14 +64,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         inner_steps: The number $N$ of inner steps on one batch. Static.
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which point is projected for the answer: `Mean()` of all, as in the
             theorems, or for instance `TailMean(0.5)`, which forgets the start and is
             often better, without a `bound`.
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
-        sizes: The planned number of records; set by `calibrate`. Static.
         dtype: What the plan takes resolvents to be computed in; set by `calibrate`.
             Static.
 
@@ -106,10 +102,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     strength: Positive
     inner_steps: Count = eqx.field(static=True)
     inner: Inner = eqx.field(static=True, default="picard")
-    sampling: AbstractSampling = FullBatch()
-    output: AbstractOutput = Mean()
     dimension: Count = eqx.field(static=True, default=100)
-    sizes: int | None = eqx.field(static=True, default=None)
     dtype: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):

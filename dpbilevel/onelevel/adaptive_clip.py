@@ -50,13 +50,7 @@ class AdaptiveClipGD(NoisyGD):
         num_steps: The number of steps. Static.
         clip_norm: $C_0$, the norm of the first step; public.
         step_size: As in `NoisyGD`.
-        sampling: How each step's batch is drawn.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
-        output: Which iterate is the answer: `Last()`, `Mean()` of all,
-            or `TailMean()` of the second half.
         momentum: As in `NoisyGD`.
-        sizes: The planned number of records; set by `calibrate`. Static.
         kept: $k$, the mean share of their lengths that gradients are to keep.
         rate: $\rho$, the most by which the logarithm of the norm changes in a step.
         weight: $a$, the length of the coordinate in clip norms.

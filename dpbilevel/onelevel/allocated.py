@@ -1,6 +1,6 @@
 """Noisy gradient descent over passes with randomly allocated records."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -46,11 +46,8 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         batches: $t$, the batches of a pass, at most 65 536. Static.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         step_size: As in `NoisyGD`.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         `num_passes` compositions of `RandomAllocation`: a pass makes $t$ Gaussian
@@ -67,8 +64,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     batches: Count = eqx.field(static=True)
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
-    output: AbstractOutput = Last()
-    sizes: Any = eqx.field(static=True, default=None)
+    output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):

@@ -51,9 +51,6 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         strong_convexity: That of the whole objective, $\mu$; it sets the step size.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         sampling: `FullBatch` gives DP-Loc-GD, `Poisson` DP-Loc-SGD.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         `len(radii) * steps_per_round` Gaussian releases of $\ell_2$ sensitivity $2C/m$
@@ -70,8 +67,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     steps_per_round: Count = eqx.field(static=True)
     strong_convexity: Positive
     clip_norm: Positive
-    sampling: AbstractSampling = FullBatch()
-    sizes: Any = eqx.field(static=True, default=None)
+    sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):

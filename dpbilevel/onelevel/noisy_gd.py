@@ -10,15 +10,14 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
+from .. import _checks
 from .._checks import Count, Positive, ProperFraction
 from ..core.curvature import overshooting_row, unstable_row
 from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule
 from ..core.levels import Sizes
-from ..core.outputs import AbstractOutput, Last, check_output
-from ..core.solver import AbstractNoisySolver
+from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, FullBatch, unnumbered
 from .problem import AbstractFiniteSum
 
 
@@ -30,7 +29,7 @@ class _State(eqx.Module):
     last: LastStep | None  # of plain steps
 
 
-class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
+class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative):
     r"""Projected gradient descent with a clipped, noisy gradient at every step.
 
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
@@ -51,15 +50,9 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         step_size: The longest step size $\eta$; or an optax optimizer fed with the
             released gradient, whose steps are taken as they are.
-        sampling: How each step's batch is drawn.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
-        output: Which iterate is the answer: `Last()`, `Mean()` of all,
-            or `TailMean()` of the second half.
         momentum: $\beta$ in [0, 1) of Nesterov's accelerated steps, which move up to
             $1 / (1 - \beta)$ times as far at the same number of releases; `None` for
             plain steps, and for an optax optimizer, which brings its own.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         `num_steps` Gaussian releases, each of $\ell_2$ sensitivity $2C/m$ under
@@ -76,20 +69,14 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     num_steps: Count = eqx.field(static=True)
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
-    sampling: AbstractSampling = FullBatch()
-    output: AbstractOutput = Last()
     momentum: ProperFraction | None = None
-    sizes: Any = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
-        owner = type(self).__name__
-        unnumbered(owner, self.sampling)
-        check_output(owner, self.output)
         if self.momentum is not None and isinstance(self.step_size, Rule):
             raise ValueError(
-                f"{owner}: an optax optimizer brings its own momentum. Set it there, "
-                f"and leave out momentum."
+                f"{type(self).__name__}: momentum={_checks.shown(self.momentum)} was "
+                "given with an optax optimizer, which brings its own. Set it there."
             )
 
     def descent(self, problem: AbstractFiniteSum) -> Descent:

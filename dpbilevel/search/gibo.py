@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import equinox as eqx
 import jax
@@ -87,11 +87,8 @@ class GradientInformativeBO(
             to the choice of points.
         constant: $c_0$, in variances of the kernel.
         portfolio: The public starts; with `None` all steps descend, from `w0`.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, or for instance
             `TailMean(0.2)`, the average of the last fifth.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
         One draw without $\delta$, as in `Portfolio`, and a Gaussian release in each of
@@ -125,8 +122,7 @@ class GradientInformativeBO(
     jitter: Positive = 1e-8
     constant: NonNegative = 1e4
     portfolio: Portfolio | None = Portfolio()
-    output: AbstractOutput = Last()
-    sizes: Any = eqx.field(static=True, default=None)
+    output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
 
     def __check_init__(self):
         owner = type(self).__name__

@@ -1,19 +1,14 @@
 """Kernels: covariance functions of losses, with the derivatives that methods need."""
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from .._checks import Checked, Positive
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
+from .._checks import AbstractVar, Checked, Positive
 
 Scalar = Float[Array, ""]
 

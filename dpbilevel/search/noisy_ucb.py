@@ -57,11 +57,8 @@ class NoisyUCB(
             By default $(B / 4)^2$.
         exploration: $\beta \ge 0$.
         num_candidates: How many points a step chooses from. Static.
-        noise_multiplier, neighbours, precision: The mechanism of a release, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
         starts: Points that are evaluated first, one a row, such as good ones on public
             data; at most `num_steps`.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Raises:
         ValueError: There are more starts than steps.
@@ -84,7 +81,6 @@ class NoisyUCB(
     exploration: NonNegative = 2.0
     num_candidates: Count = eqx.field(static=True, default=1000)
     starts: Any = None
-    sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         check_fields(self)

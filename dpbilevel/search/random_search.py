@@ -38,7 +38,6 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         mechanism: The mechanism and its epsilon.
         starts: Points of one's own among the candidates, one a row, such as good ones
             on public data; at most $M$.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Raises:
         ValueError: There are more starts than candidates.
@@ -57,7 +56,6 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     clip_range: Positive
     mechanism: Exponential = Exponential()
     starts: Any = None
-    sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         check_fields(self)

@@ -1,7 +1,7 @@
 """Private selection: the best of a random number of noisy evaluations."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -42,9 +42,6 @@ class RepeatAndSelect(
         mean: The expected $K$, above 1. Static.
         shape: Of the negative binomial law of $K$: 1 is geometric, 0 logarithmic,
             `math.inf` Poisson, which needs the fewest steps. Static.
-        noise_multiplier, neighbours, precision: The mechanism of one repetition, set
-            by `calibrate`; as in `AbstractGaussianSolver`.
-        sizes: The planned number of records; set by `calibrate`. Static.
 
     Raises:
         ValueError: $P(K >$ `num_steps`$)$ is above 1/1000; the message names a number
@@ -71,7 +68,6 @@ class RepeatAndSelect(
     clip_range: Positive
     mean: float = eqx.field(static=True)
     shape: float = eqx.field(static=True, default=1.0)
-    sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         check_fields(self)

@@ -80,9 +80,6 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         budget_split: How the squared budget of one run is split over training and loss.
             Disjoint people are charged for one of them only, so use equal shares for
             them.
-        noise_multiplier, neighbours, precision: The mechanism of one loss, set by
-            `calibrate`; as in `AbstractGaussianSolver`.
-        sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
         ValueError: No candidate, one that samples batches, or too few runs.
@@ -111,7 +108,6 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     budget_split: tuple[float, float] = eqx.field(
         default=(1.0, 1.0), converter=_checks.floats
     )
-    sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
 

@@ -111,7 +111,7 @@ def test_steps_beyond_stability_end_near_those_that_are_stable(sampling):
     problem, data = dpb.FiniteSum(dpb.logistic_loss), RECORDS
 
     def loss(step_size):
-        solver = dpb.NoisyGD(60, 0.7, step_size, sampling, output=TAIL)
+        solver = dpb.NoisyGD(60, 0.7, step_size, sampling=sampling, output=TAIL)
         found = loss_of(problem, solver, 6000, data, jnp.zeros(6)).value
         losses = jax.vmap(dpb.logistic_loss, (None, 0))(found, data)
         return float(jnp.mean(losses))

@@ -8,21 +8,16 @@ from it.
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..._checks import Checked, Count, NonNegative, Number, check_fields
+from ..._checks import AbstractVar, Checked, Count, NonNegative, Number, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 _TOGETHER = 128  # points whose potentials are computed side by side
 
