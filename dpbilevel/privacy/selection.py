@@ -14,11 +14,11 @@ from .accounting.repetitions import Repetitions
 from .budget import People
 from .per_example.clipping import Basis
 from .queries import Query
-from .releases import AbstractGaussianRelease, Release
+from .releases import AbstractNoisyRelease, Release
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection(AbstractGaussianRelease):
+class Selection(AbstractNoisyRelease):
     r"""`count` releases of the best of $K$ runs, with the value by which it is chosen.
 
     A run is the release of a value, or first a training, made of Gaussian releases, and

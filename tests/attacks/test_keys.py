@@ -218,7 +218,7 @@ def same_key_for_both(key, *domains):
 
 def one_key_for_all_lanes(solver, problem, data, w, *, key):
     bounded = Bounded(jnp.zeros((2, SIZE)), 1.0)
-    noise = solver.release_noise.with_precision("float")
+    noise = dataclasses.replace(solver.release_noise, precision="float")
     release = functools.partial(noise.release, key=key)
     lanes = Bounded(bounded.raw, jnp.ones(2))
     return jax.vmap(release)(lanes)[0]

@@ -243,7 +243,12 @@ def _shift(part) -> float:
     """Return the distance of the means of a full batch, in standard deviations."""
     if pure.is_pure(part):  # large if epsilon is large
         return pure.epsilon_of(part) / _LARGEST_SHIFT
-    multiplier = part.event.noise_multiplier
+    base = getattr(part, "event", None)
+    if not isinstance(base, dp_accounting.GaussianDpEvent):
+        raise ValueError(
+            f"accounting: {part} is not accounted for; use Gaussian noise."
+        )
+    multiplier = base.noise_multiplier
     return 1 / multiplier if multiplier else math.inf
 
 
@@ -266,7 +271,7 @@ def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
             event=dp_accounting.GaussianDpEvent(),
         ) if neighbours is Neighbours.REPLACE_ONE:
             return (Subset(sample / size, _shift(part)),)
-        case RandomAllocationEvent(batches):
+        case RandomAllocationEvent(batches, dp_accounting.GaussianDpEvent()):
             mu = _shift(part) / neighbours.contributions
             ways: tuple[allocation_loss.Way, ...] = ("replace",)
             if neighbours is Neighbours.ADD_OR_REMOVE_ONE:

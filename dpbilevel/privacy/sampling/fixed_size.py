@@ -84,21 +84,19 @@ class FixedSize(AbstractFixedBatch):
             members = jax.random.permutation(key, size)[: self.size]
         return self._batch(records, members)
 
-    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
-        """A Gaussian event sampled without replacement, replace-one only.
+    def event(self, event, neighbours, size) -> "dp_accounting.DpEvent":
+        """Return the event, sampled without replacement.
 
         Raises:
             ValueError: The relation is add-or-remove-one, or the batch is larger than
                 the data.
         """
-        why = (
-            "with a record more or less, a subset of fixed size contains other records "
-            "too"
+        self._check_accounted(
+            neighbours,
+            size,
+            "a subset of fixed size has other members if a record is added or removed",
         )
-        self._check_accounted(neighbours, size, why)
-        return dp_accounting.SampledWithoutReplacementDpEvent(
-            size, self.size, dp_accounting.GaussianDpEvent(noise_multiplier)
-        )
+        return dp_accounting.SampledWithoutReplacementDpEvent(size, self.size, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """The probability that a small subset has too few different members."""

@@ -67,8 +67,8 @@ class SinglePass(AbstractFixedBatch):
         members = index % count + count * jnp.arange(self.size, dtype=jnp.int32)
         return self._batch(records, members)
 
-    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
-        """A Gaussian event, for the records of the batch; replace-one only.
+    def event(self, event, neighbours, size) -> "dp_accounting.DpEvent":
+        """Return the event unchanged: it is for the records of the batch.
 
         Raises:
             ValueError: The relation is add-or-remove-one, or the batch is larger than
@@ -76,7 +76,7 @@ class SinglePass(AbstractFixedBatch):
         """
         why = "a record less moves others to other batches"
         self._check_accounted(neighbours, size, why)
-        return dp_accounting.GaussianDpEvent(noise_multiplier)
+        return event
 
     def charged(self, count: int, size: int) -> int:
         """One release a pass, for the passes that `count` batches begin."""
