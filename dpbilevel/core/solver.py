@@ -16,6 +16,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis, Precision
+from ..privacy.rows import ForecastRow
 from .levels import people_of
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     def forecast(
         self, problem: Problem, sizes: Any, w0: PyTree
-    ) -> tuple[dict[str, Any], ...]:
+    ) -> tuple[ForecastRow, ...]:
         """Rows of the report's forecast on noise and steps of this solver.
 
         By default none.

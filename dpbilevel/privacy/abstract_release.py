@@ -10,6 +10,7 @@ from ._lazy import dp_accounting
 from .budget import Neighbours, People, PrivacyBudget
 from .per_example.clipping import Basis
 from .queries import LEVELS, RECORDS, Query
+from .rows import ForecastRow, LedgerRow, RoleRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,32 +108,28 @@ class AbstractRelease(abc.ABC):
         """Refuses a budget that no noise reaches; by default none is known to be."""
         del budget
 
-    def row(self) -> dict[str, Any]:
-        """The release in the report: what it reads, by what mechanism."""
+    def row(self) -> LedgerRow:
+        """Return the row of the report: what is read, and by what mechanism."""
         factor = self.neighbours.contributions
         roles = {
-            query.role: {
-                "records": query.size,
-                "sampling": repr(query.sampling),
-                "sensitivity": factor * query.contribution,
-            }
-            for query in self.queries
+            q.role: RoleRow(q.size, repr(q.sampling), factor * q.contribution)
+            for q in self.queries
         }
-        return {
-            "release": self.name,
-            "count": self.count,
-            "roles": roles,
-            "mechanism": type(self.mechanism).__name__,
-            "precision": self.mechanism.precision,
-            "basis": self.basis.value,
-        }
+        return LedgerRow(
+            self.name,
+            self.count,
+            roles,
+            type(self.mechanism).__name__,
+            self.mechanism.precision,
+            self.basis.value,
+        )
 
     @abc.abstractmethod
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """How the noise compares with the signal, as a row of the report.
+    def forecast(self, coordinates: int | None) -> ForecastRow:
+        """Return how the noise compares with the signal, as a row of the report.
 
         Args:
-            coordinates: How many a release has, where that is known.
+            coordinates: Number of coordinates of a release, if known.
         """
 
     @abc.abstractmethod

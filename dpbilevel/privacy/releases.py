@@ -20,6 +20,7 @@ from .mechanisms import AbstractNoise
 from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded
 from .queries import LEVELS, RECORDS, Query, check_rows, of_role
+from .rows import ForecastRow, LedgerRow
 from .sampling.base import FullBatch, Index
 
 PERSON = "person"  # whoever may have a record in either level
@@ -187,26 +188,24 @@ class AbstractNoisyRelease(AbstractRelease):
         return (noise**2 + batches**2) ** 0.5
 
     @override
-    def row(self) -> dict[str, Any]:
-        return super().row() | {
-            "noise_multiplier": self.noise_multiplier,
-            "noise_std": self.noise_std,
-            "clip_norm": self.clip_norm,
-        }
+    def row(self) -> LedgerRow:
+        return dataclasses.replace(
+            super().row(),
+            noise_multiplier=self.noise_multiplier,
+            noise_std=self.noise_std,
+            clip_norm=self.clip_norm,
+        )
 
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """The noise over the largest value, and where it outgrows every signal."""
+    @override
+    def forecast(self, coordinates: int | None) -> ForecastRow:
         ratio = self.noise_std / self.clip_norm
-        row = {
-            "release": self.name,
-            "largest": "clip norm",
-            "noise_std_over_clip_norm": ratio,
-            "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
-        }
-        if coordinates is not None:
-            row["coordinates"] = coordinates
-            row["noise_norm_over_clip_norm"] = ratio * math.sqrt(coordinates)
-        return row
+        return ForecastRow(
+            self.name,
+            noise_std_over_clip_norm=ratio,
+            break_even_coordinates=1 / ratio**2 if ratio else math.inf,
+            coordinates=coordinates,
+            noise_norm_over_clip_norm=coordinates and ratio * math.sqrt(coordinates),
+        )
 
 
 def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
@@ -281,14 +280,13 @@ class Release(AbstractNoisyRelease):
     def overflow(self) -> float:
         return self.failure
 
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """That of a Gaussian release, with what is clipped by."""
-        row = super().forecast(coordinates)
-        if self.value_norm is not None:
-            row["largest"] = "largest value"
-        if self.clip_ratio is not None:
-            row["clip_norm_over_bound"] = float(self.clip_ratio)
-        return row
+    @override
+    def forecast(self, coordinates: int | None) -> ForecastRow:
+        return dataclasses.replace(
+            super().forecast(coordinates),
+            largest="clip norm" if self.value_norm is None else "largest value",
+            clip_norm_over_bound=self.clip_ratio and float(self.clip_ratio),
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:

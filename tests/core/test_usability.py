@@ -136,7 +136,7 @@ def test_run_and_check_together_stay_within_the_budget(monkeypatch):
     mu, report = mu_of_run(check)
     assert gaussian_delta(mu, BUDGET.epsilon) == pytest.approx(BUDGET.delta, rel=1e-6)
     assert report.epsilon <= BUDGET.epsilon
-    assert [row["release"] for row in report.ledger] == ["usable records", "gradient"]
+    assert [row.release for row in report.ledger] == ["usable records", "gradient"]
     # A plan that forgets the check exceeds the budget.
     monkeypatch.setattr(plan, "_after", lambda before, ledger: ledger)
     mu, _ = mu_of_run(check)

@@ -126,7 +126,7 @@ def chi_square(counts, law):
 def test_draws_from_a_grid_have_the_exact_law_and_a_wrong_temperature_is_seen():
     solver = dpb.draws.ExponentialMechanism(GRID, clip_range=1.0)
     plan = dpb.calibrate(MEDIAN, solver, PURE, sizes=50)
-    rate = 1 / plan.report.ledger[0]["temperature"]
+    rate = 1 / plan.report.ledger[0].temperature
     counts = drawn(plan.solver)
     assert chi_square(counts, exact_law(rate, RECORDS)) > ALPHA
     assert chi_square(counts, exact_law(1.1 * rate, RECORDS)) < ALPHA
@@ -138,13 +138,13 @@ def test_one_level_draws_have_the_rate_that_bounded_range_allows():
     assert plan.report.status is dpb.privacy.Status.ENFORCED
     assert plan.report.epsilon == pytest.approx(1.0)
     # epsilon over 2 B / n; half of that is what twice the sensitivity would give.
-    assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(25, rel=1e-3)
+    assert 1 / plan.report.ledger[0].temperature == pytest.approx(25, rel=1e-3)
     add = dataclasses.replace(
         solver,
         mechanism=dpb.draws.Exponential(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE),
     )
     plan = dpb.calibrate(MEDIAN, add, PURE, sizes=50)
-    assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(50, rel=1e-3)
+    assert 1 / plan.report.ledger[0].temperature == pytest.approx(50, rel=1e-3)
 
 
 def test_log_probability_ratios_between_neighbours_never_exceed_epsilon():
@@ -152,7 +152,7 @@ def test_log_probability_ratios_between_neighbours_never_exceed_epsilon():
     plan = dpb.calibrate(
         MEDIAN, dpb.draws.ExponentialMechanism(GRID, clip_range=1.0), PURE, sizes=50
     )
-    rate = 1 / plan.report.ledger[0]["temperature"]
+    rate = 1 / plan.report.ledger[0].temperature
 
     def ratio(factor):
         laws = []
@@ -189,7 +189,7 @@ def test_declared_constants_bound_the_range_and_are_listed():
     plan = dpb.calibrate(DECLARED, solver, PURE, sizes=50)
     assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert any("1-Lipschitz" in text for text in plan.report.assumptions)
-    assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(25, rel=1e-3)
+    assert 1 / plan.report.ledger[0].temperature == pytest.approx(25, rel=1e-3)
 
 
 @pytest.mark.parametrize("total", [0.01, 0.5, 1.0, 3.0])
@@ -329,7 +329,7 @@ def log_laws(problem, candidates, sizes, epsilon):
     def law(upper):
         data = dpb.Levels(upper, jnp.zeros(sizes.lower))
         values = score.bounded(data, start).raw.many(candidates)
-        return jax.nn.log_softmax(-values / plan.report.ledger[0]["temperature"])
+        return jax.nn.log_softmax(-values / plan.report.ledger[0].temperature)
 
     return law, plan.report.epsilon
 
@@ -356,8 +356,8 @@ def test_disjoint_people_are_charged_their_own_level():
     with jax.enable_x64(True):
         report = hyper_plan(clip_range=1.0).report
     assert report.epsilon == pytest.approx(1.0)
-    shares = report.ledger[0]["roles"]
-    ratio = shares["upper"]["sensitivity"] / shares["lower"]["sensitivity"]
+    shares = report.ledger[0].roles
+    ratio = shares["upper"].sensitivity / shares["lower"].sensitivity
     by_person = report.epsilon_by_person
     assert by_person["upper"] / by_person["lower"] == pytest.approx(ratio, rel=1e-6)
 
@@ -373,7 +373,7 @@ def test_a_draw_that_starts_a_descent_is_composed_with_it():
     sizes = EXACT.problem.sizes_of(EXACT.data, "disjoint")
     plan = dpb.calibrate(EXACT.problem, both, budget, sizes=sizes)
     assert plan.report.epsilon <= 1.0
-    assert [row["mechanism"] for row in plan.report.ledger] == [
+    assert [row.mechanism for row in plan.report.ledger] == [
         "Exponential",
         "Gaussian",
     ]
