@@ -13,11 +13,10 @@ import scipy
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.accounting import profiles
 from ..privacy.budget import PrivacyBudget
 from ..privacy.exact.floats import check_rounding
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.per_example.clipping import SUMS, Precision
 from ..privacy.queries import RECORDS, Query

@@ -10,9 +10,8 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import Checked, NonNegative, Number
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis, Precision

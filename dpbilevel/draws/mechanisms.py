@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Positive
-from ..privacy._lazy import dp_accounting
-from ..privacy.accounting import pure
+from .._extras import dp_accounting
+from ..privacy.accounting.closed_forms import pure_event
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import ROUNDING_MARGIN, AbstractMechanism
 from ..privacy.noise import PRNGKey
@@ -213,7 +213,7 @@ class Exponential(AbstractDrawMechanism):
     @override
     def event(self, share=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
         r"""$(s \varepsilon + 2 \xi)$-DP: both laws may be off by $\xi$."""
-        return pure.event(share * float(self.calibrated()) + 2 * log_ratio)
+        return pure_event(share * float(self.calibrated()) + 2 * log_ratio)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:

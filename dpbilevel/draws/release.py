@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from .. import _checks
-from ..privacy._lazy import dp_accounting
-from ..privacy.abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from ..privacy.accounting import profiles
 from ..privacy.budget import People, PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
 from ..privacy.releases import PERSON

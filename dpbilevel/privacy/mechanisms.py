@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Number
-from ._lazy import dp_accounting
+from .._extras import dp_accounting
 from .budget import Neighbours
 from .exact.grid import Grid
 from .exact.normal import standard_normal

@@ -12,10 +12,10 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ._lazy import dp_accounting
-from .abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from .budget import People
 from .exact.int61 import MOST_PLACES
+from .ledger import AbstractRelease
 from .mechanisms import AbstractNoise
 from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded

@@ -12,10 +12,9 @@ from .._version import __version__
 from .accounting import profiles
 from .budget import Neighbours, PrivacyBudget
 from .ledger import Ledger
-from .notebook import table
 from .per_example.clipping import Basis
 from .records.rows import padded_rows
-from .rows import ForecastRow, LedgerRow, RoleRow
+from .rows import ForecastRow, LedgerRow, RoleRow, html_table
 
 
 class Status(enum.Enum):
@@ -135,7 +134,7 @@ class PrivacyReport:
         }
 
     def _repr_html_(self) -> str:
-        return table("PrivacyReport", self.rows())
+        return html_table("PrivacyReport", self.rows())
 
     def __str__(self) -> str:
         """Return the report as a page of text."""

@@ -1,7 +1,9 @@
 """Rows of the report: what was released, and how the noise compares with the signal."""
 
 import dataclasses
+import html
 import math
+from collections.abc import Mapping
 
 # A clip norm below this part of the declared bound is shown in the report.
 _SHORT = 0.5
@@ -179,3 +181,19 @@ class ForecastRow:
                 "count less than the problem says"
             )
         return text
+
+
+def html_table(title: str, rows: Mapping[str, object]) -> str:
+    """Return an HTML table of two columns; every text in it is escaped.
+
+    Args:
+        title: The caption.
+        rows: The name and the value of each row.
+    """
+    body = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(str(name))}</th>"
+        f"<td style='text-align:left'>{html.escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+    )
+    caption = f"<caption>{html.escape(title)}</caption>"
+    return f"<table>{caption}<tbody>{body}</tbody></table>"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from .. import _checks
-from ._lazy import dp_accounting
-from .abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from .accounting import profiles
 from .accounting.repetitions import Repetitions
 from .budget import People
+from .ledger import AbstractRelease
 from .per_example.clipping import Basis
 from .queries import Query
 from .releases import AbstractNoisyRelease, Release

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from .. import _checks
-from ..privacy._lazy import dp_accounting
-from ..privacy.abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from ..privacy.budget import Neighbours, People, PrivacyBudget
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
 from ..privacy.rows import ForecastRow, LedgerRow, RoleRow

@@ -15,8 +15,8 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from .linear import ridge_on
 from .public_size import PublicSize
 

@@ -16,7 +16,8 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.draws.mechanisms import Exponential, RegularizedExponential
-from dpbilevel.privacy.accounting import profiles, pure
+from dpbilevel.privacy.accounting import profiles
+from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.mechanisms import (
     AbstractMechanism,
     AbstractNoise,
@@ -44,7 +45,7 @@ class Laplace(AbstractNoise):
         return math.sqrt(2) * self.scale
 
     def event(self, share=1.0):
-        return pure.event(share * math.sqrt(2) / self.multiplier)
+        return pure_event(share * math.sqrt(2) / self.multiplier)
 
     def part(self, share):
         raise ValueError("Laplace: people must be disjoint.")

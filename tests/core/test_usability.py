@@ -12,7 +12,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core import plan, usability
 from dpbilevel.core.usability import Columns, RecordsCheck
-from dpbilevel.privacy.accounting.gaussian import gaussian_delta
+from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
 from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.privacy.queries import Query
 

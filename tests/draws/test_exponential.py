@@ -17,7 +17,8 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
-from dpbilevel.privacy.accounting import profiles, pure
+from dpbilevel.privacy.accounting import profiles
+from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import CERTIFIED, EXACT, LEVELS, LOWER, ONE_LEVEL, Y0
@@ -194,7 +195,7 @@ def test_declared_constants_bound_the_range_and_are_listed():
 
 @pytest.mark.parametrize("total", [0.01, 0.5, 1.0, 3.0])
 def test_pure_events_have_the_profile_of_randomized_response(total):
-    event = pure.event(total)
+    event = pure_event(total)
     epsilon = np.linspace(0, 1.2 * total, 13)
     found = [profiles.delta(event, dpb.Neighbours.REPLACE_ONE, e) for e in epsilon]
     p = math.exp(total) / (1 + math.exp(total))
@@ -210,11 +211,11 @@ def test_pure_events_have_the_profile_of_randomized_response(total):
 def test_pure_and_gaussian_events_compose_to_less_than_the_sum():
     relation = dpb.Neighbours.REPLACE_ONE
     gaussian = dp_accounting.GaussianDpEvent(4.0)
-    both = dp_accounting.ComposedDpEvent([pure.event(0.5), gaussian])
+    both = dp_accounting.ComposedDpEvent([pure_event(0.5), gaussian])
     alone = profiles.epsilon(gaussian, relation, 1e-5)
     together = profiles.epsilon(both, relation, 1e-5)
     assert alone < together < alone + 0.5
-    twice = dp_accounting.SelfComposedDpEvent(pure.event(0.5), 2)
+    twice = dp_accounting.SelfComposedDpEvent(pure_event(0.5), 2)
     assert profiles.delta(twice, relation, 1.0 + 1e-12) == 0.0
     assert profiles.delta(twice, relation, 0.9) > 0.0
     assert profiles.epsilon(twice, relation, 0.0) == pytest.approx(1.0)

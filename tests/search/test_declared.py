@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.privacy.accounting.gaussian import gaussian_delta
+from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
 from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.search import (
     BlackBox,

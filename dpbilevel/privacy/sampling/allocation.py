@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from ... import _checks
-from .._lazy import dp_accounting
+from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
 from ..records.rows import padded_rows, unpacked
