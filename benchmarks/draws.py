@@ -65,7 +65,7 @@ def solvers(problem, n, d):
     steps = min(max(steps, 64), 4096)
     noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, output=dpb.outputs.Mean())
     plan = dpb.calibrate(problem, noisy, budget, sizes=n)
-    std = plan.report.ledger[0]["noise_std"]
+    std = plan.report.ledger[0].noise_std
     # The step size of the textbook bound for averaged noisy subgradients.
     step_size = 2.0 / math.sqrt(steps * (1 + d * std**2))
     yield "noisy descent", dataclasses.replace(noisy, step_size=step_size)
@@ -139,7 +139,7 @@ def bilevel(n):
         ]
         rows[name] = np.mean(excess)
         if name != "implicit":
-            rows[f"{name}, d / k"] = 2 * plan.report.ledger[0]["temperature"]
+            rows[f"{name}, d / k"] = 2 * plan.report.ledger[0].temperature
     text = ", ".join(f"{name} {value:.2e}" for name, value in rows.items())
     print(f"n = {n}: {text}", flush=True)
     return rows

@@ -57,13 +57,13 @@ def table(problem, solver, sizes):
     for epsilon in (0.1, 1.0, 10.0):
         budget = dpb.PrivacyBudget(epsilon, DELTA)
         plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
-        multiplier = plan.report.ledger[0]["noise_multiplier"]
+        multiplier = plan.report.ledger[0].noise_multiplier
         stds = []
         for level in (0.0, 1.0):
             here = problem.constants.bounds(sizes, jnp.full(4, level))
             stds.append(multiplier * float(here.upper + here.lower))
         paper = paper_std(constants, sizes, budget)
-        worst = plan.report.ledger[0]["noise_std"]
+        worst = plan.report.ledger[0].noise_std
         print(
             f"| {epsilon} | {paper:.3g} | {worst:.3g} | {stds[0]:.3g} | {stds[1]:.3g} "
             f"| {paper / stds[1]:.0f} |"

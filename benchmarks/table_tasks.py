@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import scipy
 
-from dpbilevel.privacy.accounting.gaussian import gaussian_delta
+from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
 
 from .paths import ROOT
 

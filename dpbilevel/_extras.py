@@ -1,6 +1,22 @@
-"""Messages where a package is missing that only a part of the library needs."""
+"""Packages that only a part of the library needs, or that take long to import."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import dp_accounting as dp_accounting
+else:
+
+    class _DpAccounting:
+        """dp-accounting, imported when it is first used.
+
+        With the parts of SciPy that it imports it takes longer to import than JAX.
+        """
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("dp_accounting"), name)
+
+    dp_accounting = _DpAccounting()
 
 _PACKAGES = {"sklearn": "scikit-learn"}  # where module and package have two names
 

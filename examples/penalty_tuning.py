@@ -60,8 +60,8 @@ def plans(problem, sizes, w0, smoke):
     *_, last = found
     print(f"\n{last}, before any record is read:\n{found[last].report}\n")
     ledger = found["PenaltyBilevel, refitted"].report.ledger
-    print("PenaltyBilevel releases:", *(row["release"] for row in ledger), sep="\n  ")
-    assert not [row for row in ledger if "outer" in row["release"]]
+    print("PenaltyBilevel releases:", *(row.release for row in ledger), sep="\n  ")
+    assert not [row for row in ledger if "outer" in row.release]
     return found
 
 

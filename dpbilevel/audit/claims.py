@@ -9,8 +9,9 @@ import scipy
 from jaxtyping import Float
 
 from .. import _checks
-from ..privacy._lazy import dp_accounting
-from ..privacy.accounting import profiles, pure
+from .._extras import dp_accounting
+from ..privacy.accounting import profiles
+from ..privacy.accounting.closed_forms import pure_delta
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 
@@ -51,7 +52,7 @@ def pure_claim(epsilon: float) -> Claim:
         ICML 2015.
     """
     _checks.non_negative("pure_claim", epsilon=epsilon)
-    return functools.partial(pure.delta, epsilon)
+    return functools.partial(pure_delta, epsilon)
 
 
 def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim:

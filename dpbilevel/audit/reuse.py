@@ -12,7 +12,7 @@ import scipy
 from jaxtyping import Float
 
 from ..core.solver import AbstractSolver
-from ..privacy.mechanisms import Gaussian
+from ..privacy.mechanisms import AbstractNoise
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
 from .tradeoff import ALPHA, SolverRun
@@ -113,12 +113,12 @@ def _recorded() -> Iterator[list[Float[np.ndarray, " d"]]]:
     """Collect the noise of every release, by whatever kind of mechanism."""
     tape: list[Float[np.ndarray, " d"]] = []
     with contextlib.ExitStack() as stack:
-        for kind in _kinds(Gaussian):
+        for kind in _kinds(AbstractNoise):
             stack.enter_context(mock.patch.object(kind, "release", _taped(kind, tape)))
         yield tape
 
 
-def _kinds(kind: type[Gaussian]) -> Iterator[type[Gaussian]]:
+def _kinds(kind: type[AbstractNoise]) -> Iterator[type[AbstractNoise]]:
     """Yield the mechanisms that have a release of their own."""
     if "release" in vars(kind):
         yield kind
@@ -126,7 +126,7 @@ def _kinds(kind: type[Gaussian]) -> Iterator[type[Gaussian]]:
         yield from _kinds(other)
 
 
-def _taped(kind: type[Gaussian], tape: list):
+def _taped(kind: type[AbstractNoise], tape: list):
     release = kind.release
 
     def taped(self, bounded, *, key):

@@ -1,6 +1,7 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from ..core.descent import Descent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
+from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Box
 from .problem import BilevelProblem, Levels, Sizes
@@ -171,7 +173,7 @@ def rows_of_steps(
     w0: PyTree,
     steps: Mapping[str, Any],
     penalty: float | Scalar | None = None,
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[ForecastRow, ...]:
     """The rows of a forecast on steps in y that overshoot the public terms.
 
     Args:
@@ -190,10 +192,10 @@ def rows_of_steps(
     sizes = {k: v.step_size for k, v in steps.items() if hasattr(v, "step_size")}
     x, y = jax.tree.map(float_array, w0[0]), w0[1]
 
-    def worst(x: PyTree) -> list[dict[str, Any]]:
+    def worst(x: PyTree) -> list[ForecastRow]:
         gradient = PenalizedLevel(problem, x, penalty).public_gradient
         rows = [
-            row | {"release": f"steps of {name}"}
+            dataclasses.replace(row, release=f"steps of {name}")
             for name, size in sizes.items()
             for row in overshooting_row(size, gradient, y)
         ]
@@ -202,7 +204,7 @@ def rows_of_steps(
     at_start = worst(problem.x_set.project(x))
     at_ends = [row for end in _ends(problem.x_set, x) for row in worst(end)]
     worse = [
-        row | {"from_start": False}
+        dataclasses.replace(row, from_start=False)
         for row in sorted(at_ends, key=_excess)[-1:]
         if not at_start or _excess(row) > _excess(at_start[0])
     ]
@@ -211,18 +213,18 @@ def rows_of_steps(
 
 def row_in_x(
     problem: BilevelProblem, step_size: Any, w0: PyTree
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[ForecastRow, ...]:
     """The row on steps in x that overshoot the upper public term at the start."""
     upper_public = problem.upper_public
     if upper_public is None:
         return ()
     x, y = problem.x_set.project(jax.tree.map(float_array, w0[0])), w0[1]
     rows = overshooting_row(step_size, lambda x: jax.grad(upper_public)(x, y), x)
-    return tuple(row | {"release": "steps of x"} for row in rows)
+    return tuple(dataclasses.replace(row, release="steps of x") for row in rows)
 
 
-def _excess(row: dict[str, Any]) -> float:
-    return row["step_size"] * row["public_curvature"]
+def _excess(row: ForecastRow) -> float:
+    return (row.step_size or 0.0) * (row.public_curvature or 0.0)
 
 
 def _ends(x_set: AbstractSet, x: PyTree) -> list[PyTree]:

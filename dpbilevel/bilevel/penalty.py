@@ -23,6 +23,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive
 from ..privacy.releases import Release
+from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling, FullBatch
 from .penalized import (
     PenalizedLevel,
@@ -363,8 +364,11 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         variance = sum(r.count * r.noise_std**2 for rs in releases for r in rs)
         noise = math.sqrt(optax.tree.size(w0[1]) * variance) / count
         penalty, ratio = float(self.penalty), noise / float(self.upper_clip_norm)
-        row = {"release": "inner solutions", "penalty": penalty}
-        row["multiplied_noise_over_signal"] = penalty * ratio
+        row = ForecastRow(
+            "inner solutions",
+            penalty=penalty,
+            multiplied_noise_over_signal=penalty * ratio,
+        )
         inner = rows_of_steps(problem, w0, {"inner": self.inner}, self.penalty)
         return (row, *inner, *row_in_x(problem, self.step_size, w0))
 

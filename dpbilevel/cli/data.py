@@ -12,7 +12,7 @@ from ..bilevel.problem import Levels
 from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
 from ..privacy.queries import RECORDS
-from ..privacy.records.copies import copies
+from ..privacy.records.stores import copies
 from .columns import CUT, UNUSABLE, AbstractRecords, Records
 from .datasets import CsvData
 from .files import AbstractData, HeldOut, existing

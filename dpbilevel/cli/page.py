@@ -232,15 +232,15 @@ def _recolored(drawing: str, title: str) -> str:
 def _ledger(report: PrivacyReport) -> str:
     rows = []
     for row in report.ledger:
-        for role, part in row["roles"].items():
-            noise = row.get("noise_std")
+        for role, part in row.roles.items():
+            noise = row.noise_std
             rows.append(
                 (
-                    row["release"],
-                    f"{row['count']}",
-                    f"{role}: {part['records']}",
-                    part["sampling"],
-                    f"{part['sensitivity']:.3g}",
+                    row.release,
+                    f"{row.count}",
+                    f"{role}: {part.records}",
+                    part.sampling,
+                    f"{part.sensitivity:.3g}",
                     f"{noise:.3g}" if noise is not None else "a draw",
                 )
             )
@@ -258,8 +258,8 @@ def _terms(report: PrivacyReport) -> str:
     """The meaning of the roles, releases and sampling schemes in the ledger."""
     used = []
     for row in report.ledger:
-        used += [row["release"].split(": ")[0], *row["roles"]]
-        used += [part["sampling"].split("(")[0] for part in row["roles"].values()]
+        used += [row.release.split(": ")[0], *row.roles]
+        used += [part.sampling.split("(")[0] for part in row.roles.values()]
     found = [(term, _TERMS[term]) for term in dict.fromkeys(used) if term in _TERMS]
     return _table(("word", "meaning"), found)
 

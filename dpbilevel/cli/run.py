@@ -19,8 +19,8 @@ from ..core.shares import Usability
 from ..privacy.exact.matmul_check import check_products
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive, root_key
+from ..privacy.per_example.mixing import check_jax
 from ..privacy.report import PrivacyReport, rounded_up
-from ..privacy.untested import check_release
 from ..runs import checkpoint, lock, odometer, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
@@ -144,7 +144,7 @@ def refuse(
         OSError: The folder cannot be made or written to.
     """
     check_products("run")
-    check_release("run")
+    check_jax("run")
     _check_delta(config)
     with _opened(out, chunk, resume, restart), _data_errors(config):
         privacy = config.privacy

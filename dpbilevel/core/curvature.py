@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
+from ..privacy.rows import ForecastRow
 from .descent import Rule
 
 _ITERATIONS, _ACCURACY = 100, 1e-4
@@ -16,7 +17,7 @@ _ITERATIONS, _ACCURACY = 100, 1e-4
 
 def overshooting_row(
     step_size: Any, public_gradient: Callable[[PyTree], PyTree], w0: PyTree
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[ForecastRow, ...]:
     r"""The row of a forecast on steps that overshoot the public terms.
 
     Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
@@ -37,13 +38,16 @@ def overshooting_row(
     curvature, step_size = largest_curvature(public_gradient, w0), float(step_size)
     if step_size * curvature <= 2:
         return ()
-    row = {"step_size": step_size, "public_curvature": curvature}
-    return ({"release": "steps", **row, "from_start": True},)
+    return (
+        ForecastRow(
+            "steps", step_size=step_size, public_curvature=curvature, from_start=True
+        ),
+    )
 
 
 def unstable_row(
     step_size: Any, smoothness: float | None, momentum: float | None = None
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[ForecastRow, ...]:
     r"""Return the row of a forecast on steps beyond a declared curvature of losses.
 
     Args:
@@ -62,9 +66,15 @@ def unstable_row(
     most = 2 if momentum is None else (2 + 2 * momentum) / (1 + 2 * momentum)
     if step_size * smoothness <= most:
         return ()
-    row = {"step_size": float(step_size), "record_curvature": float(smoothness)}
-    row["stable_product"] = float(most)
-    return ({"release": "steps", **row, "from_start": True},)
+    return (
+        ForecastRow(
+            "steps",
+            step_size=float(step_size),
+            record_curvature=float(smoothness),
+            stable_product=float(most),
+            from_start=True,
+        ),
+    )
 
 
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:

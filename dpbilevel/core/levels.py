@@ -11,9 +11,8 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import People
-from ..privacy.records.copies import copies
 from ..privacy.records.disk import OnDisk, shapes_of
-from ..privacy.records.stores import AbstractStore
+from ..privacy.records.stores import AbstractStore, copies
 
 
 class Levels(eqx.Module):

@@ -12,10 +12,10 @@ from .. import _checks
 from ..privacy.budget import Neighbours
 from ..privacy.exact.matmul_check import check_products
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
+from ..privacy.per_example.mixing import check_jax
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.rows import BLOCK, padded, padded_rows
 from ..privacy.records.shards import shards_of
-from ..privacy.untested import check_release
 from . import spent
 from .descent import rejected_updates
 from .levels import Levels, people_of
@@ -121,7 +121,7 @@ def bound_run(
     solver_for(problem, solver, owner)
     problem.check(w0, data)
     check_products(owner)
-    check_release(owner)
+    check_jax(owner)
     # Before records are copied: two levels with one array would get two.
     return bound_to(problem, solver, data, owner)
 

@@ -13,16 +13,16 @@ import scipy
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.accounting import profiles
 from ..privacy.budget import PrivacyBudget
 from ..privacy.exact.floats import check_rounding
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.per_example.clipping import SUMS, Precision
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.report import describe, large_delta, overshooting
+from ..privacy.report import describe, large_delta
+from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling
 from . import spent
 from .levels import Sizes, check_pair, people_of
@@ -148,9 +148,9 @@ def _shaped(leaf: Any) -> Any:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _too_long(forecast: tuple[dict[str, Any], ...]) -> tuple[str, ...]:
+def _too_long(forecast: tuple[ForecastRow, ...]) -> tuple[str, ...]:
     """Return what to warn of: steps that are too long from the start on."""
-    return tuple(overshooting(row) for row in forecast if row.get("from_start"))
+    return tuple(str(row) for row in forecast if row.from_start)
 
 
 def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:

@@ -7,8 +7,8 @@ import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
-from ..privacy.notebook import table
 from ..privacy.report import PrivacyReport
+from ..privacy.rows import html_table
 from .modules import Kept
 from .solver import Solver
 
@@ -50,7 +50,7 @@ class Plan(Generic[Solver]):
         return method | {"sizes": solver.sizes} | self.report.rows()
 
     def _repr_html_(self) -> str:
-        return table(type(self).__name__, self.rows())
+        return html_table(type(self).__name__, self.rows())
 
     def __str__(self) -> str:
         """The calibrated solver and the guarantee."""
@@ -93,7 +93,9 @@ class Solution(eqx.Module, Generic[Report]):
 
     def _repr_html_(self) -> str:
         report: Any = self.report  # its type depends on the call
-        return table("Solution", self._shapes() | (report.rows() if report else {}))
+        return html_table(
+            "Solution", self._shapes() | (report.rows() if report else {})
+        )
 
     def _shapes(self) -> dict[str, object]:
         shown: dict[str, object] = {"value": eqx.tree_pformat(self.value)}

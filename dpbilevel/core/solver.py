@@ -10,12 +10,12 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import AbstractVar, Checked, NonNegative, Number
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis, Precision
+from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import (
     AbstractSampling,
     FullBatch,
@@ -142,7 +142,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     def forecast(
         self, problem: Problem, sizes: Any, w0: PyTree
-    ) -> tuple[dict[str, Any], ...]:
+    ) -> tuple[ForecastRow, ...]:
         """Rows of the report's forecast on noise and steps of this solver.
 
         By default none.

@@ -11,11 +11,11 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, Checked, Positive
-from ..privacy._lazy import dp_accounting
-from ..privacy.accounting import pure
+from .._checks import AbstractVar, Positive
+from .._extras import dp_accounting
+from ..privacy.accounting.closed_forms import pure_event
 from ..privacy.budget import Neighbours
-from ..privacy.mechanisms import ROUNDING_MARGIN
+from ..privacy.mechanisms import ROUNDING_MARGIN, AbstractMechanism
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis
 from ..sets import AbstractSet
@@ -51,7 +51,7 @@ class BoundedScore(eqx.Module):
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
-class AbstractDrawMechanism(Checked):
+class AbstractDrawMechanism(AbstractMechanism):
     """Draws a point from a density that a sealed score shapes.
 
     Attributes:
@@ -128,11 +128,14 @@ class AbstractDrawMechanism(Checked):
         """
 
     @abc.abstractmethod
-    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
-        r"""One draw, for a person who moves the score by a share of the sensitivity.
+    @override
+    def event(
+        self, share: float = 1.0, log_ratio: float = 0.0
+    ) -> "dp_accounting.DpEvent":
+        r"""Return the event of one draw, for a person who moves the score by less.
 
         Args:
-            share: $s$ in (0, 1].
+            share: $s$ in (0, 1], in units of the sensitivity.
             log_ratio: $\xi$ of the sampler, as in `SamplerGuarantee`.
         """
 
@@ -208,14 +211,19 @@ class Exponential(AbstractDrawMechanism):
         return self.calibrated() / sensitivity
 
     @override
-    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+    def event(self, share=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
         r"""$(s \varepsilon + 2 \xi)$-DP: both laws may be off by $\xi$."""
-        return pure.event(share * float(self.calibrated()) + 2 * log_ratio)
+        return pure_event(share * float(self.calibrated()) + 2 * log_ratio)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
         r"""$\varepsilon = 2 / m$: then the zero-concentrated privacy is the same."""
         changes: dict[str, Any] = {"epsilon": 2 / multiplier}
+        return dataclasses.replace(self, **changes)
+
+    @override
+    def scaled(self, factor: Number) -> Self:
+        changes: dict[str, Any] = {"epsilon": self.calibrated() / factor}
         return dataclasses.replace(self, **changes)
 
 
@@ -252,8 +260,8 @@ class RegularizedExponential(AbstractDrawMechanism):
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     @override
-    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
-        """A Gaussian one.
+    def event(self, share=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
+        """Return a Gaussian event.
 
         Raises:
             ValueError: The sampler is exact in the logarithm only, which a Gaussian
@@ -270,3 +278,7 @@ class RegularizedExponential(AbstractDrawMechanism):
     def with_multiplier(self, multiplier: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": multiplier}
         return dataclasses.replace(self, **changes)
+
+    @override
+    def scaled(self, factor: Number) -> Self:
+        return self.with_multiplier(factor * self.calibrated())

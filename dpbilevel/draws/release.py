@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from typing_extensions import override
 
 from .. import _checks
-from ..privacy._lazy import dp_accounting
-from ..privacy.abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from ..privacy.accounting import profiles
 from ..privacy.budget import People, PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
 from ..privacy.releases import PERSON
+from ..privacy.rows import ForecastRow, LedgerRow
 from ..privacy.sampling.base import FullBatch
 from .mechanisms import AbstractDrawMechanism
 from .samplers.base import SamplerGuarantee
@@ -120,11 +120,11 @@ class Draw(AbstractRelease):
             )
 
     @override
-    def row(self) -> dict[str, Any]:
-        return super().row() | {"temperature": 1 / self.rate}
+    def row(self) -> LedgerRow:
+        return dataclasses.replace(super().row(), temperature=1 / self.rate)
 
     @override
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """How far apart two scores are that the draw can tell from each other."""
-        row = {"release": self.name, "temperature": 1 / self.rate}
-        return row if coordinates is None else row | {"coordinates": coordinates}
+    def forecast(self, coordinates: int | None) -> ForecastRow:
+        """Return the difference of two scores that the draw hardly sees."""
+        temperature = 1 / self.rate
+        return ForecastRow(self.name, temperature=temperature, coordinates=coordinates)

@@ -19,8 +19,7 @@ from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling.base import AbstractSampling
-from ..privacy.sampling.fixed_size import FixedSize
-from ..privacy.sampling.single_pass import SinglePass
+from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .choices import cheapest, estimated_multiplier, integers
 from .rates import TheoremConstants

@@ -23,8 +23,7 @@ from ..privacy.certified import CertifiedRelease
 from ..privacy.per_example.clipping import Basis
 from ..privacy.releases import Release
 from ..privacy.sampling.base import AbstractSampling
-from ..privacy.sampling.fixed_size import FixedSize
-from ..privacy.sampling.single_pass import SinglePass
+from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers

@@ -21,7 +21,7 @@ from ..bilevel.certificates.sensitivities import UNITS
 from ..privacy.exact.floats import check_rounding
 from ..privacy.exact.grid import ROUNDED_BITS
 from ..privacy.per_example.clipping import Basis, Precision
-from ..privacy.per_example.grouped import GROUP
+from ..privacy.per_example.factored import GROUP
 from ..privacy.sampling.base import Batch
 from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality

@@ -21,8 +21,8 @@ from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
 from .conclusions import (

@@ -10,8 +10,7 @@ from .records.disk import OnDisk
 from .releases import Release
 from .report import PrivacyReport, Status
 from .sampling.base import FullBatch, Poisson
-from .sampling.fixed_size import FixedSize
-from .sampling.single_pass import SinglePass
+from .sampling.fixed_size import FixedSize, SinglePass
 
 __all__ = [
     "Basis",

@@ -1,19 +1,23 @@
 """Mechanisms: the only code that opens a bounded value."""
 
+import abc
 import dataclasses
+from typing import Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
-from ._lazy import dp_accounting
+from .._checks import NonNegative, Number
+from .._extras import dp_accounting
 from .budget import Neighbours
 from .exact.grid import Grid
 from .exact.normal import standard_normal
 from .noise import PRNGKey, check_shared
-from .per_example.clipping import SUMS, Bounded, Precision
+from .per_example.clipping import Bounded, Precision
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of
@@ -21,45 +25,82 @@ from .per_example.clipping import SUMS, Bounded, Precision
 ROUNDING_MARGIN = 2.0**-11
 
 
-class Gaussian(eqx.Module):
-    r"""The Gaussian mechanism: adds $\mathcal N(0, (m S)^2 I)$ to a bounded value.
+class AbstractMechanism(_checks.Checked):
+    """A mechanism: makes one value that was computed from records public.
 
-    Args:
-        noise_multiplier: $m \ge 0$, the noise's standard deviation over the value's
-            $\ell_2$ sensitivity $S$. `None` until a plan sets it.
-        neighbours: The relation under which $S$ is taken.
-        precision: Precision of the values that it releases: `"grid"`, on which noise
-            and value are integers and their sum is exact, or `"float"`, for research.
-            Static.
+    Ledger and report read a mechanism through the members of this class alone.
 
-    Privacy:
-        One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
-        private and the ledger says so. In precision `"float"` noise and sum are
-        idealised as reals: a float that can be reached from one value and not from its
-        neighbour identifies the value. On the grid the noise is an integer made of
-        random bits, whose distribution is proved (docs/precision.md, "The distribution
-        of the noise").
+    Attributes:
+        neighbours: The relation that sensitivities are taken under. Static.
+        precision: Name of the arithmetic, for the report. Static.
     """
 
-    noise_multiplier: float | Float[Array, ""] | None = None
-    neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
-    precision: Precision = eqx.field(static=True, default="grid")
+    neighbours: eqx.AbstractVar[Neighbours]
+    precision: eqx.AbstractVar[str]
 
-    def __check_init__(self):
-        if self.noise_multiplier is not None:
-            _checks.non_negative("Gaussian", noise_multiplier=self.noise_multiplier)
-        if not isinstance(self.neighbours, Neighbours):
-            raise TypeError(
-                "Gaussian: neighbours must be one of "
-                f"{', '.join(map(str, Neighbours))}, got {self.neighbours!r}."
-            )
-        _checks.one_of("Gaussian", "precision", self.precision, tuple(SUMS))
+    @abc.abstractmethod
+    def event(self, share: float = 1.0) -> "dp_accounting.DpEvent":
+        """Return the event of one release for a person who moves the value by less.
 
-    def release(self, bounded: Bounded, *, key: PRNGKey) -> PyTree:
-        """Opens `bounded` and returns its value plus noise.
+        Its parameters refer to the sensitivity under `neighbours`, so it must be
+        composed by an add-or-remove accountant, which does not double it.
 
         Args:
-            bounded: What to release.
+            share: How far the person moves the value, in (0, 1], in units of the
+                sensitivity.
+
+        Raises:
+            ValueError: The mechanism is not calibrated.
+        """
+
+    @abc.abstractmethod
+    def scaled(self, factor: Number) -> Self:
+        """Return the mechanism with `factor` times the noise."""
+
+
+class AbstractNoise(AbstractMechanism):
+    """A mechanism that adds noise to a bounded value; `Release` takes any.
+
+    A new one is a file with a subclass, its name in `dpbilevel/privacy/__init__.py`,
+    and its entry in tests/contract/test_mechanisms.py.
+
+    Attributes:
+        precision: Precision of the values that it releases, as in `clipped_mean`.
+    """
+
+    precision: eqx.AbstractVar[Precision]
+
+    @property
+    @abc.abstractmethod
+    def multiplier(self) -> Number:
+        """The standard deviation of the noise, in units of the sensitivity.
+
+        Raises:
+            ValueError: The mechanism is not calibrated.
+        """
+
+    @abc.abstractmethod
+    def part(self, share: float) -> "dp_accounting.DpEvent":
+        """Return the event of one of several releases that amount to this one.
+
+        A person with a record in each role is charged one part a role. Independent
+        releases with these events must be at least as revealing as one release of the
+        sum, whatever batches they are made of.
+
+        Args:
+            share: Fraction of the sensitivity; fractions add up to 1.
+
+        Raises:
+            ValueError: The mechanism is no such composition; people must then be
+                disjoint.
+        """
+
+    @abc.abstractmethod
+    def release(self, bounded: Bounded, *, key: PRNGKey) -> PyTree:
+        """Open `bounded` and return its value plus noise.
+
+        Args:
+            bounded: The value and its sensitivity.
             key: A typed key for this release alone.
 
         Returns:
@@ -73,20 +114,57 @@ class Gaussian(eqx.Module):
             TypeError: `bounded` is not a `Bounded`, the key is not typed, or the
                 multiplier is of half precision.
         """
-        if not isinstance(bounded, Bounded):
-            raise TypeError(
-                "Gaussian: only a Bounded value can be released, because its "
-                f"sensitivity is known; got {type(bounded).__name__}. Compute it with "
-                "clipped_mean."
-            )
-        if bounded.precision != self.precision:
-            raise ValueError(
-                f"Gaussian: precision is {self.precision!r}, but the value is of "
-                f"precision {bounded.precision!r}; give clipped_mean and Gaussian the "
-                "same precision=."
-            )
-        check_shared(key, bounded.raw)
-        _checks.single_precision("Gaussian", self)
+
+
+def check_release(mechanism: AbstractNoise, bounded: Bounded, key: PRNGKey) -> None:
+    """Check that a mechanism may open a value; every `release` begins with this.
+
+    Raises:
+        ValueError: As `AbstractNoise.release`.
+        TypeError: As `AbstractNoise.release`.
+    """
+    owner = type(mechanism).__name__
+    if not isinstance(bounded, Bounded):
+        raise TypeError(
+            f"{owner}: only a Bounded value can be released, because its sensitivity "
+            f"is known, got {type(bounded).__name__}. Compute it with clipped_mean."
+        )
+    if bounded.precision != mechanism.precision:
+        raise ValueError(
+            f"{owner}: precision is {mechanism.precision!r}, but the value is of "
+            f"precision {bounded.precision!r}. Give clipped_mean and {owner} the same."
+        )
+    check_shared(key, bounded.raw)
+    _checks.single_precision(owner, mechanism)
+
+
+class Gaussian(AbstractNoise):
+    r"""The Gaussian mechanism: adds $\mathcal N(0, (m S)^2 I)$ to a bounded value.
+
+    Args:
+        noise_multiplier: $m \ge 0$, the noise's standard deviation over the value's
+            $\ell_2$ sensitivity $S$. `None` until a plan sets it.
+        neighbours: The relation under which $S$ is taken. Static.
+        precision: Precision of the values that it releases: `"grid"`, on which noise
+            and value are integers and their sum is exact, or `"float"`, for research.
+            Static.
+
+    Privacy:
+        One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
+        private and the ledger says so. In precision `"float"` noise and sum are
+        idealised as reals: a float that can be reached from one value and not from its
+        neighbour identifies the value. On the grid the noise is an integer made of
+        random bits, whose distribution is proved (docs/precision.md, "The distribution
+        of the noise").
+    """
+
+    noise_multiplier: NonNegative | None = None
+    neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
+    precision: Precision = eqx.field(static=True, default="grid")
+
+    @override
+    def release(self, bounded, *, key):
+        check_release(self, bounded, key)
         multiplier = _checks.at_least_single(self.multiplier)
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
         std = multiplier * (1 + ROUNDING_MARGIN) * bounded.sensitivity(self.neighbours)
@@ -104,36 +182,26 @@ class Gaussian(eqx.Module):
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
 
-    def event(self) -> "dp_accounting.GaussianDpEvent":
-        """One release as an event of dp-accounting.
+    @override
+    def event(self, share: float = 1.0) -> "dp_accounting.GaussianDpEvent":
+        return dp_accounting.GaussianDpEvent(float(self.multiplier) / share)
 
-        Its multiplier is relative to the sensitivity under `neighbours`, so it must be
-        composed by an add-or-remove accountant, which does not double it.
+    @override
+    def part(self, share: float) -> "dp_accounting.GaussianDpEvent":
+        """Return the event of a release with its share of the noise's variance."""
+        return self.event(share**0.5)
 
-        Raises:
-            ValueError: The mechanism is not calibrated.
-        """
-        return dp_accounting.GaussianDpEvent(float(self.multiplier))
+    @override
+    def scaled(self, factor: Number) -> Self:
+        return self.with_multiplier(factor * self.multiplier)
 
-    def scaled(self, factor: float | Float[Array, ""]) -> "Gaussian":
-        """The same mechanism with `factor` times the noise."""
-        return dataclasses.replace(self, noise_multiplier=factor * self.multiplier)
-
-    def with_multiplier(self, noise_multiplier: float | Float[Array, ""]) -> "Gaussian":
-        """The same mechanism with this noise multiplier."""
+    def with_multiplier(self, noise_multiplier: Number) -> Self:
+        """Return the mechanism with this noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
-    def with_precision(self, precision: Precision) -> "Gaussian":
-        """The same mechanism for values of this precision."""
-        return dataclasses.replace(self, precision=precision)
-
     @property
-    def multiplier(self) -> float | Float[Array, ""]:
-        """The calibrated `noise_multiplier`.
-
-        Raises:
-            ValueError: There is none yet.
-        """
+    @override
+    def multiplier(self) -> Number:
         if self.noise_multiplier is None:
             raise ValueError(
                 "Gaussian: no noise multiplier yet, so nothing can be released. Get a "

@@ -1,5 +1,6 @@
 """Keys of noise: typed ones alone, derived once for each use; exponential values."""
 
+import hashlib
 import hmac
 import math
 import os
@@ -20,58 +21,14 @@ PRNGKey = Key[Array, ""]
 # word.
 _GENERATORS = {"threefry2x32": 2, "threefry4x32": 4, "philox4x32": 2}
 
-# What a key may be derived for. Public numbers, append only; far above those of the
-# children that `jax.random.split` gives, so that a derived key is no other child.
-_DOMAINS = {
-    "next": 0xD9B00001,  # the keys of all later steps
-    "step": 0xD9B00002,
-    "sampling": 0xD9B00003,
-    "noise": 0xD9B00004,
-    "upper": 0xD9B00005,
-    "lower": 0xD9B00006,
-    "penalized": 0xD9B00007,
-    "outer": 0xD9B00008,
-    "search": 0xD9B00009,
-    "refit": 0xD9B0000A,
-    "answer": 0xD9B0000B,
-    "first": 0xD9B0000C,
-    "then": 0xD9B0000D,
-    "select": 0xD9B0000E,
-    "walk": 0xD9B0000F,
-    "cell": 0xD9B00010,
-    "smooth": 0xD9B00011,
-    "reject": 0xD9B00012,
-    "restart": 0xD9B00013,
-    "side": 0xD9B00020,
-    "distance": 0xD9B00021,
-    "proposal": 0xD9B00022,
-    "rival": 0xD9B00023,
-    "index": 0xD9B00024,
-    "stages": 0xD9B00025,
-    "accept": 0xD9B00026,
-    "ask": 0xD9B00027,
-    "tell": 0xD9B00028,
-    "repeats": 0xD9B00029,
-    "model": 0xD9B0002A,
-    "models": 0xD9B0002B,
-    "mixture": 0xD9B0002C,
-    "score": 0xD9B0002D,
-    "fit": 0xD9B0002E,
-    "remixture": 0xD9B0002F,
-    "screen": 0xD9B00030,
-    "setting": 0xD9B00031,
-    "value": 0xD9B00032,
-    "base": 0xD9B00060,
-    "length": 0xD9B00061,
-    "move": 0xD9B00062,
-    "moments": 0xD9B00063,
-    "remoments": 0xD9B00064,
-    "usability": 0xD9B00070,
-    "run": 0xD9B00071,
-    "lengths": 0xD9B00072,
-    "prepare": 0xD9B00075,
-    "curvature": 0xD9B00077,
-}
+# Names that keys are derived for, each listed once. A new name changes no other key.
+NAMES = """
+    next step sampling noise upper lower penalized outer search refit answer first
+    then select walk cell smooth reject restart side distance proposal rival index
+    stages accept ask tell repeats model models mixture score fit remixture screen
+    setting value base length move moments remoments usability run lengths prepare
+    curvature
+""".split()
 
 
 def check_key(key: Any) -> PRNGKey:
@@ -157,6 +114,16 @@ def root_key(impl: str = "threefry4x32") -> PRNGKey:
     return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
 
 
+def number_of(name: str) -> int:
+    """Return the public number of a name: 31 bits of its hash, and a leading one.
+
+    So it is far above the numbers of the children that `jax.random.split` gives, and a
+    derived key is no other child.
+    """
+    digest = hashlib.sha256(f"dpbilevel/{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") | 2**31
+
+
 def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
     """One key per named domain; `key` is used up.
 
@@ -171,11 +138,11 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
     Raises:
         ValueError: A domain that is not in the table, or that is named twice.
     """
-    if len(set(domains)) < len(domains) or not set(domains) <= _DOMAINS.keys():
+    if len(set(domains)) < len(domains) or not set(domains) <= set(NAMES):
         raise ValueError(
-            f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
+            f"derive: needs different names among {NAMES}, got {[*domains]}."
         )
-    numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
+    numbers = np.asarray([number_of(name) for name in domains], np.uint32)
     derived = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
     # A split uses the key up, also one into no keys. They are joined to the others so
     # that JAX does not remove the split where it removes what nothing reads.

@@ -12,14 +12,15 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ._lazy import dp_accounting
-from .abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from .budget import People
 from .exact.int61 import MOST_PLACES
-from .mechanisms import Gaussian
+from .ledger import AbstractRelease
+from .mechanisms import AbstractNoise
 from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded
 from .queries import LEVELS, RECORDS, Query, check_rows, of_role
+from .rows import ForecastRow, LedgerRow
 from .sampling.base import FullBatch, Index
 
 PERSON = "person"  # whoever may have a record in either level
@@ -30,21 +31,21 @@ _LARGEST_SUM, _LARGEST_SHARE = 2.0**36, 2.0 ** (MOST_PLACES - 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractGaussianRelease(AbstractRelease):
-    """A sum of clipped means plus Gaussian noise.
+class AbstractNoisyRelease(AbstractRelease):
+    """A sum of clipped means plus noise.
 
     Args:
         mechanism: The noise, relative to the sum of the queries' sensitivities.
         joint: Whether both queries read one batch of the same records.
     """
 
-    mechanism: Gaussian
+    mechanism: AbstractNoise
     joint: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
         owner = type(self).__name__
-        _checks.instance(owner, Gaussian, mechanism=self.mechanism)
+        _checks.instance(owner, AbstractNoise, mechanism=self.mechanism)
         _checks.instance(owner, bool, joint=self.joint)
         if self.joint and (
             tuple(query.role for query in self.queries) != LEVELS
@@ -162,7 +163,7 @@ class AbstractGaussianRelease(AbstractRelease):
     @property
     def noise_multiplier(self) -> float:
         """The noise over the sensitivity of one person with a record in every role."""
-        return self.mechanism.event().noise_multiplier
+        return float(self.mechanism.multiplier)
 
     @property
     def noise_std(self) -> float:
@@ -187,26 +188,24 @@ class AbstractGaussianRelease(AbstractRelease):
         return (noise**2 + batches**2) ** 0.5
 
     @override
-    def row(self) -> dict[str, Any]:
-        return super().row() | {
-            "noise_multiplier": self.noise_multiplier,
-            "noise_std": self.noise_std,
-            "clip_norm": self.clip_norm,
-        }
+    def row(self) -> LedgerRow:
+        return dataclasses.replace(
+            super().row(),
+            noise_multiplier=self.noise_multiplier,
+            noise_std=self.noise_std,
+            clip_norm=self.clip_norm,
+        )
 
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """The noise over the largest value, and where it outgrows every signal."""
+    @override
+    def forecast(self, coordinates: int | None) -> ForecastRow:
         ratio = self.noise_std / self.clip_norm
-        row = {
-            "release": self.name,
-            "largest": "clip norm",
-            "noise_std_over_clip_norm": ratio,
-            "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
-        }
-        if coordinates is not None:
-            row["coordinates"] = coordinates
-            row["noise_norm_over_clip_norm"] = ratio * math.sqrt(coordinates)
-        return row
+        return ForecastRow(
+            self.name,
+            noise_std_over_clip_norm=ratio,
+            break_even_coordinates=1 / ratio**2 if ratio else math.inf,
+            coordinates=coordinates,
+            noise_norm_over_clip_norm=coordinates and ratio * math.sqrt(coordinates),
+        )
 
 
 def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
@@ -217,8 +216,8 @@ def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(AbstractGaussianRelease):
-    r"""`count` releases of one kind: a sum of clipped means plus one Gaussian draw.
+class Release(AbstractNoisyRelease):
+    r"""`count` releases of one kind: a sum of clipped means plus one draw of noise.
 
     Args:
         name: What is released, in the words of the algorithm.
@@ -232,11 +231,11 @@ class Release(AbstractGaussianRelease):
             is declared. Only the report reads it.
 
     Privacy:
-        Noise of standard deviation $m S$ with $S = \sum_r S_r$ over the roles. A person
-        of role $r$ alone sees it as multiplier $m S / S_r$. A person with a record in
-        each role sees independent releases with the noise's variance split in
-        proportion to $S_r$, that is multipliers $m \sqrt{S / S_r}$, whose composition
-        is a Gaussian of multiplier $m$: sensitivities add.
+        The sensitivity is $S = \sum_r S_r$ over the roles. A person of role $r$ alone
+        moves the value by $S_r / S$ of it. A person with a record in each role is
+        charged a part of the mechanism for each: for Gaussian noise of multiplier $m$,
+        independent releases that split its variance in proportion to $S_r$, that is
+        multipliers $m \sqrt{S / S_r}$, whose composition has multiplier $m$.
     """
 
     basis: Basis = Basis.CLIPPED
@@ -281,14 +280,13 @@ class Release(AbstractGaussianRelease):
     def overflow(self) -> float:
         return self.failure
 
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """That of a Gaussian release, with what is clipped by."""
-        row = super().forecast(coordinates)
-        if self.value_norm is not None:
-            row["largest"] = "largest value"
-        if self.clip_ratio is not None:
-            row["clip_norm_over_bound"] = float(self.clip_ratio)
-        return row
+    @override
+    def forecast(self, coordinates: int | None) -> ForecastRow:
+        return dataclasses.replace(
+            super().forecast(coordinates),
+            largest="clip norm" if self.value_norm is None else "largest value",
+            clip_norm_over_bound=self.clip_ratio and float(self.clip_ratio),
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -309,19 +307,21 @@ class Release(AbstractGaussianRelease):
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        for person, query, multiplier in self._shares(people):
-            event = query.sampling.event(multiplier, self.neighbours, query.size)
+        for person, query, event in self._events(people):
+            event = query.sampling.event(event, self.neighbours, query.size)
             count = query.sampling.charged(self.count, query.size)
             yield person, dp_accounting.SelfComposedDpEvent(event, count)
 
-    def _shares(self, people: People) -> Iterator[tuple[str, Query, float]]:
-        multiplier, total = self.noise_multiplier, self.contribution
+    def _events(
+        self, people: People
+    ) -> "Iterator[tuple[str, Query, dp_accounting.DpEvent]]":
+        """Yield the event of one release on a given batch, by person and query."""
         if self.joint:
-            yield PERSON, self.queries[0], multiplier  # one batch has both
+            yield PERSON, self.queries[0], self.mechanism.event()  # one batch has both
             return
         for query in self.queries:
-            ratio = total / query.contribution
+            share = query.contribution / self.contribution
             if query.role == RECORDS or people is People.DISJOINT:
-                yield query.role, query, multiplier * ratio  # m S / S_r
+                yield query.role, query, self.mechanism.event(share)
             else:
-                yield PERSON, query, multiplier * ratio**0.5  # the variance is split
+                yield PERSON, query, self.mechanism.part(share)

@@ -12,9 +12,9 @@ from .._version import __version__
 from .accounting import profiles
 from .budget import Neighbours, PrivacyBudget
 from .ledger import Ledger
-from .notebook import table
 from .per_example.clipping import Basis
 from .records.rows import padded_rows
+from .rows import ForecastRow, LedgerRow, RoleRow, html_table
 
 
 class Status(enum.Enum):
@@ -36,8 +36,6 @@ IDEALISED = {
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }
-# A clip norm below this part of the declared bound is shown in the report.
-_SHORT = 0.5
 TRUSTED = (
     "public terms, sets, counts, clip norms and the starting point hold no private data"
     " but what is released"
@@ -55,15 +53,10 @@ class PrivacyReport:
         relation: The neighbouring relation.
         people: Who may have records in which level; `None` for one level.
         epsilon_by_person: $\varepsilon$ per kind of person.
-        ledger: One row per kind of release: name, count, and per role the number of
-            records, sampling and sensitivity; noise multiplier and standard deviation,
-            and the clip norm: where nothing is clipped, the largest norm of the value.
-        forecast: One row per kind of release: the noise's standard deviation over the
-            clip norm, the number of coordinates at which the expected norm of the
-            noise reaches the clip norm, and, where the shape is known, that norm over
-            the clip norm; where a bound is declared, the clip norm over it. Then those
-            of the solver, on noise that a step multiplies and on steps that are too
-            long for the public terms.
+        ledger: One row per kind of release.
+        forecast: One row per kind of release, on its noise and its signal. Then the
+            solver's own rows: on noise that a step multiplies, and on steps that are
+            too long.
         assumptions: What the guarantee assumes.
         certificates: Bounds proved for this run, such as the chance that a batch
             overflows.
@@ -78,8 +71,8 @@ class PrivacyReport:
     relation: str
     people: str | None
     epsilon_by_person: dict[str, float]
-    ledger: tuple[dict[str, Any], ...]
-    forecast: tuple[dict[str, Any], ...]
+    ledger: tuple[LedgerRow, ...]
+    forecast: tuple[ForecastRow, ...]
     assumptions: tuple[str, ...]
     certificates: tuple[str, ...]
     accountant: str
@@ -88,8 +81,8 @@ class PrivacyReport:
 
     def to_json(self) -> str:
         """The report as JSON text; `from_json` restores it exactly."""
-        fields = dataclasses.asdict(self) | {"status": self.status.value}
-        return json.dumps(_finite(fields), indent=2)
+        fields = dataclasses.asdict(self, dict_factory=_known)
+        return json.dumps(_finite(fields | {"status": self.status.value}), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyReport":
@@ -102,9 +95,14 @@ class PrivacyReport:
             ValueError: The text is not a report.
         """
         try:
-            fields = _infinite(json.loads(text))
+            fields = {"people": None} | _infinite(json.loads(text))
             fields["status"] = Status(fields["status"])
-            for name in ("ledger", "forecast", "assumptions", "certificates"):
+            for row in fields["ledger"]:
+                row["roles"] = {k: RoleRow(**v) for k, v in row["roles"].items()}
+            kinds = {"ledger": LedgerRow, "forecast": ForecastRow}
+            for name, kind in kinds.items():
+                fields[name] = tuple(kind(**row) for row in fields[name])
+            for name in ("assumptions", "certificates"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -130,13 +128,13 @@ class PrivacyReport:
         """Return the rows that a notebook shows of the report, by name."""
         return {
             "guarantee": self.claim,
-            "releases": sum(row["count"] for row in self.ledger),
+            "releases": sum(row.count for row in self.ledger),
             "accountant": self.accountant,
             "assumptions": "; ".join(self.assumptions),
         }
 
     def _repr_html_(self) -> str:
-        return table("PrivacyReport", self.rows())
+        return html_table("PrivacyReport", self.rows())
 
     def __str__(self) -> str:
         """Return the report as a page of text."""
@@ -147,9 +145,9 @@ class PrivacyReport:
                 for person, value in self.epsilon_by_person.items()
             ]
         lines += ["releases:"]
-        lines += [_ledger_line(row) for row in self.ledger] or ["  none"]
+        lines += [f"  {row}" for row in self.ledger] or ["  none"]
         lines += ["noise against signal:"]
-        lines += [_forecast_line(row) for row in self.forecast] or ["  no noise"]
+        lines += [f"  {row}" for row in self.forecast] or ["  no noise"]
         lines += ["assumptions:"] + [f"  - {text}" for text in self.assumptions]
         if self.certificates:
             lines += ["certificates:"] + [f"  - {text}" for text in self.certificates]
@@ -164,7 +162,7 @@ def describe(
     *,
     levels: bool,
     dimensions: dict[str, int] | None = None,
-    forecast: tuple[dict[str, Any], ...] = (),
+    forecast: tuple[ForecastRow, ...] = (),
 ) -> PrivacyReport:
     """Writes the report of a calibrated ledger.
 
@@ -272,94 +270,15 @@ _STATUS = {
 }
 
 
-def _ledger_line(row: dict[str, Any]) -> str:
-    if "declared" in row:
-        ((role, part),) = row["roles"].items()
-        return (
-            f"  {row['count']} x {row['release']}: declared, {row['declared']} | "
-            f"{role}: n = {part['records']}"
-        )
-    roles = "; ".join(
-        f"{role}: n = {part['records']}, {part['sampling']}, "
-        f"sensitivity {part['sensitivity']:.3g}"
-        for role, part in row["roles"].items()
-    )
-    if "temperature" in row:
-        noise = f", temperature {row['temperature']:.3g}"
-    else:
-        multiplier = row["noise_multiplier"]
-        noise = f" noise std {row['noise_std']:.3g} (multiplier {multiplier:.4g})"
-    return f"  {row['count']} x {row['release']}: {row['mechanism']}{noise} | {roles}"
-
-
-def overshooting(row: dict[str, Any]) -> str:
-    """Return what a row of the forecast says on steps that are too long."""
-    size = row["step_size"]
-    if "record_curvature" in row:
-        bound, most = row["record_curvature"], row["stable_product"]
-        return (
-            f"{row['release']}, of size {size:.3g}, may be too long for the records, "
-            f"whose declared smoothness is {bound:.3g}: the product, "
-            f"{size * bound:.3g}, is above {most:.2g}. "
-            f"Use a step size of at most {most / bound:.2g}"
-        )
-    curvature = row["public_curvature"]
-    where = "" if row["from_start"] else " at the ends of the set of x"
-    shorter = f"a step size of at most {1 / curvature:.2g}, or "
-    return (
-        f"{row['release']}, of size {size:.3g}, overshoot the public terms, whose "
-        f"curvature is {curvature:.3g}{where}: such steps are shortened there, in all "
-        f"coordinates. Use {shorter if math.isfinite(curvature) else ''}smaller public "
-        "terms"
-    )
-
-
-def _forecast_line(row: dict[str, Any]) -> str:
-    if "declared" in row:
-        return f"  {row['release']}: what its signal is, the declaration leaves open"
-    if "multiplied_noise_over_signal" in row:
-        ratio = row["multiplied_noise_over_signal"]
-        text = (
-            f"  {row['release']}: their noise, times the penalty of "
-            f"{row['penalty']:.3g}, is about {ratio:.2g} of the largest signal"
-        )
-        if ratio > 1:
-            text += (
-                f" (every hypergradient is mostly noise; with {ratio:.2g} times the "
-                "epsilon or the records both would be equal)"
-            )
-        return text
-    if "public_curvature" in row or "record_curvature" in row:
-        return f"  {overshooting(row)}"
-    if "temperature" in row:
-        return (
-            f"  {row['release']}: scores closer than {row['temperature']:.3g} are "
-            "nearly as likely as the best"
-        )
-    # A report from before there was another bound than a clip norm has no name for it.
-    largest = row.get("largest", "clip norm")
-    text = (
-        f"  {row['release']}: std is {row['noise_std_over_clip_norm']:.2g} of the "
-        f"{largest} per coordinate; noise outgrows any signal beyond "
-        f"{row['break_even_coordinates']:.3g} coordinates"
-    )
-    if "coordinates" in row:
-        ratio = row["noise_norm_over_clip_norm"]
-        text += f"; here {row['coordinates']}: ratio {ratio:.2g}"
-        if ratio > 1:
-            text += " (every single release is mostly noise)"
-    if row.get("clip_norm_over_bound", 1.0) < _SHORT:
-        text += (
-            f"; clips at {row['clip_norm_over_bound']:.2g} of the declared bound, so "
-            "the longest records count less than the problem says"
-        )
-    return text
-
-
 def rounded_up(value: float, digits: int = 6) -> str:
     """The value in few digits, rounded up: a claim is never below what was computed."""
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
+
+
+def _known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields that are not `None`."""
+    return {name: value for name, value in pairs if value is not None}
 
 
 def _finite(value):

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from .. import _checks
-from ._lazy import dp_accounting
-from .abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from .accounting import profiles
 from .accounting.repetitions import Repetitions
 from .budget import People
+from .ledger import AbstractRelease
 from .per_example.clipping import Basis
 from .queries import Query
-from .releases import AbstractGaussianRelease, Release
+from .releases import AbstractNoisyRelease, Release
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection(AbstractGaussianRelease):
+class Selection(AbstractNoisyRelease):
     r"""`count` releases of the best of $K$ runs, with the value by which it is chosen.
 
     A run is the release of a value, or first a training, made of Gaussian releases, and

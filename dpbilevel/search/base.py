@@ -13,9 +13,8 @@ from typing_extensions import override
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import People
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.per_example.structure import rowwise
 from ..privacy.records.rows import Padded, unpacked

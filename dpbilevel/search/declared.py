@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from .. import _checks
-from ..privacy._lazy import dp_accounting
-from ..privacy.abstract_release import AbstractRelease
+from .._extras import dp_accounting
 from ..privacy.budget import Neighbours, People, PrivacyBudget
-from ..privacy.ledger import Ledger
+from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
+from ..privacy.rows import ForecastRow, LedgerRow, RoleRow
 
 TRAINING = "training"
 _TRAINING_RECORDS = "training records"
@@ -182,22 +182,21 @@ class Trainings(AbstractRelease):
         )
 
     @override
-    def row(self) -> dict[str, Any]:
-        """The trainings in the report, in the words of the declaration."""
-        read = {"records": self.mechanism.num_records, "sampling": "as declared"}
-        return {
-            "release": self.name,
-            "count": self.count,
-            "roles": {_TRAINING_RECORDS: read},
-            "mechanism": type(self.mechanism).__name__,
-            "precision": self.mechanism.precision,
-            "basis": self.basis.value,
-            "declared": str(self.mechanism),
-        }
+    def row(self) -> LedgerRow:
+        """Return the trainings in the report, in the words of the declaration."""
+        return LedgerRow(
+            self.name,
+            self.count,
+            {_TRAINING_RECORDS: RoleRow(self.mechanism.num_records, "as declared")},
+            type(self.mechanism).__name__,
+            self.mechanism.precision,
+            self.basis.value,
+            declared=str(self.mechanism),
+        )
 
     @override
-    def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        return {"release": self.name, "declared": str(self.mechanism)}
+    def forecast(self, coordinates: int | None) -> ForecastRow:
+        return ForecastRow(self.name, declared=str(self.mechanism))
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":

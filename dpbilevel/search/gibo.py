@@ -19,8 +19,8 @@ from ..core.solver import AbstractNoisySolver
 from ..draws.base import DRAW
 from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours
+from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release

@@ -20,7 +20,7 @@ from ..privacy.per_example.clipping import (
 )
 from ..privacy.queries import RECORDS, Query
 from ..privacy.records.rows import Padded, unpacked
-from ..privacy.releases import AbstractGaussianRelease
+from ..privacy.releases import AbstractNoisyRelease
 from ..privacy.sampling.base import Batch
 from .base import Proposal
 from .kernels import cast
@@ -67,7 +67,7 @@ def loss_query(clip_range: Number, size: int) -> Query:
 
 
 def noisy_loss(
-    release: AbstractGaussianRelease,
+    release: AbstractNoisyRelease,
     problem: SearchProblem,
     proposal: Proposal,
     losses: Losses,

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from .._checks import Count, NonNegative, Positive, check_fields
 from ..core.solver import AbstractNoisySolver
-from ..privacy.abstract_release import AbstractRelease
+from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from .base import AbstractAskTellSolver, Proposal

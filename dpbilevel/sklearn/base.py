@@ -56,7 +56,6 @@ _NOISE = (
     "the model says next to nothing of the records. Use more records, a larger epsilon "
     "or fewer features."
 )
-_RATIO = "noise_norm_over_clip_norm"
 _MOST_NOISE = 0.5  # of this ratio for the mean of all steps
 # The columns of a level and the indicators of its records; a check and all indicators.
 Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
@@ -304,7 +303,9 @@ class PrivateEstimator(Seedless, BaseEstimator):
             warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
         forecast = plan.report.forecast
         rows = zip(forecast, plan.report.ledger[-len(forecast) :], strict=True)
-        noise = (row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
+        noise = (
+            (row.noise_norm_over_clip_norm or 0) / made.count**0.5 for row, made in rows
+        )
         if lengths is not None and max(noise) > _MOST_NOISE:
             warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
         if length < SHORT * units.numbers**0.5:

@@ -15,8 +15,8 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from .linear import ridge_on
 from .public_size import PublicSize
 
@@ -95,7 +95,7 @@ def planned_descent(
         said = tuple(text for text in found.remarks if not text.startswith("steps"))
         return problem, dataclasses.replace(found, remarks=said)
 
-    noise: Any = plan(1, 1.0, 1.0, 0.0)[1].report.ledger[-1]["noise_std"]  # s
+    noise: Any = plan(1, 1.0, 1.0, 0.0)[1].report.ledger[-1].noise_std  # s
     longest = 1 / (1 / settings.longest + 2 * ridge)
     reach = settings.walk / noise  # of the product of all three
     least, most = settings.clip_norm

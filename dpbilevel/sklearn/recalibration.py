@@ -23,8 +23,8 @@ from ..core.outputs import TailMean
 from ..core.plan import least_multiplier
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.sampling.base import FullBatch
 

@@ -15,8 +15,8 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
 from ..planning.race import Effort
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..runs.progress import check_bar, step_bar
 from .base import Described, key_or_fresh

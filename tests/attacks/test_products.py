@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpbilevel.privacy.per_example import grouped, norms, summation
+from dpbilevel.privacy.per_example import factored, norms, summation
 from dpbilevel.privacy.per_example.clipping import clipped_mean
 from dpbilevel.privacy.per_example.factored import Factored
 from dpbilevel.privacy.per_example.norms import TOO_LONG, scale_and_norm
@@ -196,8 +196,8 @@ def moved2(first, second):
 
 
 def test_the_rounding_of_a_full_group_stays_within_the_margin():
-    assert 1.99 < worst_rounding(grouped.GROUP) <= 2
-    assert 1.99 < worst_rounding(4 * grouped.GROUP) <= 2
+    assert 1.99 < worst_rounding(factored.GROUP) <= 2
+    assert 1.99 < worst_rounding(4 * factored.GROUP) <= 2
 
 
 def cleared():

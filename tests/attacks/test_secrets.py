@@ -22,7 +22,7 @@ def root_key():
 
 
 def children(key):
-    return list(noise.derive(key, *noise._DOMAINS))
+    return list(noise.derive(key, *noise.NAMES))
 
 
 @pytest.fixture(scope="module")

@@ -317,7 +317,8 @@ def epoch(sampling):
 
 @functools.cache
 def epoch_claim():
-    event = dpb.Poisson(1 / EPOCH).event(0.5, ADD_OR_REMOVE, EPOCH)
+    noise = dp_accounting.GaussianDpEvent(0.5)
+    event = dpb.Poisson(1 / EPOCH).event(noise, ADD_OR_REMOVE, EPOCH)
     whole = dp_accounting.SelfComposedDpEvent(event, EPOCH)
     return audit.event_claim(whole, ADD_OR_REMOVE)
 

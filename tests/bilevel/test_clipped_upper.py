@@ -266,7 +266,7 @@ def test_the_report_says_what_rests_on_clipping_and_what_on_constants(x64):
     assert "clipping: each one's contribution is clipped at 0.25" in text
     assert "that of lower records rests on the constants" in text
     (row,) = plan.report.ledger
-    assert row["clip_norm"] == pytest.approx(0.25)
+    assert row.clip_norm == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1"])

@@ -397,7 +397,7 @@ def test_noise_is_a_small_part_of_the_papers(num_steps, x64):
         * math.sqrt(num_steps * math.log(1 / BUDGET.delta))
         / (sizes.upper * BUDGET.epsilon)
     )
-    assert row["noise_std"] < paper / 28
+    assert row.noise_std < paper / 28
 
 
 def test_the_theorems_parameters(x64):

@@ -392,7 +392,7 @@ def test_the_forecast_is_the_noise_between_both_solutions_over_the_largest_signa
     state = plan.solver.step(problem, data, state, key=jax.random.key(0))
     found = jnp.linalg.norm(state.z - state.y)
     largest = 0.3 * 5 * 0.5 / 10  # eta K C_f / lambda
-    forecast = plan.report.forecast[-1]["multiplied_noise_over_signal"]
+    forecast = plan.report.forecast[-1].multiplied_noise_over_signal
     assert found / largest == pytest.approx(forecast, rel=0.15)
 
 
@@ -410,9 +410,9 @@ def test_a_run_whose_inner_noise_hides_the_hypergradient_is_not_called_safe():
         ).report
 
     (ratio,) = (
-        row["multiplied_noise_over_signal"]
+        row.multiplied_noise_over_signal
         for row in report(1).forecast
-        if "multiplied_noise_over_signal" in row
+        if row.multiplied_noise_over_signal is not None
     )
     assert ratio > 10
     assert "every hypergradient is mostly noise" in str(report(1))

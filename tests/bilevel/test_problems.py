@@ -66,7 +66,7 @@ def test_fit_drops_the_outer_release_by_tracing():
         people="disjoint",
         key=jax.random.key(0),
     )
-    assert not [r for r in result.report.ledger if "outer" in r["release"]]
+    assert not [r for r in result.report.ledger if "outer" in r.release]
 
 
 def test_people_defaults_to_the_careful_reading():

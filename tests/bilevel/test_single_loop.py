@@ -321,7 +321,7 @@ def test_the_x_block_is_free_exactly_where_no_record_meets_x():
         sizes=sizes,
         w0=(jnp.zeros(2), Y0),
     )
-    assert plan.report.forecast[0]["coordinates"] == 8
+    assert plan.report.forecast[0].coordinates == 8
 
 
 def test_the_scale_is_that_of_one_full_batch_release():

@@ -134,7 +134,7 @@ def test_a_run_that_is_not_to_be_checked_trains_all_the_same(folder):
 
 def test_the_check_counts_within_the_budget_and_first_in_the_ledger(folder):
     prepared = prepare(read_config(folder / "a.toml"))
-    assert prepared.report.ledger[0]["release"] == "usable records"
+    assert prepared.report.ledger[0].release == "usable records"
     assert prepared.report.epsilon <= 9.0
     assert prepared.ledger.delta(9.0) == pytest.approx(1e-5, rel=1e-6)
     alone = prepared.report_of_check

@@ -103,15 +103,15 @@ def test_a_counted_accuracy_is_in_the_ledger_and_within_the_budget(folder):
     prepared = prepare(read_config(config_of(folder)))
     report = prepared.report
     row = report.ledger[-1]
-    assert row["release"] == "test accuracy"
-    assert row["roles"]["records"]["sensitivity"] == pytest.approx(1 / 40)
+    assert row.release == "test accuracy"
+    assert row.roles["records"].sensitivity == pytest.approx(1 / 40)
     assert report.epsilon <= 1.0
     assert report.epsilon_by_person[evaluation.PEOPLE] == pytest.approx(1.0, rel=1e-6)
     assert any("has one in another file" in text for text in report.assumptions)
     assert any("Compare the spellings" in text for text in report.assumptions)
     found = run(prepared, folder / "out")
     right = expected_scores(folder, found.model).mean()
-    assert abs(found.test.value - right) < 6 * row["noise_std"]
+    assert abs(found.test.value - right) < 6 * row.noise_std
     assert found.test.value != right
     assert (found.test.left_out, found.test.trivial) == (None, None)
 

@@ -76,8 +76,8 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     assert "a factor of at most 2.72" in said
     assert "detects at most 8.5 %" in said
     for row in report.ledger:
-        assert row["release"] in said
-        assert f"{row['noise_std']:.3g}" in said
+        assert row.release in said
+        assert f"{row.noise_std:.3g}" in said
     assert 'solver.inner.type = "NoisyGD"' in said
     assert "spending: 1 run" in said
     assert "Run in <out>" in said
@@ -90,9 +90,9 @@ def test_every_word_of_the_ledger_is_explained(task):
     result = result_of(task)
     said = text_of(page_of(result))
     for row in result.report.ledger:
-        for role, part in row["roles"].items():
-            scheme = part["sampling"].split("(")[0]
-            for word in (row["release"].split(": ")[0], role, scheme):
+        for role, part in row.roles.items():
+            scheme = part.sampling.split("(")[0]
+            for word in (row.release.split(": ")[0], role, scheme):
                 assert f"{word} {page._TERMS[word]}" in said
     assert page._TERMS["screen"] not in said  # a word of none of these ledgers
 

@@ -14,7 +14,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel._version import TESTED_JAX
-from dpbilevel.privacy import untested
+from dpbilevel.privacy.per_example import mixing
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
@@ -162,11 +162,11 @@ def test_a_run_with_a_newer_jax_is_checked_and_warns_once(monkeypatch):
     problem, solver = dpb.FiniteSum(squared), dpb.NoisyGD(1, 1.0, 1.0)
     solver = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=4)
     checked = []
-    monkeypatch.setattr(untested, "check_rows", checked.append)
+    monkeypatch.setattr(mixing, "check_rows", checked.append)
 
     def said(*version):
         monkeypatch.setattr(jax, "__version_info__", version)
-        untested._warn.cache_clear()
+        mixing._warn.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for seed in range(2):
@@ -180,7 +180,7 @@ def test_a_run_with_a_newer_jax_is_checked_and_warns_once(monkeypatch):
     for newer in ((major, minor, *rest, 1), (major, minor + 1, 0)):
         assert len(said(*newer)) == 1
     assert checked == ["solve"] * 4
-    untested._warn.cache_clear()
+    mixing._warn.cache_clear()
 
 
 def test_the_citation_names_the_version():

@@ -17,7 +17,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
-from dpbilevel.privacy.releases import AbstractGaussianRelease
+from dpbilevel.privacy.releases import AbstractNoisyRelease
 from dpbilevel.privacy.selection import Selection
 from tests.contract.recorded import (
     CASES,
@@ -281,7 +281,7 @@ MISTAKES = {
     "no noise": (Gaussian, "release", noise_times(0.0)),
     "half of the noise": (Gaussian, "release", noise_times(0.5)),
     "one key for all": (Gaussian, "release", with_one_key),
-    "a release that the ledger forgets": (AbstractGaussianRelease, "apply", twice),
+    "a release that the ledger forgets": (AbstractNoisyRelease, "apply", twice),
     "twice the clip norm": (Query, "read", of_doubled_clips),
 }
 EVERYWHERE = [
@@ -303,5 +303,5 @@ def test_every_mistake_is_noticed_in_every_class_of_solvers(name, mistake):
         "noise": not sound(noises_of(notes)),
         "sensitivity": excess(name, solve=broken) > 1 + 1e-4,
     }
-    expected = {Query: "sensitivity", AbstractGaussianRelease: "count"}
+    expected = {Query: "sensitivity", AbstractNoisyRelease: "count"}
     assert problems[expected.get(MISTAKES[mistake][0], "noise")], problems

@@ -123,7 +123,7 @@ def test_a_larger_budget_needs_less_noise_and_more_steps_need_more(name):
 
 def test_noise_in_physical_units_is_twice_as_large_when_replacing():
     stds = [
-        calibrated(neighbours=relation).report.ledger[0]["noise_std"]
+        calibrated(neighbours=relation).report.ledger[0].noise_std
         for relation in (dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE)
     ]
     assert stds[0] == pytest.approx(2 * stds[1])

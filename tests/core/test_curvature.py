@@ -45,7 +45,7 @@ def rows(solver, x, problem=PROBLEM):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=SIZES, w0=(x, Y0))
-    found = [row for row in plan.report.forecast if "public_curvature" in row]
+    found = [row for row in plan.report.forecast if row.public_curvature is not None]
     return found, [str(warning.message) for warning in caught], str(plan.report)
 
 
@@ -118,15 +118,15 @@ def test_a_row_is_there_beyond_two_over_the_curvature(size, found):
     row = overshooting_row(size, gradient, jnp.zeros(3))
     assert len(row) == found
     for entry in row:
-        assert entry["public_curvature"] == pytest.approx(4.0, rel=1e-5)
+        assert entry.public_curvature == pytest.approx(4.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("make", [penalty, single_loop, refitted])
 def test_the_box_of_x_decides_the_row_and_its_start_the_warning(make):
     found, warned, text = rows(make(1.0), LEAST)
     (row,) = found
-    assert (row["step_size"], row["from_start"]) == (1.0, False)
-    assert row["public_curvature"] == pytest.approx(np.exp(2), rel=1e-4)
+    assert (row.step_size, row.from_start) == (1.0, False)
+    assert row.public_curvature == pytest.approx(np.exp(2), rel=1e-4)
     assert not warned
     name = {penalty: "inner", single_loop: "v", refitted: "refit"}[make]
     assert (
@@ -135,12 +135,12 @@ def test_the_box_of_x_decides_the_row_and_its_start_the_warning(make):
     ) in text
 
     found, warned, _ = rows(make(1.0), LARGEST)
-    assert [row["from_start"] for row in found] == [True]
+    assert [row.from_start for row in found] == [True]
 
     # Above the threshold at the start, and more so at an end.
     between, above, _ = rows(make(1.0), jnp.full(2, 1.0))
-    assert [row["from_start"] for row in between] == [True, False]
-    assert [row["public_curvature"] for row in between] == pytest.approx(
+    assert [row.from_start for row in between] == [True, False]
+    assert [row.public_curvature for row in between] == pytest.approx(
         [np.exp(1), np.exp(2)], rel=1e-4
     )
     assert "curvature is 2.72: such steps" in above[0]
@@ -172,9 +172,7 @@ def test_ends_are_those_of_a_box(x_set, largest):
     problem = dataclasses.replace(PROBLEM, x_set=x_set)
     found, _, _ = rows(penalty(1.0), LEAST, problem)
     expected = [] if largest is None else [np.exp(largest)]
-    assert [row["public_curvature"] for row in found] == pytest.approx(
-        expected, rel=1e-4
-    )
+    assert [row.public_curvature for row in found] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("make", [penalty, single_loop, refitted, one_level])
@@ -198,7 +196,7 @@ def test_a_refit_of_both_levels_is_judged_with_the_upper_term():
         solver = dpb.Refitted(single_loop(0.1), fit, (0.5, 0.5), reads)
         found, _, text = rows(solver, LEAST, problem)
         assert ("steps of refit, of size 2, overshoot" in text) == bool(found)
-        return [row["public_curvature"] for row in found]
+        return [row.public_curvature for row in found]
 
     assert curvatures("lower") == []
     # 2 n_f / n_g.
@@ -212,8 +210,8 @@ def test_steps_in_x_are_judged_by_the_upper_term():
     equal = jnp.full(2, 0.5)
     for solver in (penalty(0.1), single_loop(0.1)):
         found, warned, _ = rows(solver, equal, problem)
-        assert [row["release"] for row in found] == ["steps of x"]
-        assert found[0]["public_curvature"] == pytest.approx(100.0, rel=1e-4)
+        assert [row.release for row in found] == ["steps of x"]
+        assert found[0].public_curvature == pytest.approx(100.0, rel=1e-4)
         assert len(warned) == 1
 
 
@@ -225,7 +223,7 @@ def test_runs_are_judged_by_the_fit_that_meets_the_public_terms():
         dpb.applications.MixedSources(fit, fit, fit, fit),
     ):
         found, _, _ = rows(solver, jnp.zeros(2), problem)
-        assert [row["release"] for row in found] == ["steps of fit"]
+        assert [row.release for row in found] == ["steps of fit"]
     mixing = dataclasses.replace(
         dpb.applications.source_mixing(dpb.logistic_loss, 2),
         lower_public=lambda _, y: 5.0 * jnp.sum(y**2),

@@ -12,7 +12,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core import plan, usability
 from dpbilevel.core.usability import Columns, RecordsCheck
-from dpbilevel.privacy.accounting.gaussian import gaussian_delta
+from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
 from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.privacy.queries import Query
 
@@ -136,7 +136,7 @@ def test_run_and_check_together_stay_within_the_budget(monkeypatch):
     mu, report = mu_of_run(check)
     assert gaussian_delta(mu, BUDGET.epsilon) == pytest.approx(BUDGET.delta, rel=1e-6)
     assert report.epsilon <= BUDGET.epsilon
-    assert [row["release"] for row in report.ledger] == ["usable records", "gradient"]
+    assert [row.release for row in report.ledger] == ["usable records", "gradient"]
     # A plan that forgets the check exceeds the budget.
     monkeypatch.setattr(plan, "_after", lambda before, ledger: ledger)
     mu, _ = mu_of_run(check)

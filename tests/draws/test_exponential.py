@@ -17,7 +17,8 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
-from dpbilevel.privacy.accounting import profiles, pure
+from dpbilevel.privacy.accounting import profiles
+from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import CERTIFIED, EXACT, LEVELS, LOWER, ONE_LEVEL, Y0
@@ -126,7 +127,7 @@ def chi_square(counts, law):
 def test_draws_from_a_grid_have_the_exact_law_and_a_wrong_temperature_is_seen():
     solver = dpb.draws.ExponentialMechanism(GRID, clip_range=1.0)
     plan = dpb.calibrate(MEDIAN, solver, PURE, sizes=50)
-    rate = 1 / plan.report.ledger[0]["temperature"]
+    rate = 1 / plan.report.ledger[0].temperature
     counts = drawn(plan.solver)
     assert chi_square(counts, exact_law(rate, RECORDS)) > ALPHA
     assert chi_square(counts, exact_law(1.1 * rate, RECORDS)) < ALPHA
@@ -138,13 +139,13 @@ def test_one_level_draws_have_the_rate_that_bounded_range_allows():
     assert plan.report.status is dpb.privacy.Status.ENFORCED
     assert plan.report.epsilon == pytest.approx(1.0)
     # epsilon over 2 B / n; half of that is what twice the sensitivity would give.
-    assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(25, rel=1e-3)
+    assert 1 / plan.report.ledger[0].temperature == pytest.approx(25, rel=1e-3)
     add = dataclasses.replace(
         solver,
         mechanism=dpb.draws.Exponential(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE),
     )
     plan = dpb.calibrate(MEDIAN, add, PURE, sizes=50)
-    assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(50, rel=1e-3)
+    assert 1 / plan.report.ledger[0].temperature == pytest.approx(50, rel=1e-3)
 
 
 def test_log_probability_ratios_between_neighbours_never_exceed_epsilon():
@@ -152,7 +153,7 @@ def test_log_probability_ratios_between_neighbours_never_exceed_epsilon():
     plan = dpb.calibrate(
         MEDIAN, dpb.draws.ExponentialMechanism(GRID, clip_range=1.0), PURE, sizes=50
     )
-    rate = 1 / plan.report.ledger[0]["temperature"]
+    rate = 1 / plan.report.ledger[0].temperature
 
     def ratio(factor):
         laws = []
@@ -189,12 +190,12 @@ def test_declared_constants_bound_the_range_and_are_listed():
     plan = dpb.calibrate(DECLARED, solver, PURE, sizes=50)
     assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert any("1-Lipschitz" in text for text in plan.report.assumptions)
-    assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(25, rel=1e-3)
+    assert 1 / plan.report.ledger[0].temperature == pytest.approx(25, rel=1e-3)
 
 
 @pytest.mark.parametrize("total", [0.01, 0.5, 1.0, 3.0])
 def test_pure_events_have_the_profile_of_randomized_response(total):
-    event = pure.event(total)
+    event = pure_event(total)
     epsilon = np.linspace(0, 1.2 * total, 13)
     found = [profiles.delta(event, dpb.Neighbours.REPLACE_ONE, e) for e in epsilon]
     p = math.exp(total) / (1 + math.exp(total))
@@ -210,11 +211,11 @@ def test_pure_events_have_the_profile_of_randomized_response(total):
 def test_pure_and_gaussian_events_compose_to_less_than_the_sum():
     relation = dpb.Neighbours.REPLACE_ONE
     gaussian = dp_accounting.GaussianDpEvent(4.0)
-    both = dp_accounting.ComposedDpEvent([pure.event(0.5), gaussian])
+    both = dp_accounting.ComposedDpEvent([pure_event(0.5), gaussian])
     alone = profiles.epsilon(gaussian, relation, 1e-5)
     together = profiles.epsilon(both, relation, 1e-5)
     assert alone < together < alone + 0.5
-    twice = dp_accounting.SelfComposedDpEvent(pure.event(0.5), 2)
+    twice = dp_accounting.SelfComposedDpEvent(pure_event(0.5), 2)
     assert profiles.delta(twice, relation, 1.0 + 1e-12) == 0.0
     assert profiles.delta(twice, relation, 0.9) > 0.0
     assert profiles.epsilon(twice, relation, 0.0) == pytest.approx(1.0)
@@ -329,7 +330,7 @@ def log_laws(problem, candidates, sizes, epsilon):
     def law(upper):
         data = dpb.Levels(upper, jnp.zeros(sizes.lower))
         values = score.bounded(data, start).raw.many(candidates)
-        return jax.nn.log_softmax(-values / plan.report.ledger[0]["temperature"])
+        return jax.nn.log_softmax(-values / plan.report.ledger[0].temperature)
 
     return law, plan.report.epsilon
 
@@ -356,8 +357,8 @@ def test_disjoint_people_are_charged_their_own_level():
     with jax.enable_x64(True):
         report = hyper_plan(clip_range=1.0).report
     assert report.epsilon == pytest.approx(1.0)
-    shares = report.ledger[0]["roles"]
-    ratio = shares["upper"]["sensitivity"] / shares["lower"]["sensitivity"]
+    shares = report.ledger[0].roles
+    ratio = shares["upper"].sensitivity / shares["lower"].sensitivity
     by_person = report.epsilon_by_person
     assert by_person["upper"] / by_person["lower"] == pytest.approx(ratio, rel=1e-6)
 
@@ -373,7 +374,7 @@ def test_a_draw_that_starts_a_descent_is_composed_with_it():
     sizes = EXACT.problem.sizes_of(EXACT.data, "disjoint")
     plan = dpb.calibrate(EXACT.problem, both, budget, sizes=sizes)
     assert plan.report.epsilon <= 1.0
-    assert [row["mechanism"] for row in plan.report.ledger] == [
+    assert [row.mechanism for row in plan.report.ledger] == [
         "Exponential",
         "Gaussian",
     ]

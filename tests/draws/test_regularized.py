@@ -307,9 +307,9 @@ def test_losses_that_differ_less_than_they_slope_are_drawn_at_a_higher_rate():
     fine = dataclasses.replace(whole, lipschitz_spread=0.1)
     plans = [dpb.calibrate(p, regularized(), BUDGET, sizes=40) for p in (whole, fine)]
     # The Lipschitz constant of the change is 2 * 0.1 / 40 as records are in [-1, 1].
-    shares = [plan.report.ledger[0]["roles"]["records"] for plan in plans]
-    assert shares[0]["sensitivity"] == pytest.approx(2 * 0.6 / 40)
-    assert shares[1]["sensitivity"] == pytest.approx(2 * 0.1 / 40)
+    shares = [plan.report.ledger[0].roles["records"] for plan in plans]
+    assert shares[0].sensitivity == pytest.approx(2 * 0.6 / 40)
+    assert shares[1].sensitivity == pytest.approx(2 * 0.1 / 40)
     assert any("0.2-Lipschitz" in text for text in plans[1].report.assumptions)
     assert not any("difference" in text for text in plans[0].report.assumptions)
     with pytest.raises(ValueError, match="at most lipschitz"):

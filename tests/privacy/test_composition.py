@@ -10,7 +10,8 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy.accounting import profiles, pure
+from dpbilevel.privacy.accounting import profiles
+from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.accounting.composition import Composition, _Law
 from dpbilevel.privacy.accounting.losses import Allocated, Atoms, Shifted, Subset
 from tests.privacy import reference_accounting as reference
@@ -72,7 +73,7 @@ def test_what_a_pass_may_lose_beyond_its_largest_finite_loss_counts_as_infinite(
 @pytest.mark.parametrize(("one", "count"), [(0.1, 100), (0.5, 60), (2.0, 20)])
 def test_composed_releases_without_delta_cost_what_a_binomial_sum_does(one, count):
     chance = 1 / (1 + math.exp(-one))
-    event = dp_accounting.SelfComposedDpEvent(pure.event(one), count)
+    event = dp_accounting.SelfComposedDpEvent(pure_event(one), count)
     profile = profiles.profile(event, dpb.Neighbours.REPLACE_ONE)
     ups = np.arange(count + 1)
     law = scipy.stats.binom.pmf(ups, count, chance)
@@ -87,7 +88,7 @@ def test_composed_releases_without_delta_cost_what_a_binomial_sum_does(one, coun
 
 def test_every_release_without_delta_beside_gaussian_ones_counts():
     one, count, mu, epsilon = 0.1, 20, 0.5, 1.5
-    draws = dp_accounting.SelfComposedDpEvent(pure.event(one), count)
+    draws = dp_accounting.SelfComposedDpEvent(pure_event(one), count)
     gaussian = dp_accounting.GaussianDpEvent(1 / mu)
     event = dp_accounting.ComposedDpEvent([draws, gaussian])
     exact = sum(

@@ -127,7 +127,7 @@ def calibrated_delta(relation, steps, epsilon, target, wrong=1):
     problem, budget = dpb.FiniteSum(lambda w, z: w * z), dpb.PrivacyBudget
     plan = dpb.calibrate(problem, solver, budget(epsilon, target), sizes=400)
     moved = {REPLACE: 2 * 3.0 / 400, ADD_OR_REMOVE: 3.0 / 400}[relation]
-    std = plan.report.ledger[0]["noise_std"]
+    std = plan.report.ledger[0].noise_std
     return reference.gaussian(wrong * math.sqrt(steps) * moved / std, epsilon)
 
 
@@ -144,10 +144,10 @@ def calibrated_penalty(people, swapped=False):
     apart = (people is DISJOINT) is not swapped
     squares = {"upper": 0.0, "lower": 0.0, "person": 0.0}
     for row in report.ledger:
-        moved = {r: part["sensitivity"] for r, part in row["roles"].items()}
+        moved = {r: part.sensitivity for r, part in row.roles.items()}
         moved["person"] = sum(moved.values())
         for person, distance in moved.items():
-            squares[person] += row["count"] * (distance / row["noise_std"]) ** 2
+            squares[person] += row.count * (distance / row.noise_std) ** 2
     kinds = ("upper", "lower") if apart else ("person",)
     return max(reference.gaussian(math.sqrt(squares[k]), 1.0) for k in kinds)
 

@@ -398,7 +398,7 @@ def test_precision_reaches_every_release_and_the_report():
     sizes = dpb.Sizes(30, 30, "disjoint")
     for options, precision in (({}, "grid"), ({"precision": "float"}, "float")):
         plan = dpb.calibrate(problem, solver, budget, sizes=sizes, **options)
-        assert {row["precision"] for row in plan.report.ledger} == {precision}
+        assert {row.precision for row in plan.report.ledger} == {precision}
         research = "precision float, for research" in str(plan.report)
         assert research == (precision == "float")
 

@@ -102,22 +102,22 @@ def test_the_printed_chance_of_overflow_is_not_below_the_counted_one():
 def test_infinite_losses_are_printed_and_restored():
     assert REPORTS["no_noise"].epsilon == math.inf
     assert "epsilon = inf" in str(REPORTS["no_noise"])
-    assert REPORTS["no_noise"].forecast[0]["break_even_coordinates"] == math.inf
+    assert REPORTS["no_noise"].forecast[0].break_even_coordinates == math.inf
 
 
 def test_the_ledger_row_holds_sensitivity_and_noise():
     (row,) = REPORTS["one_level"].ledger
-    assert row["roles"]["records"]["sensitivity"] == pytest.approx(2 * 2 / 1000)
-    assert row["noise_std"] == pytest.approx(4 * 2 * 2 / 1000)
-    assert row["count"] == 3
+    assert row.roles["records"].sensitivity == pytest.approx(2 * 2 / 1000)
+    assert row.noise_std == pytest.approx(4 * 2 * 2 / 1000)
+    assert row.count == 3
 
 
 def test_the_forecast_compares_noise_with_the_clip_norm():
     (row,) = REPORTS["one_level"].forecast
     ratio = 4 * 2 * 2 / 1000 / 2
-    assert row["noise_std_over_clip_norm"] == pytest.approx(ratio)
-    assert row["break_even_coordinates"] == pytest.approx(1 / ratio**2)
-    assert row["noise_norm_over_clip_norm"] == pytest.approx(10 * ratio)
+    assert row.noise_std_over_clip_norm == pytest.approx(ratio)
+    assert row.break_even_coordinates == pytest.approx(1 / ratio**2)
+    assert row.noise_norm_over_clip_norm == pytest.approx(10 * ratio)
     assert "mostly noise" not in str(REPORTS["one_level"])
     hopeless = report(release(multiplier=400.0), dimensions={"gradient": 100})
     assert "mostly noise" in str(hopeless)

@@ -2,6 +2,7 @@ import functools
 import itertools
 import math
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from dpbilevel.privacy.sampling.base import masked_batch
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 ALPHA = 1e-4
+GAUSSIAN = dp_accounting.GaussianDpEvent(2.0)
 N, DRAWS = 12, 20_000
 
 
@@ -83,7 +85,7 @@ def test_the_realised_rate_is_what_the_bits_give_and_what_is_accounted(rate):
     assert 0 < realised < 1
     assert abs(realised - rate) <= 2.0**-32
     assert (realised * 2**32).is_integer()
-    event = sampling.event(1.0, ADD_OR_REMOVE, 100)
+    event = sampling.event(GAUSSIAN, ADD_OR_REMOVE, 100)
     assert event.sampling_probability == realised
     assert sampling.denominator(100) == 100 * realised
 
@@ -229,14 +231,14 @@ def test_a_small_subset_runs_out_of_members_as_rarely_as_it_is_charged(size, n):
 
 
 def test_fixed_size_is_refused_under_add_or_remove_with_the_reason():
-    with pytest.raises(ValueError, match=r"contains other records too.*Use Poisson"):
-        dpb.FixedSize(5).event(1.0, ADD_OR_REMOVE, 10)
+    with pytest.raises(ValueError, match=r"has other members.*Use Poisson"):
+        dpb.FixedSize(5).event(GAUSSIAN, ADD_OR_REMOVE, 10)
 
 
 def test_a_fixed_size_larger_than_the_data_is_refused(getkey):
     message = "cannot draw a batch of 11 from 10 records"
     with pytest.raises(ValueError, match=message):
-        dpb.FixedSize(11).event(1.0, REPLACE, 10)
+        dpb.FixedSize(11).event(GAUSSIAN, REPLACE, 10)
     with pytest.raises(ValueError, match=message):
         dpb.FixedSize(11).draw(jnp.zeros(10), 10, key=getkey())
 
@@ -247,7 +249,7 @@ def test_a_full_batch_is_everything_under_either_relation(getkey):
     assert batch.mask is None
     assert batch.denominator == 7
     for relation in (REPLACE, ADD_OR_REMOVE):
-        assert dpb.FullBatch().event(2.0, relation, 7).noise_multiplier == 2.0
+        assert dpb.FullBatch().event(GAUSSIAN, relation, 7) is GAUSSIAN
         assert dpb.FullBatch().failure(relation, 7) == 0
 
 

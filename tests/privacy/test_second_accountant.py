@@ -12,8 +12,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.sampling.base import AbstractSampling, FullBatch, Poisson
-from dpbilevel.privacy.sampling.fixed_size import FixedSize
-from dpbilevel.privacy.sampling.single_pass import SinglePass
+from dpbilevel.privacy.sampling.fixed_size import FixedSize, SinglePass
 from tests.cases import first_of_each_class, found
 from tests.privacy import second_accountant
 

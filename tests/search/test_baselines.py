@@ -117,7 +117,7 @@ def test_a_random_search_is_pure_and_any_number_of_candidates_costs_the_same():
             assert report.delta == 0
             assert report.accountant == "exact composition of draws without delta"
         assert {r.status for r in reports} == {dpb.privacy.Status.ENFORCED}
-        temperatures = [r.ledger[0]["temperature"] for r in reports]
+        temperatures = [r.ledger[0].temperature for r in reports]
         np.testing.assert_allclose(temperatures, 2 * 2.0 / 100, rtol=2e-3)
 
 

@@ -169,8 +169,8 @@ def test_the_ledger_of_a_study_has_its_trainings():
     report = studied(
         optuna.create_study(), Objective(), training=training, trainings_after=1
     ).report
-    (row,) = (row for row in report.ledger if "declared" in row)
-    assert row["count"] == RANDOM.num_candidates + 1
+    (row,) = (row for row in report.ledger if row.declared is not None)
+    assert row.count == RANDOM.num_candidates + 1
 
 
 def test_every_value_of_a_distribution_comes_up_and_no_other():

@@ -100,8 +100,8 @@ def test_private_trainings_are_counted_at_most_once_an_evaluation():
             return super().fit(X, y)
 
     report = searched(Counting(), training=TRAINED, losses=squares).report_
-    (row,) = (row for row in report.ledger if "declared" in row)
-    assert row["count"] == 9
+    (row,) = (row for row in report.ledger if row.declared is not None)
+    assert row.count == 9
     assert trained == 9 * [60]
     assert report.status is dpb.privacy.Status.CONDITIONAL
     assert "is not protected" not in str(report)

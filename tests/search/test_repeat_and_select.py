@@ -12,7 +12,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles, renyi
-from dpbilevel.privacy.accounting.best_of import BestOf
+from dpbilevel.privacy.accounting.repetitions import BestOf
 from dpbilevel.privacy.selection import Repetitions, Selection
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER, SEARCHED, Y0

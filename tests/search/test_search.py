@@ -260,7 +260,7 @@ def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
         following, (step,) = noise.step_keys(before, 1)
         below = children(step)
         keys = [before, step, *below, *(k for b in below for k in children(b))]
-        bound = noise.follows(below[[*noise._DOMAINS].index("tell")], told)
+        bound = noise.follows(below[noise.NAMES.index("tell")], told)
         keys += [following, bound, *children(bound)]
         used.append([np.asarray(jax.random.key_data(k)) for k in keys])
         key = noise.follows(following, told)

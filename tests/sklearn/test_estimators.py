@@ -46,7 +46,7 @@ def test_a_classifier_of_two_texts_learns_the_direction():
     assert direction @ [3, -1, 0.25] / np.sqrt(9 + 1 + 1 / 16) > 0.95
     assert model.coef_.shape == (1, 3)
     assert model.intercept_.shape == (1,)
-    assert model.n_iter_ == model.privacy_report_.ledger[-1]["count"]
+    assert model.n_iter_ == model.privacy_report_.ledger[-1].count
 
 
 def test_scores_chances_and_predictions_agree():
@@ -163,8 +163,8 @@ def test_batches_are_those_that_are_charged():
     few = {"batch_size": 300, "hidden_layer_sizes": 2, "max_iter": 50}
     model = DPMLPClassifier(**LABELS, **few).fit(X, y)
     row = model.privacy_report_.ledger[-1]
-    assert row["count"] == 50
-    assert "Poisson(rate=0.1" in row["roles"]["records"]["sampling"]
+    assert row.count == 50
+    assert "Poisson(rate=0.1" in row.roles["records"].sampling
 
 
 def test_a_fair_model_serves_the_small_group_better():

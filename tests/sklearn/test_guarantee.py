@@ -301,7 +301,7 @@ def releases_of(model, monkeypatch):
     def spied(problem, solver, records, w0, *, key):
         for release in solver.ledger(problem, solver.sizes).releases:
             row = release.row()
-            made.extend([(row["clip_norm"], row["noise_multiplier"])] * row["count"])
+            made.extend([(row.clip_norm, row.noise_multiplier)] * row.count)
         keys.append(key)
         return run(problem, solver, records, w0, key=key)
 
@@ -315,9 +315,7 @@ def releases_of(model, monkeypatch):
     model.fit(X, y, key=given)
     monkeypatch.undo()
     rows = model.privacy_report_.ledger
-    charged = [
-        (r["clip_norm"], r["noise_multiplier"]) for r in rows for _ in range(r["count"])
-    ]
+    charged = [(r.clip_norm, r.noise_multiplier) for r in rows for _ in range(r.count)]
     return (
         made,
         charged,
@@ -385,9 +383,9 @@ def test_the_claim_is_that_of_as_many_gaussian_releases(epsilon):
         **LABELS, epsilon=epsilon, max_iter=7, clip_norm=0.5
     ).fit(X, y)
     (row,) = model.privacy_report_.ledger
-    assert row["count"] == 7
-    assert row["roles"]["records"]["records"] == N
-    mu = math.sqrt(7) / row["noise_multiplier"]
+    assert row.count == 7
+    assert row.roles["records"].records == N
+    mu = math.sqrt(7) / row.noise_multiplier
     normal = scipy.stats.norm.cdf
     delta = normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(
         -mu / 2 - epsilon / mu

@@ -67,10 +67,10 @@ def test_a_fiftieth_of_the_squared_budget_is_charged():
     model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), max_iter=2)
     model.fit(X, (X[:, 0] > 0).astype(int), key=jax.random.key(0))
     _, row, _, _ = model.privacy_report_.ledger
-    assert row["release"] == "lengths of rows"
+    assert row.release == "lengths of rows"
     whole = least_multiplier(dpb.privacy.FullBatch(), 1, 1, BUDGET)
-    assert row["noise_multiplier"] == pytest.approx(whole / SHARE**0.5, rel=1e-6)
-    assert row["roles"]["records"]["sensitivity"] == pytest.approx(2 / N)
+    assert row.noise_multiplier == pytest.approx(whole / SHARE**0.5, rel=1e-6)
+    assert row.roles["records"].sensitivity == pytest.approx(2 / N)
     assert model.privacy_report_.epsilon <= 1
 
 

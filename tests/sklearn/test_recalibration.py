@@ -82,8 +82,8 @@ def test_the_report_of_a_network_lists_the_recalibration():
     model = DPMLPClassifier(
         classes=[0, 1], bounds=(-1, 1), max_iter=2, hidden_layer_sizes=3
     ).fit(X, y, key=jax.random.key(0))
-    rows = {row["release"]: row for row in model.privacy_report_.ledger}
-    assert rows["recalibration"]["count"] == 50
+    rows = {row.release: row for row in model.privacy_report_.ledger}
+    assert rows["recalibration"].count == 50
     assert model.privacy_report_.epsilon <= 1
 
 

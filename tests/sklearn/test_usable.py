@@ -119,7 +119,7 @@ def test_the_check_is_left_out_where_it_says_nothing_or_is_not_wanted():
     unchecked = fitted(X, y, "No", "Yes", check_records=False)
     small = fitted(X[:60], y[:60], "No", "Yes")
     for model in (unchecked, small):
-        made = [row["release"] for row in model.privacy_report_.ledger]
+        made = [row.release for row in model.privacy_report_.ledger]
         assert "usable records" not in made
         assert math.isnan(model.records_usable_)
         assert math.isnan(model.constant_accuracy_)
@@ -168,7 +168,7 @@ def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
     first = fit(X, y, getkey())
     # Values that targets are compared with follow from earlier answers.
     made = len(of_indicators(checks))
-    charged = [row["release"] for row in first.privacy_report_.ledger]
+    charged = [row.release for row in first.privacy_report_.ledger]
     first_ones = ("usable records", "lengths of rows")
     assert made == sum(text.startswith(first_ones) for text in charged) > 0
     for row, label in STRANGE.values():

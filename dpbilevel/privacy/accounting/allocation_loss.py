@@ -41,7 +41,7 @@ from typing import Literal
 import numpy as np
 import scipy
 
-from .gaussian import gaussian_delta
+from .closed_forms import gaussian_delta
 
 Way = Literal["replace", "remove", "add"]
 

@@ -10,15 +10,22 @@ import functools
 import math
 from collections.abc import Callable
 
-from .._lazy import dp_accounting
+from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..sampling.allocation import RandomAllocationEvent
-from . import allocation_loss, pure, renyi
-from .best_of import BestOf
+from . import allocation_loss, renyi
+from .closed_forms import (
+    gaussian_delta,
+    gaussian_epsilon,
+    is_pure,
+    pure_and_gaussian_delta,
+    pure_delta,
+    pure_epsilon,
+    smallest_pure_epsilon,
+)
 from .composition import Composition
-from .gaussian import gaussian_delta, gaussian_epsilon
 from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
-from .repetitions import Repetitions
+from .repetitions import BestOf, Repetitions
 
 # A batch with noise below one over this counts as a full batch, because its losses are
 # too large to be discretized.
@@ -38,10 +45,10 @@ def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
 def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
     """The epsilon of every part, where all are releases without delta, else `None`."""
     parts = _flatten(event)
-    releases = [(part, count) for part, count in parts if pure.is_pure(part)]
+    releases = [(part, count) for part, count in parts if is_pure(part)]
     if len(releases) < len(parts):
         return None
-    return [pure.epsilon_of(part) for part, count in releases for _ in range(count)]
+    return [pure_epsilon(part) for part, count in releases for _ in range(count)]
 
 
 def uses_renyi(event: "dp_accounting.DpEvent") -> bool:
@@ -110,14 +117,14 @@ def profile(
         return lambda epsilon: float(gaussian_delta(mu, epsilon))
     parts = pure_epsilons(event)
     if parts is not None and len(parts) == 1:
-        return lambda epsilon: float(pure.delta(parts[0], epsilon))
+        return lambda epsilon: float(pure_delta(parts[0], epsilon))
     if uses_renyi(event):
         return _profile_of_selections(_flatten(event))
     if _draw_and_gaussians(event):
         mu, ((draw, _),) = _split(event)
-        assert pure.is_pure(draw)
-        total = pure.epsilon_of(draw)
-        return lambda epsilon: float(pure.delta_with_gaussian(total, mu, epsilon))
+        assert is_pure(draw)
+        total = pure_epsilon(draw)
+        return lambda epsilon: float(pure_and_gaussian_delta(total, mu, epsilon))
     ways = compositions(event, neighbours, rough=rough)
     whole = full_batch_mu(event)
 
@@ -144,7 +151,7 @@ def epsilon(
         return gaussian_epsilon(mu, delta)
     parts = pure_epsilons(event)
     if parts is not None and (delta == 0 or len(parts) == 1):
-        return pure.smallest_epsilon(sum(parts), delta)
+        return smallest_pure_epsilon(sum(parts), delta)
     if delta == 0 and not _draw_and_gaussians(event):
         return math.inf
     about = smallest_epsilon(profile(event, neighbours, rough=True), delta)
@@ -192,7 +199,7 @@ def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
         `None` if there are other releases.
     """
     mu, sampled = _split(event)
-    if any(pure.is_pure(part) or renyi.uses_renyi([(part, 1)]) for part, _ in sampled):
+    if any(is_pure(part) or renyi.uses_renyi([(part, 1)]) for part, _ in sampled):
         return None
     return math.hypot(mu, *(math.sqrt(n) * _shift(part) for part, n in sampled))
 
@@ -241,9 +248,14 @@ def _in_poisson_batches(part, count: int):
 
 def _shift(part) -> float:
     """Return the distance of the means of a full batch, in standard deviations."""
-    if pure.is_pure(part):  # large if epsilon is large
-        return pure.epsilon_of(part) / _LARGEST_SHIFT
-    multiplier = part.event.noise_multiplier
+    if is_pure(part):  # large if epsilon is large
+        return pure_epsilon(part) / _LARGEST_SHIFT
+    base = getattr(part, "event", None)
+    if not isinstance(base, dp_accounting.GaussianDpEvent):
+        raise ValueError(
+            f"accounting: {part} is not accounted for; use Gaussian noise."
+        )
+    multiplier = base.noise_multiplier
     return 1 / multiplier if multiplier else math.inf
 
 
@@ -251,7 +263,7 @@ def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
     """Return the loss of one release, of both directions if they differ."""
     match part:
         case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
-            ratio = math.exp(-pure.epsilon_of(part))
+            ratio = math.exp(-pure_epsilon(part))
             masses = 1 / (1 + ratio), ratio / (1 + ratio)
             return (Atoms(masses, masses[::-1]),)
         case dp_accounting.PoissonSampledDpEvent(
@@ -266,7 +278,7 @@ def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
             event=dp_accounting.GaussianDpEvent(),
         ) if neighbours is Neighbours.REPLACE_ONE:
             return (Subset(sample / size, _shift(part)),)
-        case RandomAllocationEvent(batches):
+        case RandomAllocationEvent(batches, dp_accounting.GaussianDpEvent()):
             mu = _shift(part) / neighbours.contributions
             ways: tuple[allocation_loss.Way, ...] = ("replace",)
             if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
@@ -314,5 +326,5 @@ def _profile_of_selections(parts) -> Callable[[float], float]:
 def _draw_and_gaussians(event) -> bool:
     """Whether it is one release without delta, once, and unsampled Gaussians."""
     mu, others = _split(event)
-    one = [count for part, count in others if pure.is_pure(part)] == [1]
+    one = [count for part, count in others if is_pure(part)] == [1]
     return one and len(others) == 1 and 0 < mu < math.inf

@@ -21,8 +21,8 @@ import scipy
 from jaxtyping import Float
 from typing_extensions import TypeIs
 
-from .._lazy import dp_accounting
-from .gaussian import gaussian_delta
+from ..._extras import dp_accounting
+from .closed_forms import gaussian_delta
 from .repetitions import Repetitions
 
 # Dense enough that finer ones change no third digit; see tests.

@@ -12,8 +12,7 @@ from jaxtyping import PyTree
 
 from ... import _checks
 from ..records.rows import BLOCK
-from .factored import Factored, is_structured
-from .grouped import GROUP, largest_group
+from .factored import GROUP, Factored, is_structured, largest_group
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large.

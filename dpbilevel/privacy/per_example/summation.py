@@ -16,11 +16,13 @@ from ..exact.floats import floor_log2, folded, power_of_two, two_sum
 from ..exact.grid import Grid
 from ..exact.int61 import split
 from ..records.shards import Axes
-from .factored import Factored, SparseRows, is_structured
-from .grouped import (
+from .factored import (
     COARSE,
     GROUP,
     HIGHEST,
+    Factored,
+    SparseRows,
+    is_structured,
     largest_group,
     multiples,
     products,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from ... import _checks
-from .._lazy import dp_accounting
+from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
 from ..records.rows import padded_rows, unpacked
@@ -25,11 +25,11 @@ class RandomAllocationEvent:
 
     Attributes:
         batches: Releases of the pass.
-        event: The release of one batch, `GaussianDpEvent`.
+        event: The release of one batch.
     """
 
     batches: int
-    event: "dp_accounting.GaussianDpEvent"
+    event: "dp_accounting.DpEvent"
 
 
 class RandomAllocation(AbstractSampling):
@@ -99,8 +99,8 @@ class RandomAllocation(AbstractSampling):
         """The expected number of records in a batch."""
         return size / self.batches
 
-    def event(self, noise_multiplier, neighbours, size) -> Any:
-        """The event of a whole pass, `RandomAllocationEvent`.
+    def event(self, event, neighbours, size) -> Any:
+        """Return the event of a whole pass, `RandomAllocationEvent`.
 
         Raises:
             ValueError: There are more batches than records.
@@ -111,8 +111,7 @@ class RandomAllocation(AbstractSampling):
                 f"RandomAllocation: {self.batches} batches of {size} records; give "
                 "batches= records over the size of a batch."
             )
-        base = dp_accounting.GaussianDpEvent(noise_multiplier)
-        return RandomAllocationEvent(self.batches, base)
+        return RandomAllocationEvent(self.batches, event)
 
     def charged(self, count: int, size: int) -> int:
         """The passes that `count` batches begin."""

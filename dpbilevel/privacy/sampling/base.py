@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from typing_extensions import override
 
 from ... import _checks
-from .._lazy import dp_accounting
+from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
 from ..records.rows import BLOCK, padded_rows, unpacked
@@ -93,13 +93,14 @@ class AbstractSampling(eqx.Module):
 
     @abc.abstractmethod
     def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
+        self, event: "dp_accounting.DpEvent", neighbours: Neighbours, size: int
     ) -> "dp_accounting.DpEvent":
-        """The event of one Gaussian release of a batch drawn this way.
+        """Return the event of one release of a batch drawn this way.
 
         Args:
-            noise_multiplier: Noise over the sensitivity under `neighbours` of the
-                batch's clipped mean, that is 2C or C over the denominator.
+            event: The event of the release of a given batch. It refers to the
+                sensitivity under `neighbours` of the batch's clipped mean, that is 2C
+                or C over the denominator.
             neighbours: The relation.
             size: The planned number of records.
 
@@ -151,9 +152,9 @@ class FullBatch(AbstractSampling):
     def denominator(self, size: int) -> float:
         return float(size)
 
-    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
-        """A Gaussian event, the same under both relations."""
-        return dp_accounting.GaussianDpEvent(noise_multiplier)
+    @override
+    def event(self, event, neighbours, size):
+        return event
 
     @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
@@ -233,11 +234,9 @@ class Poisson(AbstractSampling):
         """The expected number of records in a batch."""
         return self.realised_rate * size
 
-    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
-        """Return a Poisson-sampled Gaussian event."""
-        return dp_accounting.PoissonSampledDpEvent(
-            self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
-        )
+    @override
+    def event(self, event, neighbours, size):
+        return dp_accounting.PoissonSampledDpEvent(self.realised_rate, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """Return the probability that more than `capacity` rows are chosen.

@@ -1,18 +1,62 @@
-"""Releases without delta: their event, and the profile of the worst one there is."""
+"""Profiles in closed form: Gaussian releases, and releases without delta."""
 
 import math
+from typing import Any, TypeAlias
 
 import numpy as np
+import scipy
 from typing_extensions import TypeIs
 
-from .._lazy import dp_accounting
-from .gaussian import Profile, gaussian_delta
+from ..._extras import dp_accounting
 
-# Beyond this epsilon nothing is private.
-_LARGEST = 700.0
+Profile: TypeAlias = Any  # a float or an array of them
+_LARGEST = 700.0  # beyond this epsilon nothing is private
 
 
-def event(epsilon: float) -> "dp_accounting.DpEvent":
+def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
+    r"""The profile of $\mu$-GDP: $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon
+    \Phi(-\varepsilon/\mu - \mu/2)$.
+
+    Args:
+        mu: $\mu \ge 0$.
+        epsilon: $\varepsilon$, of any sign; one or an array.
+
+    References:
+        Balle and Wang, "Improving the Gaussian mechanism for differential privacy",
+        ICML 2018, Theorem 8.
+    """  # noqa: D205
+    if mu == 0:
+        return np.maximum(0.0, -np.expm1(epsilon))
+    if math.isinf(mu):
+        return np.ones_like(epsilon)
+    near = scipy.special.log_ndtr(-epsilon / mu + mu / 2)
+    far = epsilon + scipy.special.log_ndtr(-epsilon / mu - mu / 2)
+    # far < near; the difference is taken in the log domain to keep small deltas.
+    return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    r"""The smallest $\varepsilon \ge 0$ of $\mu$-GDP at a $\delta$ in [0, 1].
+
+    The safe end of the last bracket: the profile there is at most `delta`.
+    """
+    if delta == 0 or math.isinf(mu):
+        return math.inf if mu and delta < 1 else 0.0
+    low = high = 0.0
+    while gaussian_delta(mu, high) > delta:
+        low, high = high, max(2 * high, mu)
+        if high > 1e300:
+            return math.inf
+    while high - low > 1e-13 * high:
+        middle = (low + high) / 2
+        if gaussian_delta(mu, middle) > delta:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
     r"""An $\varepsilon$-DP release without $\delta$, as the worst one there is.
 
     Binary randomized response dominates every such mechanism.
@@ -36,14 +80,14 @@ def is_pure(
     return isinstance(part, kind) and part.num_buckets == 2
 
 
-def epsilon_of(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
+def pure_epsilon(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
     """The epsilon behind the coin, never less than the one that it was made from."""
     coin = part.noise_parameter
     # The summand covers the rounding of the coin and of the logarithm.
     return math.log((2 - coin) / coin) + 2.0**-50 if coin > 0 else math.inf
 
 
-def delta(total: float, epsilon: Profile) -> Profile:
+def pure_delta(total: float, epsilon: Profile) -> Profile:
     r"""The profile of a single release without delta: $\bigl(e^{\varepsilon_0} -
     e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
 
@@ -55,7 +99,7 @@ def delta(total: float, epsilon: Profile) -> Profile:
     return gap / (1 + np.exp(-total))
 
 
-def delta_with_gaussian(total: float, mu: float, epsilon: float) -> Profile:
+def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
     r"""The profile of a release without delta together with Gaussian ones.
 
     The privacy loss of randomized response is $\pm \varepsilon_0$, and losses add up:
@@ -74,7 +118,7 @@ def delta_with_gaussian(total: float, mu: float, epsilon: float) -> Profile:
     return likely * near + (1 - likely) * far
 
 
-def smallest_epsilon(total: float, delta: float) -> float:
+def smallest_pure_epsilon(total: float, delta: float) -> float:
     r"""Inverts `delta`: $\log(e^{\varepsilon_0} - \delta (1 + e^{\varepsilon_0}))$."""
     left = 1 - delta * (1 + math.exp(-total))
     return max(0.0, total + math.log(left)) if left > 0 else 0.0
