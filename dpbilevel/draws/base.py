@@ -1,4 +1,4 @@
-"""What solvers that draw their answer have in common: one step, one point."""
+"""Base class of solvers that draw their answer: one step, one point."""
 
 import abc
 import dataclasses
@@ -34,7 +34,7 @@ DRAW = "draw of x"
 
 
 class DrawState(eqx.Module):
-    """The public start, and the answer once it is drawn."""
+    """Public initial point, and the answer once it is drawn."""
 
     start: PyTree  # (x, y) for two levels
     x: PyTree  # the start's, then the drawn one
@@ -42,7 +42,7 @@ class DrawState(eqx.Module):
 
 
 class DrawPlan(NamedTuple):
-    """What a draw is charged for, computed before any data is seen."""
+    """Charge of a draw, computed before any data is seen."""
 
     score: AbstractScore  # what is drawn by
     contributions: dict[str, Any]  # one record's per role, as in BoundedScore
@@ -72,22 +72,22 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @abc.abstractmethod
     def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
-        """The score of a problem at the planned sizes."""
+        """Return the score of a problem at the planned sizes."""
 
     @property
     @abc.abstractmethod
     def declared_convexity(self) -> float | None:
-        """Of the score; `None` where it is not declared convex."""
+        """Declared strong convexity of the score; `None` if none is declared."""
 
     @abc.abstractmethod
     def density(
         self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
-        r"""The mechanism, and $\mu$ of the regularized score; inside a program too."""
+        r"""Return the mechanism, and $\mu$ of the regularized score."""
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        """What the user declares, and the guarantee rests on besides the score's."""
+        """List the declarations that the guarantee rests on besides the score's."""
 
     @property
     @override
@@ -102,12 +102,12 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     @property
     @override
     def basis(self) -> Basis:
-        """Constants, unless a subclass enforces what it rests on."""
+        """Basis of the guarantee: constants, unless a subclass enforces a bound."""
         return Basis.CONSTANTS
 
     @override
     def init(self, problem, w0) -> DrawState:
-        """Starts at `w0`, which is public and only some samplers read.
+        """Return the state at `w0`, which is public and only some samplers read.
 
         Raises:
             ValueError: It is of another size than planned for.
@@ -150,11 +150,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def released(self, state) -> PyTree:
-        """The drawn `x`; no `y`."""
+        """Return the drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
-        """What the draw will be charged for. On the host.
+        """Return the charge of the draw. On the host.
 
         Raises:
             ValueError: The problem lacks constants, the solver is not calibrated, or
@@ -211,7 +211,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def with_counts(self, problem, sizes=None) -> Self:
-        """With the counts of its sampler, for scores of the default dtype."""
+        """Set the counts of the sampler, for scores of the default dtype."""
         changes: dict[str, Any] = {"dtype": jnp.result_type(float).name}
         solver = dataclasses.replace(self, **changes)
         sizes = self.sizes if sizes is None else sizes
@@ -225,7 +225,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
-        """The number of coordinates, from the candidates or as declared.
+        """Return the number of coordinates, from the candidates or as declared.
 
         Raises:
             ValueError: It is not declared.
@@ -241,7 +241,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return self.dimension
 
     def check_relation(self, problem: DrawProblem) -> None:
-        """Raises unless everything that is proved holds under the relation.
+        """Check that everything that is proved holds under the relation.
 
         With a private number of records over a public denominator no constant bounds
         the mean loss, on which all but draws from single points rest.
@@ -260,13 +260,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             )
 
     def planned_dtype(self) -> jnp.dtype:
-        """What scores are planned for: the coarser of the plan's and the default."""
+        """Return the dtype of the plan or the default dtype, whichever is coarser."""
         default = jnp.result_type(float)
         planned = jnp.dtype(self.dtype or default)
         return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
 
     def scored_dtype(self, start: PyTree) -> jnp.dtype:
-        """What a draw counts rounding in: the plan's dtype, for finer starts too.
+        """Return the dtype that rounding is counted in, for finer starts too.
 
         Otherwise the draw would have another rate than its sampler was planned for.
         """
@@ -274,5 +274,5 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
 
 def feasible_set(problem: DrawProblem) -> AbstractSet:
-    """The set that is drawn from."""
+    """Return the set that is drawn from."""
     return problem.x_set if isinstance(problem, BilevelProblem) else problem.w_set

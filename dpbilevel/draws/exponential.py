@@ -16,7 +16,7 @@ from .scores.mean_loss import MeanLoss
 
 
 class ExponentialMechanism(AbstractDrawSolver):
-    r"""Draws $x$ with a density $\propto \exp(-k \Phi(x))$; releases $x$ only.
+    r"""Exponential mechanism of density $\propto \exp(-k \Phi(x))$; releases only $x$.
 
     Pure differential privacy where the sampler is exact. The score $\Phi$ is the
     objective of a one-level problem, the hyper-objective $F(x, y^*(x))$ of a bilevel
@@ -102,7 +102,7 @@ class ExponentialMechanism(AbstractDrawSolver):
 
     @override
     def score_of(self, problem, sizes) -> AbstractScore:
-        """Raises `ValueError` where a problem of one level asks for a gradient norm."""
+        """Return the score; problems of one level have no gradient norm."""
         one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
             if one_level:

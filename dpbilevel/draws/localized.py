@@ -1,4 +1,4 @@
-"""Draws in turn, each about the last one and from a narrower density."""
+"""Draws in rounds, each about the last one and from a narrower density."""
 
 import dataclasses
 import functools
@@ -95,7 +95,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         *,
         num_rounds: int = 5,
     ) -> Self:
-        r"""With radii that shrink evenly, from $D / 2$ to what the noise allows.
+        r"""Return draws with radii that shrink from $D / 2$ to what the noise allows.
 
         Every round has twice the squared budget of the one before. The last round has
         $\mu = 3 G / (D \sqrt d)$, as if the slope in one direction, about $G / \sqrt
@@ -128,7 +128,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @property
     def num_steps(self) -> int:
-        """One draw a round."""
+        """Number of rounds: one draw each."""
         return len(self.radii)
 
     @property
@@ -143,7 +143,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @property
     def rounds(self) -> tuple[RegularizedExponentialMechanism, ...]:
-        """The draws, with their radii and noise, bound to the sizes.
+        """Draws of all rounds, with their radii and noise, bound to the sizes.
 
         Raises:
             ValueError: The solver is not calibrated.
@@ -161,12 +161,12 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @override
     def init(self, problem, w0) -> _State:
-        """The first center is `w0`, projected onto the set."""
+        """Return the first center: `w0`, projected onto the set."""
         return _State(self.draw.init(problem, w0).x, jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:
-        """One round: a draw about the last one."""
+        """Make one round: a draw about the last one."""
 
         def drawn(part, center, key):
             return part.step(problem, data, DrawState(center, center, 1), key=key).x
@@ -182,7 +182,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         return _State(center, state.t + 1)
 
     def bound(self, problem: FiniteSum, *, distance: float | None = None) -> float:
-        r"""The bound on the expected excess of the answer: a promise, before any data.
+        r"""Return a bound on the expected excess of the answer, known before any data.
 
         $b_0 = \frac{d}{k_0} + \frac{\mu_0}{2} \|x^* - x_0\|^2$ and
 
@@ -212,12 +212,12 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @override
     def released(self, state) -> PyTree:
-        """The center of the next round."""
+        """Return the center of the next round."""
         return state.x
 
     @override
     def ledger(self, problem, sizes) -> Ledger:
-        """The draws of all rounds."""
+        """Return the ledger of the draws of all rounds."""
         parts = [part.ledger(problem, sizes) for part in self.rounds]
         first, *others = (
             part.named(f"round {m}") for m, part in enumerate(parts, start=1)
@@ -226,13 +226,13 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @override
     def with_noise(self, scale: Number) -> Self:
-        """Splits the squared budget over the rounds."""
+        """Split the squared budget over the rounds."""
         changes: dict[str, Any] = {"draw": self.draw.with_noise(scale)}
         return dataclasses.replace(self, **changes)
 
     @override
     def with_counts(self, problem, sizes=None) -> Self:
-        """With the counts of every round's sampler, for scores of the default dtype."""
+        """Set the counts of every round's sampler, for scores of the default dtype."""
         sizes = self.sizes if sizes is None else sizes
         parts = [part.with_counts(problem, sizes) for part in self.rounds]
         draw: dict[str, Any] = {"dtype": parts[0].dtype}

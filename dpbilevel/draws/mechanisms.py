@@ -1,4 +1,4 @@
-r"""Mechanisms that draw their answer, from a density that the records shape."""
+"""Mechanisms that draw their answer, from a density that depends on the records."""
 
 import abc
 import dataclasses
@@ -28,7 +28,7 @@ Measure = Literal["spread", "slope"]
 
 
 class BoundedScore(eqx.Module):
-    r"""A score of points computed from records, sealed with one record's share.
+    r"""Score of points, sealed with a bound on the contribution of one record.
 
     Only a mechanism may open it.
 
@@ -47,12 +47,12 @@ class BoundedScore(eqx.Module):
     basis: Basis = eqx.field(static=True)
 
     def sensitivity(self, neighbours: Neighbours) -> Number:
-        """The measure of the change between neighbours."""
+        """Return the measure of the change between neighbours."""
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
 class AbstractDrawMechanism(Checked):
-    """Draws a point from a density that a sealed score shapes.
+    """Mechanism that draws a point from a density defined by a sealed score.
 
     Attributes:
         neighbours: The relation that sensitivities are taken under. Static.
@@ -80,7 +80,7 @@ class AbstractDrawMechanism(Checked):
         convexity: Number = 0.0,
         key: PRNGKey,
     ) -> PyTree:
-        r"""Opens `score` and draws a point by it.
+        r"""Open `score` and draw a point by it.
 
         Args:
             score: What to select by, sealed with the mechanism's measure.
@@ -117,7 +117,7 @@ class AbstractDrawMechanism(Checked):
 
     @abc.abstractmethod
     def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
-        r"""$k$, with which the score is multiplied.
+        r"""Return $k$, the factor of the score in the exponent.
 
         Args:
             sensitivity: Of the score, under the mechanism's relation.
@@ -129,7 +129,7 @@ class AbstractDrawMechanism(Checked):
 
     @abc.abstractmethod
     def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
-        r"""One draw, for a person who moves the score by a share of the sensitivity.
+        r"""Return the event of one draw, for a fraction of the sensitivity.
 
         Args:
             share: $s$ in (0, 1].
@@ -138,14 +138,14 @@ class AbstractDrawMechanism(Checked):
 
     @abc.abstractmethod
     def with_multiplier(self, multiplier: Number) -> Self:
-        """The mechanism with the privacy of a Gaussian release.
+        """Return the mechanism with the privacy of a Gaussian release.
 
         Args:
             multiplier: The noise multiplier of that release.
         """
 
     def check_sampler(self, sampler: AbstractSampler) -> None:
-        """Refuses samplers of single points where the measure is a slope.
+        """Check that the guarantee holds for the sampler.
 
         Raises:
             ValueError: The guarantee does not hold for the sampler.
@@ -159,7 +159,7 @@ class AbstractDrawMechanism(Checked):
             )
 
     def calibrated(self) -> Number:
-        """The number that sets the noise.
+        """Return the number that sets the noise.
 
         Raises:
             ValueError: There is none yet.
@@ -175,7 +175,7 @@ class AbstractDrawMechanism(Checked):
 
 
 class Exponential(AbstractDrawMechanism):
-    r"""The exponential mechanism: draws $x$ from a density $\propto \exp(-k \Phi(x))$.
+    r"""Exponential mechanism: draws $x$ from a density $\propto \exp(-k \Phi(x))$.
 
     With $o$ the spread of the change that one record makes in the score, $k =
     \varepsilon / o$. The log-density at $x$ changes by $k \Delta(x)$ and by the
@@ -204,23 +204,23 @@ class Exponential(AbstractDrawMechanism):
 
     @override
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""$k = \varepsilon / o$, whatever the convexity."""
+        r"""Return $k = \varepsilon / o$, whatever the convexity."""
         return self.calibrated() / sensitivity
 
     @override
     def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
-        r"""$(s \varepsilon + 2 \xi)$-DP: both laws may be off by $\xi$."""
+        r"""Return a $(s \varepsilon + 2 \xi)$-DP event: both densities err."""
         return pure.event(share * float(self.calibrated()) + 2 * log_ratio)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
-        r"""$\varepsilon = 2 / m$: then the zero-concentrated privacy is the same."""
+        r"""Set $\varepsilon = 2 / m$, of the same zero-concentrated privacy."""
         changes: dict[str, Any] = {"epsilon": 2 / multiplier}
         return dataclasses.replace(self, **changes)
 
 
 class RegularizedExponential(AbstractDrawMechanism):
-    r"""Draws $x$ with density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+    r"""Density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
     The center $c$ is public. For a convex score on a convex set the laws on two
     neighbours are no easier to tell apart than two unit Gaussians whose means are $S
@@ -248,12 +248,12 @@ class RegularizedExponential(AbstractDrawMechanism):
 
     @override
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""$k = \mu / (m S)^2$."""
+        r"""Return $k = \mu / (m S)^2$."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     @override
     def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
-        """A Gaussian one.
+        """Return a Gaussian event.
 
         Raises:
             ValueError: The sampler is exact in the logarithm only, which a Gaussian

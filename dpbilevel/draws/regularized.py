@@ -22,7 +22,7 @@ from .scores.mean_loss import MeanLoss
 
 
 class RegularizedExponentialMechanism(AbstractDrawSolver):
-    r"""Draws $x$ with density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+    r"""Regularized draw: $x \propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
     For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
     or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
@@ -92,7 +92,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         dimension: int,
         **fields: Any,
     ) -> Self:
-        r"""The parameters for the loss on new records.
+        r"""Return the solver with the paper's parameters for the loss on new records.
 
         One level, with $G$-Lipschitz losses:
 
@@ -140,7 +140,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
     def bound(self, problem: DrawProblem, *, distance: float | None = None) -> float:
-        r"""The bound on the expected excess of the answer: a promise, before any data.
+        r"""Return a bound on the expected excess of the answer, known before any data.
 
         $$\frac{d}{k} + \frac{\mu_0}{2} \|x^* - c\|^2 + t L D$$
 
@@ -168,7 +168,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return noise + bend / 2 * distance**2 + slip
 
     def promises(self, problem: DrawProblem) -> tuple[float, float, float]:
-        r"""$d / k$, $\mu_0$ and $t L D$ of `bound`.
+        r"""Return $d / k$, $\mu_0$ and $t L D$ of `bound`.
 
         Raises:
             ValueError: As `bound`.
@@ -192,7 +192,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
     @override
     def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
-        r"""With $\mu$ of the class, and the multiplier that `largest_rate` asks for."""
+        r"""Return the mechanism, no sharper than `largest_rate`, and $\mu$."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
         if regularizer is None:
@@ -221,7 +221,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
 
 def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
-    r"""$\mu$ and the largest $k$."""
+    r"""Return $\mu$ and the largest $k$."""
     score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
     lipschitz = score.regularity(dtype, dimension).lipschitz
     diameter = float(problem.w_set.diameter)
@@ -231,7 +231,7 @@ def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
 
 
 def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
-    r"""$\mu$."""
+    r"""Return $\mu$ of Theorem B.8."""
     score = HyperObjective(problem, "slope", sizes)
     shares = score.contributions(jnp.result_type(float))
     known = certificate_of(problem).second_order

@@ -1,4 +1,4 @@
-"""The release of one drawn answer."""
+"""Release of one drawn answer."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from .samplers.base import SamplerGuarantee
 
 @dataclasses.dataclass(frozen=True)
 class Draw(AbstractRelease):
-    r"""One answer drawn by a score.
+    r"""Release of an answer drawn by a score.
 
     Args:
         name: What is drawn.
@@ -60,7 +60,7 @@ class Draw(AbstractRelease):
     @property
     @override
     def failure(self) -> float:
-        """The distance of the drawn law from the one that is charged, or its aim."""
+        """Distance of the drawn law from the one that is charged, or its aim."""
         found = self.guarantee
         distance = found.distance if found.proved else found.aim
         return self.count * (distance + self.inexact)
@@ -73,7 +73,7 @@ class Draw(AbstractRelease):
     @property
     @override
     def notes(self) -> tuple[str, ...]:
-        """Those of the sampler, and the distance in total variation."""
+        """Notes of the sampler, and the distance in total variation."""
         if not self.failure or not self.guarantee.proved:
             return self.guarantee.notes
         distance = (
@@ -96,7 +96,7 @@ class Draw(AbstractRelease):
 
     @override
     def check(self, budget: PrivacyBudget) -> None:
-        """Refuses samplers that take the budget for themselves, at any noise.
+        """Refuse samplers whose error alone exceeds the budget, at any noise.
 
         Raises:
             ValueError: The sampler's distance from its target alone costs as much.
@@ -125,6 +125,6 @@ class Draw(AbstractRelease):
 
     @override
     def forecast(self, coordinates: int | None) -> dict[str, Any]:
-        """How far apart two scores are that the draw can tell from each other."""
+        """Return the least difference of scores that the draw can tell apart."""
         row = {"release": self.name, "temperature": 1 / self.rate}
         return row if coordinates is None else row | {"coordinates": coordinates}

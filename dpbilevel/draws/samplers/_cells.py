@@ -1,4 +1,4 @@
-"""How the grid walk draws cells: from a table of all of them, or by walks."""
+"""Draws of cells for the grid walk: from a table of all of them, or by walks."""
 
 import math
 
@@ -13,7 +13,7 @@ _BLOCK = 128  # steps whose random numbers are drawn in one call
 
 
 def from_table(energy, cells, tries, *, key):
-    """Exact draws of cells, and their energies."""
+    """Return exact draws of cells, and their energies."""
     index = np.stack(np.unravel_index(np.arange(math.prod(cells)), cells), axis=-1)
     table = energy(jnp.asarray(index, jnp.int32))
 
@@ -26,7 +26,7 @@ def from_table(energy, cells, tries, *, key):
 
 
 def from_walks(energy, cells, tries, num_steps, dtype, *, key):
-    """The last cells of independent walks from the middle, and their energies."""
+    """Return the last cells of independent walks, and their energies."""
 
     def block(state, drawn):
         start, key = drawn
@@ -52,7 +52,7 @@ def from_walks(energy, cells, tries, num_steps, dtype, *, key):
 
 
 def _step(energy, cells, index: Int[Array, "m n"], energies, words, coins):
-    """One step of every walk: where it is afterwards, and the energy there.
+    """Make one step of every walk; return its cell and the energy there.
 
     Lowy and Liu, Appendix B.3.1, 3(b): i to iii propose, iv accepts.
     """
@@ -66,7 +66,7 @@ def _step(energy, cells, index: Int[Array, "m n"], energies, words, coins):
 def _proposals(
     cells: tuple[int, ...], index: Int[Array, "m n"], words: UInt32[Array, " m"]
 ) -> Int[Array, "m n"]:
-    """The neighbours that random words propose; walks that stay propose themselves.
+    """Return the neighbours that random words propose, or the cell itself.
 
     The top bit tells whether to move and the next one which way, so that a move and
     its reverse have exactly the same probability; the others choose the axis.

@@ -23,7 +23,7 @@ from .base import AbstractPotential
 
 
 class AbstractFrame(eqx.Module):
-    r"""A set $X$ in coordinates $z \in A = b + \prod_i [0, w_i]$.
+    r"""Set $X$ in coordinates $z \in A = b + \prod_i [0, w_i]$.
 
     Distances, Lipschitz constants and radii are those of the space of $x$; `stretch`
     bounds $\|x - x'\|_2 / \|z - z'\|_2$.
@@ -39,15 +39,15 @@ class AbstractFrame(eqx.Module):
 
     @abc.abstractmethod
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        r"""$\psi(z)$; at most 1 exactly on $X$."""
+        r"""Return $\psi(z)$; at most 1 exactly on $X$."""
 
     @abc.abstractmethod
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """The flattened $x$ at the coordinates $z$."""
+        """Return the flattened $x$ at the coordinates $z$."""
 
 
 class BoxFrame(AbstractFrame):
-    """A box is its own lattice."""
+    """Box, which is its own lattice."""
 
     def __init__(self, lower, upper):
         self.corner, self.sides = lower, upper - lower
@@ -65,7 +65,7 @@ class BoxFrame(AbstractFrame):
 
 
 class BallFrame(AbstractFrame):
-    """A ball in the cube around it."""
+    """Ball in the cube around it."""
 
     def __init__(self, center, radius):
         self.corner, self.sides = center - radius, 2 * radius + 0 * center
@@ -82,7 +82,7 @@ class BallFrame(AbstractFrame):
 
 
 class SimplexFrame(AbstractFrame):
-    r"""The simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
+    """Simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
 
     scale: Any
 
@@ -96,18 +96,18 @@ class SimplexFrame(AbstractFrame):
 
     @override
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        """By the smallest of all entries, the last one included."""
+        """Return the gauge by the smallest of all entries, the last one included."""
         smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
         return 1 - (len(z) + 1) * smallest / self.scale
 
     @override
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """All entries; the last is what the others leave, and never negative."""
+        """Return all entries; the last is what the others leave, and never negative."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
 
 
 def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
-    """The set in coordinates, on the host where the set is known there.
+    """Return the set in coordinates, on the host if its numbers are known there.
 
     Raises:
         ValueError: The set is no bounded `Box`, `Ball`, or `Simplex` of at least two
@@ -134,7 +134,7 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
 
 
 class Extended(eqx.Module):
-    r"""A potential on $X$ extended to all of $A$, at the coordinates of a frame.
+    r"""Potential on $X$ extended to all of $A$, at the coordinates of a frame.
 
     With $\psi_+ = \max(1, \psi(z))$ and $y = c + (z - c) / \psi_+ \in X$,
 
@@ -157,13 +157,13 @@ class Extended(eqx.Module):
     penalty: float | Float[Array, ""]  # K
 
     def reference(self) -> Float[Array, ""]:
-        """$U(c)$, which `many` needs."""
+        """Return $U(c)$, which `many` needs."""
         return self._values(self.frame.center[None])[0]
 
     def many(
         self, zs: Float[Array, "m n"], reference: Float[Array, ""]
     ) -> Float[Array, " m"]:
-        """$h$ at every row, given $U(c)$."""
+        """Return $h$ at every row, given $U(c)$."""
         outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
         center = self.frame.center[None]
         values = self._values(center + (zs - center) / outside[:, None])
@@ -176,7 +176,7 @@ class Extended(eqx.Module):
 
 
 def middles(frame: AbstractFrame, cells, index) -> Float[Array, "m n"]:
-    """The middles of cells."""
+    """Return the middles of cells."""
     return within(frame, cells, index, jnp.asarray(0.5, frame.corner.dtype))
 
 
@@ -186,14 +186,14 @@ def within(
     index: Int[Array, "m n"],
     offset: Float[Array, "..."],
 ) -> Float[Array, "m n"]:
-    """Points of cells, `offset` in [0, 1] of the way along each of their sides."""
+    """Return the points of cells at an `offset` in [0, 1] of their sides."""
     dtype = frame.corner.dtype
     width = frame.sides / jnp.asarray(cells, dtype)
     return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
 
 
 def on_device(frame: AbstractFrame, dtype: jnp.dtype) -> AbstractFrame:
-    """The frame with arrays of the dtype of the points."""
+    """Return the frame with arrays of the dtype of the points."""
     return jax.tree.map(lambda v: jnp.asarray(v, dtype), frame)
 
 

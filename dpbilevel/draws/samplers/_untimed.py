@@ -1,4 +1,4 @@
-"""The alternating sampler with the step size and the tries that records ask for."""
+"""Alternating sampler whose step size and number of tries depend on the records."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
 
 
 class _Quick(AbstractPotential):
-    """A potential with the gradient of the sum, which is faster, where that is finite.
+    """Potential with the gradient of the sum, which is faster, if that is finite.
 
     Elsewhere its tangent is that of the potential; under `jax.vmap` both are computed.
     NON-PRIVATE: how long it takes depends on the records.
@@ -104,7 +104,7 @@ def draw(
     *,
     key: PRNGKey,
 ) -> PyTree:
-    """One point, within a distance of the law; `law.step_size` is the least one."""
+    """Draw one point; `law.step_size` is the least step size."""
     key_pilot, key_walk = derive(key, "search", "walk")
     quick = law._replace(potential=_Quick(law.potential))
     center = minimizer(quick, law.feasible.project(jax.tree.map(jnp.asarray, start)))
@@ -116,7 +116,7 @@ def draw(
 
 
 def minimizer(law: ProximalLaw, start: PyTree) -> PyTree:
-    """A point where the potential is small. NON-PRIVATE; nothing rests on it.
+    """Return a point where the potential is small. NON-PRIVATE; nothing rests on it.
 
     By accelerated projected gradient steps whose size is halved wherever the quadratic
     that they minimize is below the potential.
@@ -159,7 +159,7 @@ def best_step(
     *,
     key: PRNGKey,
 ) -> Float[Array, ""]:
-    r"""The $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
+    r"""Return the $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
 
     From the law's own $\eta$ on it is doubled, up to about `longest`. A few particles
     estimate which part of the tries is accepted; progress is $\eta$ over the number of
@@ -210,7 +210,7 @@ def walk(
     *,
     key: PRNGKey,
 ) -> PyTree:
-    """The point after `num_steps` steps, each of as many tries as it takes."""
+    """Return the point after `num_steps` steps, each of as many tries as it takes."""
 
     def step(chain):
         keys = derive(_advanced(chain.key), "next", "smooth", "reject")
@@ -248,7 +248,7 @@ def walk(
 
 
 def _advanced(key: PRNGKey) -> PRNGKey:
-    """The key of a loop's state, to be used up.
+    """Return the key of a loop's state, to be used up.
 
     Under `jax.vmap` lanes that have ended keep the state of before, whose key
     `jax.debug_key_reuse` would see as used again.
@@ -257,5 +257,5 @@ def _advanced(key: PRNGKey) -> PRNGKey:
 
 
 def where(condition: Bool[Array, ""], left: Any, right: Any) -> Any:
-    """One of two pytrees."""
+    """Select one of two pytrees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)

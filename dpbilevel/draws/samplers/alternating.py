@@ -1,4 +1,4 @@
-"""The alternating sampler of strongly log-concave densities on a bounded set."""
+"""Alternating sampler of strongly log-concave densities on a bounded set."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ _NOT_PLANNED = (
 
 
 class Chain(eqx.Module):
-    """Where a run is after a number of tries. NON-PRIVATE.
+    """State of a run after a number of tries. NON-PRIVATE.
 
     `queries` counts what was needed: the evaluations of a sampler that stops at the
     last accepted try and leaves out the stages that are not reached.
@@ -57,7 +57,7 @@ class Chain(eqx.Module):
 
 
 class AlternatingSampler(AbstractSampler):
-    r"""Adds Gaussian noise, then draws from the density near by; in turns.
+    r"""Sampler that adds Gaussian noise and draws from the density near by, in turns.
 
     For a potential $U$ with $U - \frac{\alpha}{2} \|x\|^2$ convex, $\alpha > 0$, on a
     convex set $X$ of diameter $D$, each of $T$ steps draws
@@ -165,7 +165,7 @@ class AlternatingSampler(AbstractSampler):
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        r"""The sampler with $\eta$, $T$, $B$ and the counts of its oracle.
+        r"""Set $\eta$, $T$, $B$ and the counts of the oracle.
 
         Raises:
             ValueError: A potential that is not known to be strongly convex, an
@@ -208,7 +208,7 @@ class AlternatingSampler(AbstractSampler):
 
     @override
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """The bound of the class, at the counts of this sampler.
+        """Return the bound of the class, at the counts of this sampler.
 
         With all of them open, `distance`, which `with_counts` will reach or refuse.
 
@@ -259,7 +259,7 @@ class AlternatingSampler(AbstractSampler):
 
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """The point of the last step; `start` is projected onto the set."""
+        """Return the point of the last step; `start` is projected onto the set."""
         if self._untimed:
             check_key(key)
             if self.step_size is None or self.mixing is None:
@@ -277,7 +277,7 @@ class AlternatingSampler(AbstractSampler):
         *,
         key: PRNGKey,
     ) -> Chain:
-        """All tries of `draw`. NON-PRIVATE: `done` and `queries` depend on records.
+        """Make all tries. NON-PRIVATE: `done` and `queries` depend on records.
 
         Raises:
             ValueError: The sampler's counts are open.
@@ -322,12 +322,12 @@ class AlternatingSampler(AbstractSampler):
         return ProximalPlan(regularity, feasible, share=share, **counts)
 
     def _steps(self, plan: ProximalPlan) -> int:
-        """The fewest with which mixing takes its share, at the plan's step size."""
+        """Return the fewest steps that mix to their fraction of the distance."""
         share = (1 if self._untimed else _MIXING) * self.distance
         return int(Mixing.of(plan).num_steps(float(plan.step_size), share))
 
     def _without_counts(self, plan: ProximalPlan) -> Self:
-        """At the least step size; the records choose the one that is used."""
+        """Plan the least step size; the records choose the one that is used."""
         while self._steps(plan) > _MOST_STEPS:  # any step size will do
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
         return dataclasses.replace(
@@ -338,7 +338,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """`distance`, once planned for this potential."""
+        """Return `distance`, once planned for this potential."""
         notes: tuple[str, ...] = (
             f"the potential is {regularity.strong_convexity:.4g}-strongly convex on "
             "the set",
@@ -365,7 +365,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def _step_size(self, plan: ProximalPlan) -> float:
-        """The largest up to the plan's at which the bias of all steps has its share."""
+        """Return the largest step size with a bias that is small enough."""
         largest = plan.step_size
 
         def serves(step_size):

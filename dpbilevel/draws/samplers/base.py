@@ -1,4 +1,4 @@
-r"""What a sampler is: draws from a density proportional to $\exp(-U)$ on a set.
+r"""Interface of samplers of a density proportional to $\exp(-U)$ on a set.
 
 Nothing here is private by itself. An exponential mechanism hands a sampler the
 potential $U$ of a density that is private, and charges how far the sampler's law may be
@@ -29,7 +29,7 @@ _TOGETHER = 128  # points whose potentials are computed side by side
 
 @dataclasses.dataclass(frozen=True)
 class Regularity:
-    r"""What is known of a potential $U$ before any data is seen.
+    r"""Known regularity of a potential $U$, before any data is seen.
 
     Args:
         dimension: $d$, the number of coordinates.
@@ -68,7 +68,7 @@ class Regularity:
     def of_potential(
         self, rate: float, regularizer: float, reach: float
     ) -> "Regularity":
-        r"""That of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$ for a score $\Phi$.
+        r"""Return the regularity of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
 
         On a set of points at most `reach` from $c$.
         """
@@ -92,7 +92,7 @@ class Regularity:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerGuarantee:
-    r"""How far a sampler's law is from its target, proved before any data is seen.
+    r"""Distance of a sampler's law from its target, proved before any data is seen.
 
     Attributes:
         num_steps: How many steps it takes.
@@ -118,23 +118,23 @@ class SamplerGuarantee:
 
 
 class AbstractPotential(eqx.Module):
-    """A potential on points of a set. NON-PRIVATE: it reads the records."""
+    """Potential on points of a set. NON-PRIVATE: it reads the records."""
 
     @abc.abstractmethod
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        r"""$U(x)$."""
+        """Return $U(x)$."""
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
-        """The potential at many points, stacked along the leading axis."""
+        """Return the potential at many points, stacked along the leading axis."""
         return jax.lax.map(self, xs, batch_size=_TOGETHER)
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        r"""$U(x)$ and a subgradient, or another tangent that lies below."""
+        """Return $U(x)$ and a subgradient, or another tangent that lies below."""
         return jax.value_and_grad(self)(x)
 
 
 class AbstractSumPotential(AbstractPotential):
-    r"""A potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
+    r"""Potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
 
     The center $c$ is a point of the set that is drawn from, or zero.
 
@@ -148,10 +148,10 @@ class AbstractSumPotential(AbstractPotential):
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
-        r"""$u_i(x)$ for the index $i$ in $[0, n)$."""
+        """Return $u_i(x)$ for the index $i$ in $[0, n)$."""
 
     def middle(self, y: PyTree, step_size: Number) -> PyTree:
-        r"""Where $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$ is least.
+        r"""Minimize $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.
 
         With $c = 0$; a potential with another center overrides this.
         """
@@ -160,7 +160,7 @@ class AbstractSumPotential(AbstractPotential):
 
 
 class AbstractSampler(Checked):
-    """Draws one point, by steps whose number is fixed before data is seen.
+    """Sampler of one point, by steps whose number is fixed before data is seen.
 
     A sampler whose running time depends on records says so in `assumptions`.
 
@@ -174,12 +174,12 @@ class AbstractSampler(Checked):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What a report lists besides the guarantee; by default nothing."""
+        """Assumptions that a report lists besides the guarantee; by default none."""
         return ()
 
     @abc.abstractmethod
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        """The sampler with every count and step size that was left open.
+        """Set every count and step size that was left open.
 
         On the host: the counts are static.
 
@@ -192,7 +192,7 @@ class AbstractSampler(Checked):
     def guarantee(
         self, regularity: Regularity, feasible: AbstractSet
     ) -> SamplerGuarantee:
-        """What is proved of the law of `draw`.
+        """Return what is proved of the law of `draw`.
 
         For a sampler whose counts are open, what `with_counts` will reach or refuse:
         calibration needs it at noises far from the final one.
@@ -207,7 +207,7 @@ class AbstractSampler(Checked):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        r"""One point, by a law close to the density $\propto e^{-U}$ on the set.
+        r"""Draw one point, by a law close to the density $\propto e^{-U}$ on the set.
 
         Args:
             potential: $U$.

@@ -1,4 +1,4 @@
-"""A proximal oracle that proposes from under a tangent of the potential."""
+"""Proximal oracle that proposes from under a tangent of the potential."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ class _Tangent(eqx.Module):
 
 
 class ConvexEnvelope(AbstractExactOracle):
-    r"""Proposes from the Gaussian under the quadratic that supports $U$ at a point.
+    r"""Oracle that proposes from the Gaussian under a quadratic that supports $U$.
 
     At any point $c$ of the set, with $g = \nabla U(c)$, strong convexity gives $U(x)
     \ge U(c) + \langle g, x - c \rangle + \frac{\alpha}{2} \|x - c\|^2$. A try draws $x$
@@ -99,7 +99,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""The larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
+        r"""Return the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
         if not regularity.lipschitz < math.inf:
             raise ValueError(
                 "ConvexEnvelope: needs a finite Lipschitz constant of the potential, "
@@ -124,7 +124,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def without_counts(self, plan: ProximalPlan) -> Self:
-        """No gradient steps by default: one costs as much as a try, and rarely helps.
+        """Plan no gradient steps by default: they rarely help.
 
         Where no draw of a proposal is accepted the try is rejected, so that few serve.
         """
@@ -139,12 +139,12 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def serves(self, plan: ProximalPlan) -> bool:
-        """Where curvature and slack are those that `with_counts` set."""
+        """Check that curvature and slack are those that `with_counts` set."""
         return (self.curvature, self.slack) == (plan.convexity, _slack(plan))
 
     @override
     def bias(self, plan: ProximalPlan) -> float:
-        """Zero: accepted tries have the law of the computed potential."""
+        """Return zero: accepted tries have the law of the computed potential."""
         return 0.0
 
     @override
@@ -153,7 +153,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""The mean is $(\alpha c + y / \eta - g) / P$, the variance $1 / P$."""
+        r"""Return the scale: mean $(\alpha c + y / \eta - g) / P$, variance $1 / P$."""
         weight = 1 / (1 + plan.convexity * plan.step_size)  # 1 / (eta P)
         steepest = plan.regularity.lipschitz + _gradient_error(plan)
         shift = weight * plan.step_size * steepest
@@ -161,13 +161,13 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def evaluations(self) -> tuple[float, int]:
-        """One value, and a value with its gradient for each gradient step and one."""
+        """Count a value for the try, and one for each gradient."""
         count = 2 + (self.gradient_steps or 0)
         return float(count), count
 
     @override
     def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
-        r"""The tangent at $c_J$."""
+        """Return the tangent at $c_J$."""
 
         def move(_, point):
             gradient = self._tangent(law, point).gradient
@@ -181,7 +181,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def moved(self, law, y, common) -> PyTree:
-        r"""A mean of this tangent and of the one at the middle $p$ of its proposals.
+        r"""Average this tangent and the one at the middle $p$ of its proposals.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
@@ -234,7 +234,7 @@ class ConvexEnvelope(AbstractExactOracle):
         return x, jnp.where(found, above, jnp.inf)
 
     def _tangent(self, law: ProximalLaw, point: PyTree) -> _Tangent:
-        """The support at a point; below the whole potential without a gradient."""
+        """Return the support at a point; without a gradient, a constant."""
         value, gradient = law.potential.value_and_gradient(point)
         leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
         known = jnp.stack(leaves).all()
@@ -246,14 +246,14 @@ class ConvexEnvelope(AbstractExactOracle):
         return _Tangent(point, value, gradient)
 
     def _middle(self, law: ProximalLaw, y: PyTree, tangent: _Tangent) -> PyTree:
-        r"""The mean of proposals, $(\alpha c + y / \eta - g) / P$."""
+        r"""Return the mean of proposals, $(\alpha c + y / \eta - g) / P$."""
         curvature = 0.0 if self.curvature is None else self.curvature
         mean = plus(y, -law.step_size, tangent.gradient)
         mean = plus(mean, law.step_size * curvature, tangent.point)
         return multiple(1 / (1 + curvature * law.step_size), mean)
 
     def _best_steps(self, plan: ProximalPlan) -> int:
-        """J, by default the one that accepts most tries per evaluation."""
+        """Return J, by default the one that accepts most tries per evaluation."""
         if self.gradient_steps is not None:
             return self.gradient_steps
         most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0
@@ -261,12 +261,12 @@ class ConvexEnvelope(AbstractExactOracle):
 
 
 def _drop(plan: ProximalPlan) -> float:
-    """By how much the potential, and the support's own curve, may fall on the set."""
+    """Bound the fall of the potential, and of the support's own curve, on the set."""
     return plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
 
 
 def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
-    """The bound of the class."""
+    """Return the bound of the class on the probability of acceptance."""
     known, error = plan.regularity, _gradient_error(plan)
     residual = known.lipschitz + error  # rho_0
     for _ in range(gradient_steps):
@@ -283,7 +283,7 @@ def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
 
 
 def _slack(plan: ProximalPlan) -> float:
-    r"""$\kappa$."""
+    r"""Return $\kappa$."""
     value_error = plan.regularity.error + plan.regularity.rounding
     return 2 * value_error + _gradient_error(plan) * plan.width
 

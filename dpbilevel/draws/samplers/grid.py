@@ -20,7 +20,7 @@ from .base import AbstractSampler, Regularity, SamplerGuarantee
 
 
 class Grid(AbstractSampler):
-    r"""Draws one of finitely many public points, with probabilities $\propto e^{-U}$.
+    r"""Sampler of one of finitely many public points, of weights $e^{-U}$.
 
     The potential is evaluated at all of them in one batched pass; the index of the
     largest $-U(x_j) + $ Gumbel noise has exactly that law.
@@ -57,7 +57,7 @@ class Grid(AbstractSampler):
 
     @classmethod
     def product(cls, *axes: PyTree) -> "Grid":
-        """Every combination of one value per coordinate.
+        """Return every combination of one value per coordinate.
 
         Args:
             *axes: The values of each coordinate, one vector per coordinate.
@@ -72,7 +72,7 @@ class Grid(AbstractSampler):
 
     @classmethod
     def low_discrepancy(cls, box: Box, count: int) -> "Grid":
-        """Points of a Halton sequence in a box: even, in any number.
+        """Return points of a Halton sequence in a box: even, in any number.
 
         Args:
             box: With bounds that are vectors of one length.
@@ -93,13 +93,13 @@ class Grid(AbstractSampler):
 
     @property
     def dimension(self) -> int:
-        """The number of coordinates of a point."""
+        """Number of coordinates of a point."""
         leaves = jax.tree.leaves(self.candidates)
         return sum(math.prod(jnp.shape(leaf)[1:]) for leaf in leaves)
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
-        """Itself: there is nothing to choose.
+        """Check the candidates: there is nothing to choose.
 
         Raises:
             ValueError: A candidate is outside the set, or of another shape.
@@ -121,7 +121,7 @@ class Grid(AbstractSampler):
 
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """One of the candidates, in the dtype of `start`.
+        """Draw one of the candidates, in the dtype of `start`.
 
         What is known of a potential holds on the set, so candidates are projected onto
         it. A potential that is not finite counts as the largest one there is.

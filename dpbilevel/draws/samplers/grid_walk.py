@@ -24,7 +24,7 @@ _SPREAD = 0.5  # of e^-h in a cell, as planned
 
 
 class GridWalk(AbstractSampler):
-    r"""A walk on the cells of a lattice, and one exact draw within the last of them.
+    r"""Walk on the cells of a lattice, and one exact draw within the last of them.
 
     A set $X$ is surrounded by a box $A$ of $n$ axes, cut into $\prod_i N_i$ equal
     cells with the middles $x$, and the potential is extended to a convex, Lipschitz
@@ -134,7 +134,7 @@ class GridWalk(AbstractSampler):
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        """The sampler with cells, penalty, slack, tries and steps.
+        """Set cells, penalty, slack, tries and steps.
 
         Raises:
             ValueError: The set is no bounded `Box`, `Ball` or `Simplex`, the Lipschitz
@@ -162,7 +162,7 @@ class GridWalk(AbstractSampler):
 
     @override
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        r"""What the class text proves for these counts; it has no `distance`.
+        r"""Return what the class text proves for these counts; it has no `distance`.
 
         `log_ratio` is $\xi$ for these counts; infinite, and unproved, where it is above
         what was aimed at, because the walk was cut short or a count, the penalty or the
@@ -211,7 +211,7 @@ class GridWalk(AbstractSampler):
 
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """One point; of `start`, floating-point leaves of one type, the shape is read.
+        """Draw one point; only the shape of `start` is read.
 
         Raises:
             ValueError: The counts are open, or for points of another dimension.
@@ -280,7 +280,7 @@ class GridWalk(AbstractSampler):
         return dataclasses.replace(bounds, slack=slack)
 
     def _counts(self, bounds: WalkBounds, tabulate: bool):
-        """Steps or `None`, tries, and evaluations in all, one way or the other."""
+        """Return steps or `None`, tries, and evaluations."""
         mixing = 0.0 if tabulate else math.tanh(self.log_ratio / 4)
         part = self.log_ratio if tabulate else self.log_ratio / 2  # of the last resort
         tries = self.num_tries or bounds.tries(mixing, -math.expm1(-part))
@@ -288,7 +288,7 @@ class GridWalk(AbstractSampler):
         return steps, tries, queries(bounds.cells, steps, tries)
 
     def _plan(self) -> tuple[tuple[int, ...], int, Number, Number] | None:
-        """Cells, tries, penalty and slack, once all counts are known."""
+        """Return cells, tries, penalty and slack, once all counts are known."""
         cells, tries, walks = self.cells, self.num_tries, self.num_steps
         if not (walks or self.tabulate) or cells is None or tries is None:
             return None

@@ -14,7 +14,7 @@ from .base import AbstractPotential, AbstractSumPotential
 def scaled_potential(
     score: AbstractPotential, rate: Number, regularizer: Number, center: PyTree = None
 ) -> AbstractPotential:
-    r"""$U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$, with $\mu \ge 0$.
+    r"""Return $U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$, with $\mu \ge 0$.
 
     The center $c$ is zero where it is omitted.
 

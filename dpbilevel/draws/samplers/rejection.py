@@ -1,4 +1,4 @@
-"""A proximal oracle that looks at single terms of a sum."""
+"""Proximal oracle that looks at single terms of a sum."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ _MOST_STAGES = 64
 
 
 class StochasticRejection(AbstractProximalOracle):
-    r"""Accepts by an unbiased estimate that a few random terms give.
+    r"""Oracle that accepts by an unbiased estimate from a few random terms.
 
     For $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x - c\|^2$, a try draws $x, z$ from
     $\gamma \propto e^{-m \|x - c\|^2 / 2 - \|x - y\|^2 / (2 \eta)}$ on the set, random
@@ -82,7 +82,7 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Where $\sigma^2 = 1/8$, or the squared diameter if that is less."""
+        r"""Return $\eta$ of $\sigma^2 = 1/8$, or less: the squared diameter."""
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
@@ -108,7 +108,7 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """The stages are cut where that costs at most a quarter of `plan.share`."""
+        """Cut the stages at a cost of at most a quarter of `plan.failure`."""
         stages = self.stages
         if stages is None:
             stages = next(
@@ -121,13 +121,13 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def serves(self, plan: ProximalPlan) -> bool:
-        """Where values are exact: all that is fixed is counts."""
+        """Check that values are exact: all that is fixed is counts."""
         known = plan.regularity
         return None not in (known.num_terms, known.term_lipschitz) and known.error == 0
 
     @override
     def bias(self, plan: ProximalPlan) -> float:
-        """The bound of the class on the effect of clipping and of cutting."""
+        """Return the bound of the class on the effect of clipping and of cutting."""
         deviation, _, _ = self.gaussian(plan)
         variance = 2 * (deviation * (plan.regularity.term_lipschitz or 0.0)) ** 2
         cut = 0.0 if self.stages is None else _cut(self.stages)
@@ -145,7 +145,7 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""$\gamma$ has the mean $y / (1 + m \eta)$, variance $\eta / (1 + m \eta)$."""
+        r"""Return mean $y / (1 + m \eta)$, variance $\eta / (1 + m \eta)$."""
         weight = 1 / (1 + plan.regularity.quadratic * plan.step_size)
         away, feasible = 0.0, plan.feasible  # how far zero is from a ball
         if isinstance(feasible, Ball) and feasible.center is not None:
@@ -155,12 +155,12 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def evaluations(self) -> tuple[float, int]:
-        r"""$2 (e - 1)$ values of terms on average, twice the stages at most."""
+        """Count $2 (e - 1)$ values of terms on average, twice the stages at most."""
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
     @override
     def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
-        r"""The mean of $\gamma$.
+        r"""Return the mean of $\gamma$.
 
         Raises:
             TypeError: The potential is no sum.
@@ -174,7 +174,7 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def attempt(self, law, y, common, *, key) -> Attempt:
-        """All stages at once, those that were not needed left out."""
+        """Compute all stages at once, and leave out those that were not needed."""
         (potential, feasible, step_size), stages = law, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
@@ -199,7 +199,7 @@ class StochasticRejection(AbstractProximalOracle):
 
 
 def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
-    r"""Which are reached: stage $a + 1$ from stage $a$ with probability $1/(1 + a)$."""
+    """Draw the stages reached: after stage $a$ the next with $1/(1 + a)$."""
     # P(E > log(1 + a)) = 1 / (1 + a) for an exponential E.
     bars = jnp.log1p(jnp.arange(1, stages + 1).astype(dtype))
     onward = standard_exponential((stages,), dtype, key=key) > bars
@@ -207,6 +207,6 @@ def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
 
 
 def _cut(stages: int) -> float:
-    """What the stages beyond the last can add to the mean of rho."""
+    """Return the largest effect of the stages beyond the last on the mean of rho."""
     first = math.exp((stages + 1) * math.log(_CLIP) - math.lgamma(stages + 2))
     return first / (1 - _CLIP / (stages + 2))

@@ -30,7 +30,7 @@ _COMPUTED = (
 
 @dataclasses.dataclass(frozen=True)
 class HyperObjective(AbstractScore):
-    r"""$\Phi(x) = F(x, y^*(x))$, with $y^*$ found by a fixed number of steps.
+    r"""Hyper-objective $\Phi(x) = F(x, y^*(x))$, with $y^*$ from a number of steps.
 
     One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$
     and by $2 B / n_f$, with $B$ how far one loss may be from itself at another point,
@@ -81,7 +81,7 @@ class HyperObjective(AbstractScore):
 
     @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
-        """Solves the lower level anew at every point."""
+        """Return a potential that solves the lower level anew at every point."""
         x, y = start
         dtype = derivatives.common_dtype((x, y))
         check_loss_dtype(
@@ -102,7 +102,7 @@ class HyperObjective(AbstractScore):
         )
 
     def _error(self, dtype: DTypeLike) -> Number:
-        """How far a computed value may be off."""
+        """Return how far a computed value may be off."""
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
             largest += 2 * self._reach()
@@ -117,7 +117,7 @@ class HyperObjective(AbstractScore):
         return self._certificate().bounds(self.sizes)
 
     def spreads(self) -> tuple[Any, Any]:
-        """How far apart an upper and a lower record move exact scores."""
+        """Return how far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
         # Also where losses are cut: cutting sets no two values further apart.
         n = self.sizes.upper
@@ -130,34 +130,34 @@ class HyperObjective(AbstractScore):
         return upper, _least(bounds.lower * diameter, lower)
 
     def _range(self) -> Number:
-        """How far an upper loss may be from itself at another point."""
+        """Return how far an upper loss may be from itself at another point."""
         return self._reach() if self.clip_range is None else self.clip_range
 
     def _half(self) -> Number:
-        """The norm that upper losses are cut at: about those at a reference, or $B/2$.
+        """Return the clip norm of upper losses about a reference, or $B/2$.
 
         The reference may be at either end of their range.
         """
         return self._range() if self.clip_range is None else self._range() / 2
 
     def _reach(self) -> Number:
-        """The same by constants."""
+        """Return `_range` by constants."""
         second = self._certificate().second_order
         return self._between(second.upper_x, second.upper_y)
 
     def _spread_reach(self) -> Number:
-        """Half of how far the difference of two losses may be from itself."""
+        """Return half of how far the difference of two losses may be from itself."""
         second = self._certificate().second_order
         return self._between(second.upper_x_spread, second.upper_y_spread)
 
     def _between(self, slope_x: Any, slope_y: Any) -> Number:
-        """How far a function of these slopes may be from itself at another point."""
+        """Bound the change of a function of these slopes from one point to another."""
         second = self._certificate().second_order
         reach = 2 * slope_y * second.solution_radius
         return reach + slope_x * self.problem.x_set.diameter if slope_x else reach
 
     def _slope(self) -> float:
-        """The Lipschitz constant in y of the mean of clipped losses, and public term.
+        """Return the Lipschitz constant in y of the computed upper objective.
 
         Clipping leaves that of every record as it is, but not what cancels in a mean:
         a public term is at most twice as steep as the bound on the whole.
@@ -166,13 +166,13 @@ class HyperObjective(AbstractScore):
         return slope if self.problem.upper_public is None else 3 * slope
 
     def _lipschitz(self) -> Number:
-        """That of the score in x: where losses are clipped, terms may cancel less."""
+        """Return the Lipschitz constant of the score in x, for clipped losses too."""
         if self.clip_range is None or self.problem.upper_public is None:
             return self._bounds().gradient
         return 3 * self._certificate().second_order.upper_total
 
     def _target(self, dtype: DTypeLike) -> float:
-        """How far a lower solution may be off, beyond rounding."""
+        """Return how far a lower solution may be off, beyond rounding."""
         bounds = self._bounds()
         rounding = float(self._rounding(bounds, dtype))
         if self.measure == "slope":
@@ -181,7 +181,7 @@ class HyperObjective(AbstractScore):
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
     def _most_steps(self, dtype: DTypeLike) -> int:
-        """What the worst point takes, on the host."""
+        """Return the number of steps at the worst point. On the host."""
         metric = self._certificate().metric(self.problem, self.sizes, None, None)
         count = _steps(metric, self._target(dtype))
         if not count <= sensitivities.MOST_STEPS:
@@ -198,13 +198,13 @@ class HyperObjective(AbstractScore):
 
 
 def _least(first: Any, second: Any) -> Number:
-    """The smaller of two numbers, on the host or in a program."""
+    """Return the smaller of two numbers, on the host or in a program."""
     known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
     return min(first, second) if known else jnp.minimum(first, second)
 
 
 class _SolvedAnew(AbstractPotential):
-    """A potential whose lower level is solved at every point, from `y0`."""
+    """Potential whose lower level is solved at every point, from `y0`."""
 
     problem: BilevelProblem
     data: Levels
@@ -261,7 +261,7 @@ class _Objective(_SolvedAnew):
         return self(x), self.hypergradient(x)
 
     def _solution(self, x: PyTree) -> PyTree:
-        """The lower solution, found from zero in the certificate's metric."""
+        """Solve the lower level from zero, in the certificate's metric."""
         metric = self._metric(x)
         means = derivatives.Means(self.problem, self.data, self.sizes)
         roots = jax.tree.map(jnp.sqrt, metric.diagonal)
@@ -288,14 +288,14 @@ class _Objective(_SolvedAnew):
 
 
 def _steps(metric: Metric, target: float) -> Number:
-    """How many steps leave an error of at most `target` in y."""
+    """Return how many steps leave an error of at most `target` in y."""
     error = target * metric.least**0.5
     return metric.spectrum.accelerated_steps(metric.radius, error)
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientNorm(AbstractScore):
-    r"""$\|x - \Pi_X(x - \nabla \Phi(x))\|$: zero at the stationary points of the set.
+    r"""Gradient mapping $\|x - \Pi_X(x - \nabla \Phi(x))\|$, zero at stationary points.
 
     In the interior, as far as a unit step does not leave the set, that is the norm of
     the hypergradient; where the set's boundary holds a step back, it is smaller. A
@@ -330,14 +330,14 @@ class GradientNorm(AbstractScore):
 
     @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
-        """Computes the hypergradient anew at every point."""
+        """Return a potential that computes the hypergradient anew at every point."""
         return _Norm(self.problem, data, start[1], self.sizes)
 
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
 
     def _rounding(self, dtype: DTypeLike) -> Number:
-        """Of the projection of a step that leaves the set, a few roundings."""
+        """Bound the rounding of the projection of a step that leaves the set."""
         if isinstance(self.problem.x_set, Euclidean):
             return 0.0
         far = self.problem.x_set.reach
@@ -360,7 +360,7 @@ class _Norm(_SolvedAnew):
 
 
 def _gradient_error(certificate: AbstractCertificate, sizes, dtype) -> Number:
-    """How far a computed hypergradient may be off."""
+    """Return how far a computed hypergradient may be off."""
     bounds = certificate.bounds(sizes)
     steps = sensitivities.step_counts(certificate, sizes)
     error = sensitivities.solve_error(bounds, steps)

@@ -1,4 +1,4 @@
-"""The score of a one-level problem: its mean loss."""
+"""Score of a one-level problem: its mean loss."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ _BEYOND = 1 + 2.0**-10
 
 @dataclasses.dataclass(frozen=True)
 class MeanLoss(AbstractScore):
-    r"""The objective of a one-level problem.
+    r"""Objective of a one-level problem.
 
     With a range $B$ every loss is clipped to $[0, B]$, so that one record moves the
     mean by less than $B / n$ whatever the loss is. Otherwise $G$, declared, bounds the
@@ -52,7 +52,7 @@ class MeanLoss(AbstractScore):
 
     @override
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """$B / n$ or $G D / n$; as a slope $G^d / n$."""
+        """Return $B / n$ or $G D / n$; as a slope $G^d / n$."""
         reach = self._reach()
         if self.measure == "slope":
             return {RECORDS: self._slope() / self.sizes}
@@ -113,7 +113,7 @@ class MeanLoss(AbstractScore):
         return self.measure == "spread" and self.clip_range is not None
 
     def _reach(self) -> Number:
-        """How far a loss may be from itself at another point."""
+        """Return how far a loss may be from itself at another point."""
         if self._clipped:
             return self.clip_range
         if self.measure == "slope":
@@ -122,7 +122,7 @@ class MeanLoss(AbstractScore):
 
     @override
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
-        """A clipped mean for a spread, a sum of terms for a slope."""
+        """Return a clipped mean for a spread, a sum of terms for a slope."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
         check_loss_dtype(self.problem.loss, (start,), batch.records)
         reach = self._reach()
@@ -151,7 +151,7 @@ class MeanLoss(AbstractScore):
         return self.problem.lipschitz
 
     def _slope(self) -> float:
-        """Half the Lipschitz constant of the difference of two losses."""
+        """Return half the Lipschitz constant of the difference of two losses."""
         spread, whole = self.problem.lipschitz_spread, self._declared()
         return whole if spread is None else spread
 
@@ -167,12 +167,12 @@ class MeanLoss(AbstractScore):
 
 
 def unit_of(dtype: DTypeLike) -> float:
-    """The largest relative error of rounding to a dtype."""
+    """Return the largest relative error of rounding to a dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
 def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, Any]:
-    """One record's share of a mean of clipped losses, and the error of computing it.
+    """Return a record's contribution to a clipped mean, and its rounding error.
 
     Losses are clipped to an interval of length `reach`; `public` is whether the mean
     has a public term, by `public_part`.
@@ -195,7 +195,7 @@ def public_part(
     start: PyTree,
     half: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """The public term, if any, against that at the start, cut at a multiple of a range.
+    """Return the public term less its value at the start, cut at a multiple of a range.
 
     It reads no data, so cutting it costs no privacy; uncut, it would decide how its sum
     with a mean loss is rounded. `half` the range is in the dtype of the result.
@@ -208,7 +208,7 @@ def public_part(
 
 
 def _sum(values: Float[Array, " n"]) -> Float[Array, ""]:
-    """The sum, in groups of groups, so that few additions follow each other."""
+    """Sum in groups of groups, so that few additions follow each other."""
     while len(values) > _GROUP:
         padded = jnp.pad(values, (0, -len(values) % _GROUP))
         groups = jnp.sum(padded.reshape(-1, _GROUP), axis=1)
@@ -218,7 +218,7 @@ def _sum(values: Float[Array, " n"]) -> Float[Array, ""]:
 
 
 def _roundings(n: int) -> int:
-    """How many additions follow each other in `_sum`, at most."""
+    """Return how many additions follow each other in `_sum`, at most."""
     count = 0
     while n > _GROUP:
         count, n = count + _GROUP, -(-n // _GROUP)
@@ -262,7 +262,7 @@ class _Terms(AbstractSumPotential):
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        """A tangent below the mean, where some gradients are not finite, too.
+        """Return a tangent below the mean, also if some gradients are not finite.
 
         Such a record counts without slope and lower by all that its loss may fall.
         """
