@@ -12,7 +12,7 @@ import optax
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._checks import Count
+from .._checks import Count, Number
 from ..bilevel.problem import BilevelProblem
 from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
@@ -24,8 +24,7 @@ from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS, RECORDS, Query, check_rows, of_role
 from ..sets import AbstractSet
-from .mechanisms import AbstractDrawMechanism, Number
-from .release import Draw
+from .mechanisms import AbstractDrawMechanism, Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
 from .scores.base import AbstractScore, DrawProblem

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import NonNegative, Positive, check_fields
+from .._checks import NonNegative, Number, Positive, check_fields
 from ..bilevel.certificates.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
-from .mechanisms import Number, RegularizedExponential
+from .mechanisms import RegularizedExponential
 from .samplers.base import AbstractSampler
 from .scores.base import AbstractScore, DrawProblem
 from .scores.hyper import HyperObjective

@@ -17,8 +17,7 @@ import dpbilevel as dpb
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.bounds import Bounds, Metric
 from dpbilevel.bilevel.certificates.fixed_count import Spectrum
-from dpbilevel.draws.mechanisms import BoundedScore
-from dpbilevel.draws.release import Draw
+from dpbilevel.draws.mechanisms import BoundedScore, Draw
 from dpbilevel.draws.samplers import restricted
 from dpbilevel.draws.samplers._lattice import frame_of
 from dpbilevel.draws.samplers._walk_bounds import WalkBounds

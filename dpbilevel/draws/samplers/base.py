@@ -8,23 +8,20 @@ from it.
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from ..._checks import Checked, Count, NonNegative, Number, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
-
-_TOGETHER = 128  # points whose potentials are computed side by side
+_BATCH = 128  # points whose potentials are computed side by side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +123,7 @@ class AbstractPotential(eqx.Module):
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         """Return the potential at many points, stacked along the leading axis."""
-        return jax.lax.map(self, xs, batch_size=_TOGETHER)
+        return jax.lax.map(self, xs, batch_size=_BATCH)
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         """Return $U(x)$ and a subgradient, or another tangent that lies below."""
@@ -143,8 +140,8 @@ class AbstractSumPotential(AbstractPotential):
         quadratic: $m \ge 0$; public.
     """
 
-    num_terms: AbstractVar[int]
-    quadratic: AbstractVar[Float[Array, ""] | float]
+    num_terms: eqx.AbstractVar[int]
+    quadratic: eqx.AbstractVar[Float[Array, ""] | float]
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
@@ -157,6 +154,82 @@ class AbstractSumPotential(AbstractPotential):
         """
         weight = 1 / (1 + self.quadratic * step_size)
         return jax.tree.map(lambda v: jnp.asarray(weight, v.dtype) * v, y)
+
+
+def scaled_potential(
+    score: AbstractPotential, rate: Number, regularizer: Number, center: PyTree = None
+) -> AbstractPotential:
+    r"""Return $U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$, with $\mu \ge 0$.
+
+    The center $c$ is zero by default. For a sum of terms the result is a sum, too.
+    """
+    if isinstance(score, AbstractSumPotential):
+        return _ScaledSum(score, rate, rate * regularizer, center, score.num_terms)
+    return _ScaledScore(score, rate, rate * regularizer, center)
+
+
+class _AbstractScaled(AbstractPotential):
+    score: eqx.AbstractVar[AbstractPotential]
+    rate: eqx.AbstractVar[Number]
+    quadratic: eqx.AbstractVar[Number]
+    center: eqx.AbstractVar[PyTree]
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        return self._times_rate(self.score(x)) + self._square(x)
+
+    @override
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        value, gradient = self.score.value_and_gradient(x)
+
+        def regularized(g, v):
+            return self._times_rate(g) + _like(self.quadratic, v) * v
+
+        total = self._times_rate(value) + self._square(x)
+        return total, jax.tree.map(regularized, gradient, self._offset(x))
+
+    def _offset(self, x: PyTree) -> PyTree:
+        return x if self.center is None else optax.tree.sub(x, self.center)
+
+    def _square(self, x: PyTree) -> Array:
+        square = optax.tree.norm(self._offset(x), squared=True)
+        return _like(self.quadratic, square) / 2 * square
+
+    def _times_rate(self, value: Array) -> Array:
+        return _like(self.rate, value) * value
+
+
+class _ScaledScore(_AbstractScaled):
+    score: AbstractPotential
+    rate: Number
+    quadratic: Number
+    center: PyTree
+
+    @override
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        values = self.score.many(xs)
+        squares = jax.vmap(self._square)(xs)
+        return self._times_rate(values) + squares.astype(values.dtype)
+
+
+class _ScaledSum(_AbstractScaled, AbstractSumPotential):
+    score: AbstractSumPotential
+    rate: Number
+    quadratic: Number
+    center: PyTree
+    num_terms: int = eqx.field(static=True)
+
+    @override
+    def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
+        return self._times_rate(self.score.term(index, x))
+
+    @override
+    def middle(self, y: PyTree, step_size: Number) -> PyTree:
+        offset = super().middle(self._offset(y), step_size)
+        return offset if self.center is None else optax.tree.add(self.center, offset)
+
+
+def _like(number: Number, value: Array) -> Array:
+    return jnp.asarray(number, jnp.asarray(value).dtype)
 
 
 class AbstractSampler(Checked):

@@ -12,13 +12,12 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from ... import _checks
-from ..._checks import Count, Positive
+from ..._checks import Count, Number, Positive
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
-from . import _cells, _lattice
+from . import _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
 from .base import AbstractSampler, Regularity, SamplerGuarantee
-from .potentials import Number
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 
@@ -239,9 +238,9 @@ class GridWalk(AbstractSampler):
         # The steps of Lowy and Liu, Appendix B.3.1: 3(a) to (c), the last cell x.
         key_walk, key_cell, key_accept = derive(key, "walk", "cell", "restart")
         if self.tabulate:
-            index, lowest = _cells.from_table(energy, cells, tries, key=key_walk)
+            index, lowest = _lattice.from_table(energy, cells, tries, key=key_walk)
         else:
-            index, lowest = _cells.from_walks(
+            index, lowest = _lattice.from_walks(
                 energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
             )
         # 3(d), theta uniform in the cell of x.
