@@ -36,17 +36,17 @@ class DrawState(eqx.Module):
     """Public initial point, and the answer once it is drawn."""
 
     start: PyTree  # (x, y) for two levels
-    x: PyTree  # the start's, then the drawn one
+    x: PyTree  # that of the initial point, then the drawn one
     levels: int = eqx.field(static=True)
 
 
 class DrawPlan(NamedTuple):
     """Charge of a draw, computed before any data is seen."""
 
-    score: AbstractScore  # what is drawn by
-    contributions: dict[str, Any]  # one record's per role, as in BoundedScore
+    score: AbstractScore
+    contributions: dict[str, Any]  # of one record per role, as in BoundedScore
     regularity: Regularity  # of the score
-    mechanism: AbstractDrawMechanism  # what makes the draw private
+    mechanism: AbstractDrawMechanism
     rate: float  # k
     potential: Regularity  # of the potential that the sampler is given
 
@@ -55,10 +55,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     """A solver whose only step is one draw.
 
     Attributes:
-        sampler: How it draws.
-        mechanism: What makes the draw private.
+        sampler: The sampler of the draw.
+        mechanism: The mechanism of the draw.
         dimension: The declared number of coordinates of x. Static.
-        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
+        dtype: The dtype of scores in the plan; set by `calibrate`. Static.
     """
 
     sampler: AbstractSampler
@@ -112,17 +112,17 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             ValueError: It is of another size than planned for.
         """
         w0 = jax.tree.map(jnp.asarray, w0)
-        two = isinstance(problem, BilevelProblem)
-        x, planned = (w0[0] if two else w0), self.coordinates()
+        two_levels = isinstance(problem, BilevelProblem)
+        x, planned = (w0[0] if two_levels else w0), self.coordinates()
         if optax.tree.size(x) != planned:
             raise ValueError(
-                f"solve: the plan is for {planned} coordinates, but the starting point "
-                f"has {optax.tree.size(x)}; give candidates, or dimension=, of that "
+                f"solve: the plan is for {planned} coordinates, but the initial point "
+                f"has {optax.tree.size(x)}. Give candidates, or dimension=, of its "
                 "size."
             )
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         x = feasible_set(problem).project(x)
-        return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
+        return DrawState((x, w0[1]) if two_levels else x, x, 2 if two_levels else 1)
 
     @override
     def step(self, problem, data, state, *, key) -> DrawState:
@@ -181,12 +181,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def ledger(self, problem: DrawProblem, sizes: Any) -> Ledger:
         plan = self.plan(problem, sizes)
         queries = tuple(
-            Query.of_contribution(role, n, float(share))
-            for role, share in plan.contributions.items()
-            for n in [of_role(sizes, role)]
+            Query.of_contribution(role, of_role(sizes, role), float(contribution))
+            for role, contribution in plan.contributions.items()
         )
         inexact = 0.0
-        if plan.mechanism.measure == "slope":  # a spread counts its errors itself
+        if plan.mechanism.measure == "slope":  # a spread includes the errors
             error = plan.regularity.error + plan.regularity.rounding
             # Densities within exp(+-2 z) of each other are tanh(z) apart at most.
             inexact = math.tanh(plan.rate * error)
@@ -195,13 +194,9 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         draw = Draw(
             DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
         )
-        assumptions = (
-            *self.declarations(plan),
-            *plan.score.assumptions,
-            *self.sampler.assumptions,
-        )
+        declared = *self.declarations(plan), *plan.score.assumptions
         people = people_of(sizes) or People.OVERLAPPING
-        return Ledger((draw,), people, assumptions)
+        return Ledger((draw,), people, (*declared, *self.sampler.assumptions))
 
     @override
     def with_noise(self, scale: Number) -> Self:
@@ -215,8 +210,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         solver = dataclasses.replace(self, **changes)
         sizes = self.sizes if sizes is None else sizes
         potential = solver.plan(problem, sizes).potential
-        sampler = self.sampler.with_counts(potential, feasible_set(problem))
-        changes["sampler"] = sampler
+        changes["sampler"] = self.sampler.with_counts(potential, feasible_set(problem))
         return dataclasses.replace(self, **changes)
 
     @override
@@ -233,17 +227,16 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             return self.sampler.dimension
         if self.dimension is None:
             raise ValueError(
-                f"{type(self).__name__}: {type(self.sampler).__name__} takes more "
-                "steps in more dimensions, and they are fixed before data is seen; "
-                "give dimension=, the number of coordinates of x."
+                f"{type(self).__name__}: {type(self.sampler).__name__} plans its steps "
+                "before data is seen. Give dimension=, the number of coordinates of x."
             )
         return self.dimension
 
     def check_relation(self, problem: DrawProblem) -> None:
         """Check that everything that is proved holds under the relation.
 
-        With a private number of records over a public denominator no constant bounds
-        the mean loss, on which all but draws from single points rest.
+        If the number of records is private and the denominator public, no constant
+        bounds the mean loss, which all draws but those from candidates depend on.
 
         Raises:
             ValueError: Add-or-remove-one with two levels or a continuous sampler.
@@ -252,10 +245,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             return
         if isinstance(problem, BilevelProblem) or self.sampler.continuous:
             raise ValueError(
-                f"{type(self).__name__}: with two levels, or a sampler on a "
-                "continuous set, what it rests on is proved under replace-one only, "
-                f"got {self.neighbours}. Use Neighbours.REPLACE_ONE, or "
-                "ExponentialMechanism(Grid(...)) on one level."
+                f"{type(self).__name__}: with two levels, or a sampler on a continuous "
+                f"set, the proofs need replace-one, got {self.neighbours}. Use "
+                "Neighbours.REPLACE_ONE, or ExponentialMechanism(Grid(...)) on one "
+                "level."
             )
 
     def planned_dtype(self) -> jnp.dtype:

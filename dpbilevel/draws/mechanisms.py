@@ -31,8 +31,8 @@ from .samplers.base import (
     scaled_potential,
 )
 
-# What the contribution of a score bounds, for the change that one record makes in it:
-# the largest difference between two points, or the Lipschitz constant.
+# The contribution of a score bounds this measure of the change by one record: the
+# largest difference between two points, or the Lipschitz constant.
 Measure = Literal["spread", "slope"]
 
 
@@ -45,9 +45,9 @@ class BoundedScore(eqx.Module):
         raw: The score $\Phi$, to be small. NON-PRIVATE.
         contribution: $c$: under replace-one the change $\Phi_Z - \Phi_{Z'}$ has measure
             at most $2 c$, under add-or-remove-one $c$.
-        measure: Of what: `"spread"`, $\sup \Delta - \inf \Delta$, or `"slope"`, the
-            Lipschitz constant in $\ell_2$. Static.
-        basis: What $c$ rests on. Static.
+        measure: `"spread"`, $\sup \Delta - \inf \Delta$, or `"slope"`, the Lipschitz
+            constant in $\ell_2$. Static.
+        basis: The basis of $c$: clipping or constants. Static.
     """
 
     raw: AbstractPotential
@@ -65,8 +65,8 @@ class AbstractDrawMechanism(Checked):
 
     Attributes:
         neighbours: The relation that sensitivities are taken under. Static.
-        measure: Of the change that one record makes in the score.
-        precision: In the report.
+        measure: The measure of the change that one record makes in the score.
+        precision: The precision in the report.
         parameter: The name of the field that sets the noise.
     """
 
@@ -92,8 +92,8 @@ class AbstractDrawMechanism(Checked):
         r"""Open `score` and draw a point by it.
 
         Args:
-            score: What to select by, sealed with the mechanism's measure.
-            sampler: How to draw; its counts are set.
+            score: The score, sealed with the mechanism's measure.
+            sampler: The sampler, with its counts set.
             feasible: The set.
             start: A public point of the set.
             regularizer: $\mu_0 \ge 0$, the coefficient of a quadratic term about it.
@@ -108,10 +108,10 @@ class AbstractDrawMechanism(Checked):
         owner = type(self).__name__
         _checks.instance(owner, BoundedScore, score=score)
         if score.measure != self.measure:
-            raise TypeError(
+            text = (
                 f"{owner}: needs a score sealed with its {self.measure}, got one with "
-                f"its {score.measure}."
             )
+            raise TypeError(f"{text}its {score.measure}.")
         self.check_sampler(sampler)
         sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
         rate = self.rate(sensitivity, regularizer + convexity)
@@ -121,15 +121,15 @@ class AbstractDrawMechanism(Checked):
         potential, start = jax.lax.stop_gradient((potential, start))
         # Errors of scores are planned for products in full precision, on every device.
         with jax.default_matmul_precision("highest"):
-            drawn = sampler.draw(potential, feasible, start, key=key)
-        return jax.lax.stop_gradient(drawn)
+            x = sampler.draw(potential, feasible, start, key=key)
+        return jax.lax.stop_gradient(x)
 
     @abc.abstractmethod
     def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
         r"""Return $k$, the factor of the score in the exponent.
 
         Args:
-            sensitivity: Of the score, under the mechanism's relation.
+            sensitivity: The sensitivity of the score, under the mechanism's relation.
             convexity: $\mu = \mu_0 + \mu_1$ of the regularized score.
 
         Raises:
@@ -137,11 +137,11 @@ class AbstractDrawMechanism(Checked):
         """
 
     @abc.abstractmethod
-    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+    def event(self, fraction: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
         r"""Return the event of one draw, for a fraction of the sensitivity.
 
         Args:
-            share: $s$ in (0, 1].
+            fraction: $s$ in (0, 1].
             log_ratio: $\xi$ of the sampler, as in `SamplerGuarantee`.
         """
 
@@ -161,10 +161,9 @@ class AbstractDrawMechanism(Checked):
         """
         if self.measure == "slope" and not sampler.continuous:
             raise ValueError(
-                "RegularizedExponentialMechanism: its guarantee is about densities on "
-                f"a convex set, and {type(sampler).__name__} draws from single points "
-                "of it. Use AlternatingSampler, or ExponentialMechanism with this "
-                "sampler."
+                "RegularizedExponentialMechanism: needs a sampler of densities on a "
+                f"convex set, got {type(sampler).__name__}. Use AlternatingSampler, or "
+                "ExponentialMechanism with this sampler."
             )
 
     def calibrated(self) -> Number:
@@ -176,9 +175,8 @@ class AbstractDrawMechanism(Checked):
         value = getattr(self, self.parameter)
         if value is None:
             raise ValueError(
-                f"{type(self).__name__}: not calibrated yet, so nothing can be drawn. "
-                "Get a calibrated solver from dpbilevel.calibrate(problem, solver, "
-                "budget, sizes=...).solver."
+                f"{type(self).__name__}: not calibrated yet. Take the solver from "
+                "dpbilevel.calibrate(problem, solver, budget, sizes=...).solver."
             )
         return value
 
@@ -217,9 +215,9 @@ class Exponential(AbstractDrawMechanism):
         return self.calibrated() / sensitivity
 
     @override
-    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
-        r"""Return a $(s \varepsilon + 2 \xi)$-DP event: both densities err."""
-        return pure.event(share * float(self.calibrated()) + 2 * log_ratio)
+    def event(self, fraction: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+        r"""Return a $(s \varepsilon + 2 \xi)$-DP event: both samplers err."""
+        return pure.event(fraction * float(self.calibrated()) + 2 * log_ratio)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
@@ -231,9 +229,9 @@ class Exponential(AbstractDrawMechanism):
 class RegularizedExponential(AbstractDrawMechanism):
     r"""Density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
-    The center $c$ is public. For a convex score on a convex set the laws on two
-    neighbours are no easier to tell apart than two unit Gaussians whose means are $S
-    \sqrt{k / \mu}$ apart, where $S$ is the Lipschitz constant of the change that one
+    The center $c$ is public. For a convex score on a convex set the distributions on
+    two neighbours are no easier to tell apart than two unit Gaussians whose means are
+    $S \sqrt{k / \mu}$ apart, where $S$ is the Lipschitz constant of the change that one
     record makes in the score.
 
     Args:
@@ -261,7 +259,7 @@ class RegularizedExponential(AbstractDrawMechanism):
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     @override
-    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+    def event(self, fraction: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
         """Return a Gaussian event.
 
         Raises:
@@ -270,10 +268,10 @@ class RegularizedExponential(AbstractDrawMechanism):
         """
         if log_ratio:
             raise ValueError(
-                "RegularizedExponential: needs a sampler that is close to its target "
-                "in total variation, such as AlternatingSampler."
+                "RegularizedExponential: needs a sampler with a bound on its total "
+                "variation distance. Use AlternatingSampler."
             )
-        return dp_accounting.GaussianDpEvent(float(self.calibrated()) / share)
+        return dp_accounting.GaussianDpEvent(float(self.calibrated()) / fraction)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
@@ -286,20 +284,21 @@ class Draw(AbstractRelease):
     r"""Release of an answer drawn by a score.
 
     Args:
-        name: What is drawn.
-        count: How many times.
-        queries: What the score reads, one per role.
+        name: The name in the ledger.
+        count: The number of draws.
+        queries: The queries of the score, one per role.
         mechanism: The noise, relative to the sum of the queries' sensitivities.
-        rate: $k$; two scores less than $1 / k$ apart are nearly as likely.
-        guarantee: What is proved of the sampler.
-        basis: What the sensitivities rest on.
-        inexact: How far, in total variation, each law is from the exact one besides
-            the sampler's error.
+        rate: $k$; two points whose scores differ by less than $1 / k$ are nearly
+            equally likely.
+        guarantee: The guarantee of the sampler.
+        basis: The basis of the sensitivities.
+        inexact: The total variation distance of each distribution from the exact one,
+            besides the sampler's error.
 
     Privacy:
         A person with a record in every role moves the score by the sum of the roles'
-        sensitivities and is charged the mechanism's event; disjoint people are charged
-        their role's share.
+        sensitivities and is charged the mechanism's event. Disjoint people are charged
+        for their role's fraction.
     """
 
     mechanism: AbstractDrawMechanism
@@ -322,9 +321,9 @@ class Draw(AbstractRelease):
     @property
     @override
     def failure(self) -> float:
-        """Distance of the drawn law from the one that is charged, or its aim."""
-        found = self.guarantee
-        distance = found.distance if found.proved else found.aim
+        """Distance of the drawn distribution from the charged one, or its aim."""
+        guarantee = self.guarantee
+        distance = guarantee.distance if guarantee.proved else guarantee.aim
         return self.count * (distance + self.inexact)
 
     @property
@@ -339,21 +338,21 @@ class Draw(AbstractRelease):
         if not self.failure or not self.guarantee.proved:
             return self.guarantee.notes
         distance = (
-            f"{self.name}: within {self.failure:.3g} of the exact law in total "
-            "variation, counted in delta"
+            f"{self.name}: within {self.failure:.3g} of the exact distribution, "
+            "in total variation; counted in delta"
         )
         return (*self.guarantee.notes, distance)
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        apart = people is People.DISJOINT
-        shares = {PERSON: 1.0}
-        if apart or any(query.role == RECORDS for query in self.queries):
-            shares = {q.role: q.contribution / self.contribution for q in self.queries}
-        # Where nothing is proved nothing is claimed: the noise is as if it were.
+        disjoint, fractions = people is People.DISJOINT, {PERSON: 1.0}
+        if disjoint or any(query.role == RECORDS for query in self.queries):
+            total = self.contribution
+            fractions = {q.role: q.contribution / total for q in self.queries}
+        # If nothing is proved nothing is claimed; the noise is as if it were proved.
         log_ratio = self.guarantee.log_ratio if self.guarantee.proved else 0.0
-        for person, share in shares.items():
-            event = self.mechanism.event(share, log_ratio)
+        for person, fraction in fractions.items():
+            event = self.mechanism.event(fraction, log_ratio)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
 
     @override
@@ -366,11 +365,11 @@ class Draw(AbstractRelease):
         if not self.guarantee.proved:
             return
         log_ratio, distance = self.guarantee.log_ratio, self.guarantee.distance
-        spent = 2 * log_ratio  # the laws on both neighbours may be off
+        spent = 2 * log_ratio  # the distributions on both neighbours may be off
         if spent >= budget.epsilon:
             raise ValueError(
                 f"calibrate: log_ratio={log_ratio:.3g} of the sampler alone costs "
-                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a smaller "
+                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}. Use a smaller "
                 "log_ratio."
             )
         cost = profiles.total_variation_delta(budget.epsilon, distance)
@@ -378,7 +377,7 @@ class Draw(AbstractRelease):
             small = 0.01 * budget.delta * distance / cost
             raise ValueError(
                 f"calibrate: distance={distance:.3g} of the sampler alone costs "
-                f"{cost:.3g} of delta = {budget.delta:.3g}; use at most {small:.1g}."
+                f"{cost:.3g} of delta = {budget.delta:.3g}. Use at most {small:.1g}."
             )
 
     @override

@@ -130,9 +130,8 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
     if isinstance(feasible, Simplex) and dimension >= 2:
         return SimplexFrame(feasible.scale, dimension, np.zeros(dimension - 1))
     raise ValueError(
-        f"{owner}: needs a compact convex set with an interior, a bounded Box, a Ball "
-        "or a Simplex of at least two entries, got "
-        f"{type(feasible).__name__} with {dimension} entries."
+        f"{owner}: needs a bounded Box, a Ball or a Simplex of at least two entries, "
+        f"got {type(feasible).__name__} with {dimension} entries."
     )
 
 
@@ -209,9 +208,8 @@ def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
     else:
         flat = jnp.concatenate([jnp.ravel(v) for v in leaves])
     if len(flat) not in (1, dimension):
-        raise ValueError(
-            f"{owner}: points have {dimension} entries, the set has {len(flat)}."
-        )
+        text = f"{owner}: points have {dimension} entries, but the set has"
+        raise ValueError(f"{text} {len(flat)}.")
     return flat + np.zeros(dimension) if known else jnp.broadcast_to(flat, dimension)
 
 

@@ -82,7 +82,7 @@ class WalkBounds:
         return (self.rarity - math.log(mixing)) / gap if gap else math.inf
 
     def mixing(self, steps: int) -> float:
-        """Return the relative error of the law of the cell after so many steps."""
+        """Return the relative error of the cell's distribution after so many steps."""
         return math.exp(min(self.rarity - self.gap * steps, 0.0))
 
     def tries(self, mixing: float, exhausted: float) -> float:
@@ -92,7 +92,7 @@ class WalkBounds:
         return 1 + excess / misses if misses else math.inf
 
     def exhausted(self, mixing: float, tries: int) -> float:
-        """Return the largest relative addition of exhaustion to the law."""
+        """Return the largest relative addition of exhaustion to the distribution."""
         excess = self._last_resort() - self._misses(mixing) * (tries - 1)
         return math.exp(min(excess, 0.0))
 
@@ -124,7 +124,6 @@ def queries(cells: tuple[int, ...], steps: float | None, tries: float) -> float:
 
 def duration(seconds: float) -> str:
     """Format seconds in the largest unit that fits."""
-    for unit, length in {"years": 3.2e7, "days": 86400, "hours": 3600}.items():
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} seconds"
+    units = {"years": 3.2e7, "days": 86400, "hours": 3600, "seconds": 1}
+    unit = next((u for u, length in units.items() if seconds >= length), "seconds")
+    return f"{seconds / units[unit]:.3g} {unit}"

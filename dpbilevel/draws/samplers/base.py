@@ -1,8 +1,8 @@
 r"""Interface of samplers of a density proportional to $\exp(-U)$ on a set.
 
 Nothing here is private by itself. An exponential mechanism hands a sampler the
-potential $U$ of a density that is private, and charges how far the sampler's law may be
-from it.
+potential $U$ of a density that is private, and charges how far the sampler's
+distribution may be from it.
 """
 
 import abc
@@ -32,14 +32,14 @@ class Regularity:
         dimension: $d$, the number of coordinates.
         lipschitz: $L$, the Lipschitz constant of $U$ on the set in $\ell_2$.
         strong_convexity: $\alpha \ge 0$ with $U - \frac{\alpha}{2} \|x\|^2$ convex on
-            the set; `None` where $U$ is not known to be convex.
-        smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite where none
-            is known.
-        error: $\zeta$: what is computed differs from $U$ by at most that.
-        gradient_error: The same for a gradient, in $\ell_2$.
-        rounding: How far rounding moves a value beyond that, and a gradient times the
-            diameter of the set.
-        num_terms: $n$, where $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
+            the set; `None` if $U$ is not known to be convex.
+        smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite if none is
+            known.
+        error: $\zeta$, the largest error of a computed value of $U$.
+        gradient_error: The largest error of a computed gradient, in $\ell_2$.
+        rounding: The largest further error by rounding, of a value and of a gradient
+            times the diameter of the set.
+        num_terms: $n$, if $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
         term_lipschitz: The Lipschitz constant of every $u_i$ in $\ell_2$.
         quadratic: $m \ge 0$, of the public quadratic part of $U$.
     """
@@ -89,20 +89,21 @@ class Regularity:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerGuarantee:
-    r"""Distance of a sampler's law from its target, proved before any data is seen.
+    r"""Proved distance of a sampler's distribution from its target, before any data.
 
     Attributes:
-        num_steps: How many steps it takes.
-        queries: How many times it evaluates the potential, or one term of it; on
-            average, where it may stop looking.
-        log_ratio: $\xi$: the density of the law over the target's lies within
+        num_steps: The number of steps.
+        queries: The number of evaluations of the potential, or of one term of it; on
+            average, if it may stop early.
+        log_ratio: $\xi$: the density of the distribution over the target's lies within
             $e^{\pm \xi}$.
-        distance: $\eta$: the law is within $\eta$ in total variation of one for which
-            `log_ratio` holds.
-        proved: Whether this follows from a theorem; otherwise the sampler was cut
-            short, or planned for another law, and no guarantee may be claimed.
-        aim: The distance that is aimed at, which noise is chosen by all the same.
-        notes: What it rests on, in the words of the report.
+        distance: $\eta$: the distribution is within $\eta$ in total variation of one
+            for which `log_ratio` holds.
+        proved: Whether this follows from a theorem. Otherwise the sampler was cut
+            short, or planned for another potential or set, and no guarantee may be
+            claimed.
+        aim: The distance that is aimed at, which the noise is chosen for.
+        notes: The notes of the report.
     """
 
     num_steps: int
@@ -150,7 +151,7 @@ class AbstractSumPotential(AbstractPotential):
     def middle(self, y: PyTree, step_size: Number) -> PyTree:
         r"""Minimize $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.
 
-        With $c = 0$; a potential with another center overrides this.
+        Here $c = 0$; a potential with another center overrides this method.
         """
         weight = 1 / (1 + self.quadratic * step_size)
         return jax.tree.map(lambda v: jnp.asarray(weight, v.dtype) * v, y)
@@ -235,12 +236,11 @@ def _like(number: Number, value: Array) -> Array:
 class AbstractSampler(Checked):
     """Sampler of one point, by steps whose number is fixed before data is seen.
 
-    A sampler whose running time depends on records says so in `assumptions`.
-
-    Steps are planned from the `Regularity` of a potential and from the set.
+    Steps are planned from the `Regularity` of a potential and from the set. A sampler
+    whose running time depends on records says so in `assumptions`.
 
     Attributes:
-        continuous: Whether it draws from the whole set, or from points of it.
+        continuous: Whether it draws from all of the set, or from candidates.
     """
 
     continuous: ClassVar[bool] = True
@@ -265,7 +265,7 @@ class AbstractSampler(Checked):
     def guarantee(
         self, regularity: Regularity, feasible: AbstractSet
     ) -> SamplerGuarantee:
-        """Return what is proved of the law of `draw`.
+        """Return what is proved of the distribution of `draw`.
 
         For a sampler whose counts are open, what `with_counts` will reach or refuse:
         calibration needs it at noises far from the final one.
@@ -280,12 +280,12 @@ class AbstractSampler(Checked):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        r"""Draw one point, by a law close to the density $\propto e^{-U}$ on the set.
+        r"""Draw one point, with a density close to one $\propto e^{-U}$ on the set.
 
         Args:
             potential: $U$.
             feasible: The set.
-            start: A public point; a sampler that needs none reads its shape only.
+            start: A public point; some samplers read only its shape.
             key: A typed key.
 
         Raises:

@@ -41,7 +41,7 @@ class GridWalk(AbstractSampler):
     $q(x) \propto e^{-h(x)}$, with Gumbel noise: no step, no convexity, but
     $\prod_i N_i$ evaluations.
 
-    **The law** has, relative to the density $\pi \propto e^{-U}$ on $X$ of the
+    **The distribution** has, relative to the density $\pi \propto e^{-U}$ on $X$ of the
     potential *as it is computed*, a log ratio within $\pm \xi$. What separates that
     from the density of $U$ itself, twice `Regularity.error` in each data set, is not in
     $\xi$ and is for the caller to charge; the proof only allows for it. Let $\ell$ be
@@ -126,10 +126,8 @@ class GridWalk(AbstractSampler):
         cells = {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
         _checks.count("GridWalk", **cells)
         if self.tabulate and self.num_steps is not None:
-            raise ValueError(
-                "GridWalk: tabulate=True draws the cell without a walk; leave out "
-                f"num_steps, got {self.num_steps}."
-            )
+            text = "GridWalk: tabulate=True makes no walk, got num_steps="
+            raise ValueError(f"{text}{self.num_steps}. Leave it out.")
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
@@ -217,17 +215,13 @@ class GridWalk(AbstractSampler):
         """
         plan = self._plan()
         if plan is None:
-            raise ValueError(
-                "GridWalk: its counts are not planned; call with_counts(...) first."
-            )
+            raise ValueError("GridWalk: not planned yet. Call with_counts(...) first.")
         cells, tries, penalty, slack = plan
         flat, unravel = jax.flatten_util.ravel_pytree(start)
         frame = _lattice.frame_of("GridWalk", feasible, flat.size)
         if len(frame.corner) != len(cells):
-            raise ValueError(
-                f"GridWalk: planned for {len(cells)} axes, but the points have "
-                f"{len(frame.corner)}; plan it with the regularity of this potential."
-            )
+            text = f"GridWalk: planned for {len(cells)} axes, but the points have"
+            raise ValueError(f"{text} {len(frame.corner)}. Plan it for this potential.")
         frame = _lattice.on_device(frame, flat.dtype)
         extended = _lattice.Extended(potential, frame, unravel, penalty)
         reference = extended.reference()
@@ -259,22 +253,22 @@ class GridWalk(AbstractSampler):
 
     def _bounds(self, regularity, feasible) -> WalkBounds:
         if not math.isfinite(regularity.lipschitz):
-            raise ValueError(
-                "GridWalk: needs the Lipschitz constant of the potential, got "
-                f"lipschitz={regularity.lipschitz}."
+            text = (
+                "GridWalk: needs a Lipschitz constant of the potential, got lipschitz="
             )
+            raise ValueError(f"{text}{regularity.lipschitz}.")
         frame = _lattice.frame_of("GridWalk", feasible, regularity.dimension)
         n = len(frame.sides)
         rise = regularity.lipschitz * float(frame.radius)
         penalty = self.penalty
         if penalty is None:
             penalty = rise + max(rise, 2.0 * n) if frame.reach > 1 else 0.0
-        whole = WalkBounds(regularity, frame, (1,) * n, float(penalty), 0.0)
+        bounds = WalkBounds(regularity, frame, (1,) * n, float(penalty), 0.0)
         cells = self.cells
         if cells is None:
-            fineness = whole.lipschitz * math.sqrt(n) * FLATNESS / _SPREAD
+            fineness = bounds.lipschitz * math.sqrt(n) * FLATNESS / _SPREAD
             cells = tuple(max(1, math.ceil(side * fineness)) for side in frame.sides)
-        bounds = dataclasses.replace(whole, cells=cells)
+        bounds = dataclasses.replace(bounds, cells=cells)
         slack = bounds.needed_slack if self.slack is None else float(self.slack)
         return dataclasses.replace(bounds, slack=slack)
 
@@ -297,17 +291,16 @@ class GridWalk(AbstractSampler):
 
     def _refusal(self, bounds, steps, tries, total) -> str:
         size = float(min(math.prod(bounds.cells), 10**300))
-        asked = "a table of" if steps is None else f"T = {steps:.3g} certified steps on"
-        remedies = ["fewer dimensions", "a Grid of candidates", "a larger max_queries"]
-        if steps is not None:
-            if size <= self.max_queries:
-                remedies.append("tabulate=True, which needs no steps")
-            if not bounds.convex:
-                remedies.append("a potential declared convex, which mixes sooner")
-            remedies.append("an explicit num_steps for a HEURISTIC run")
+        work = "a table of" if steps is None else f"T = {steps:.3g} certified steps on"
+        remedies = {
+            "fewer dimensions, a Grid of candidates, a larger max_queries": True,
+            "tabulate=True": steps is not None and size <= self.max_queries,
+            "a potential declared convex": steps is not None and not bounds.convex,
+            "an explicit num_steps for a HEURISTIC run": steps is not None,
+        }
         return (
-            f"GridWalk: {asked} {size:.3g} cells and {tries:.3g} tries take "
-            f"{total:.3g} evaluations of the potential, {duration(total * 1e-3)} at a "
-            f"millisecond each; max_queries is {self.max_queries:.3g}. What helps: "
-            f"{', '.join(remedies)}."
+            f"GridWalk: {work} {size:.3g} cells and {tries:.3g} tries take {total:.3g} "
+            f"evaluations, about {duration(total * 1e-3)}; max_queries is "
+            f"{self.max_queries:.3g}. What helps: "
+            f"{', '.join(text for text, helps in remedies.items() if helps)}."
         )

@@ -34,7 +34,9 @@ class ProximalPlan:
     step_size: float  # eta
     num_steps: int = 0  # how many accepted tries are needed; 0 while that is open
     tries: int = 0  # how many are made in all; 0 while that is open
-    share: float = 0.0  # the chance with which draws of proposals may run out of tries
+    failure: float = (
+        0.0  # the chance with which draws of proposals may run out of tries
+    )
 
     @property
     def dimension(self) -> int:
@@ -69,12 +71,11 @@ class Mixing(eqx.Module):
         error = plan.regularity.error + plan.regularity.rounding
         return cls(plan.width, plan.convexity * math.exp(-2 * error))
 
-    def left(self, step_size: float, num_steps: int) -> float:
+    def remaining(self, step_size: float, num_steps: int) -> float:
         """Return the distance in total variation that is left of the start."""
         rate = math.log1p(self.convexity * step_size)
-        return (
-            self.width / (2 * math.sqrt(step_size)) * math.exp(-(num_steps - 1) * rate)
-        )
+        start = self.width / (2 * math.sqrt(step_size))
+        return start * math.exp(-(num_steps - 1) * rate)
 
     def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
         """Return the fewest steps with at most that distance left.
@@ -86,7 +87,7 @@ class Mixing(eqx.Module):
         return 1 + xp.maximum(steps, 0)
 
 
-class ProximalLaw(NamedTuple):
+class ProximalTarget(NamedTuple):
     r"""Densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set."""
 
     potential: AbstractPotential  # U
@@ -154,12 +155,12 @@ class AbstractProximalOracle(eqx.Module):
         """Return how many evaluations a try needs on average, and makes at most."""
 
     @abc.abstractmethod
-    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
+    def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
         """Compute what all tries at one $y$ have in common."""
 
     @abc.abstractmethod
     def attempt(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+        self, target: ProximalTarget, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> Attempt:
         """Make one try at $y$, for which `prepare` returned what is common.
 
@@ -178,14 +179,13 @@ class AbstractProximalOracle(eqx.Module):
         chance, _ = self._draw_chance(plan)
         if chance >= 1:
             return 1
-        need = math.log(plan.share / (2 * self.draws * plan.tries))
+        need = math.log(plan.failure / (2 * self.draws * plan.tries))
         count = math.ceil(need / math.log1p(-chance)) if chance > 0 else math.inf
         if count > _MOST_DRAW_TRIES:
             raise ValueError(
                 f"{type(self).__name__}: a Gaussian restricted to the "
-                f"{type(plan.feasible).__name__} would need {count} tries in "
-                f"{plan.tries} draws; at most {_MOST_DRAW_TRIES} are made. Use a "
-                "smaller step_size, or a Box."
+                f"{type(plan.feasible).__name__} needs {count} tries per draw, more "
+                f"than {_MOST_DRAW_TRIES}. Use a smaller step_size, or a Box."
             )
         return max(1, int(count))
 
@@ -214,7 +214,7 @@ class AbstractProximalOracle(eqx.Module):
 
 
 class AbstractExactOracle(AbstractProximalOracle):
-    """Oracle whose accepted tries have the exact law, at a step of any size.
+    """Oracle whose accepted tries have the exact distribution, at a step of any size.
 
     Whatever they have in common, which may depend on tries that were rejected.
     """
@@ -229,12 +229,12 @@ class AbstractExactOracle(AbstractProximalOracle):
 
     @abc.abstractmethod
     def proposal(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+        self, target: ProximalTarget, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> tuple[PyTree, Float[Array, ""]]:
         """Return the proposal, and $r$ with the chance $e^{-r}$ to accept it."""
 
     @abc.abstractmethod
-    def moved(self, law: ProximalLaw, y: PyTree, common: PyTree) -> PyTree:
+    def moved(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
         """Return other common values, after many rejected tries at `y`."""
 
 
@@ -256,16 +256,15 @@ def enough_tries(num_steps: int, chance: float, failure: float) -> int:
         low, high = (low, middle) if serves(middle) else (middle, high)
     if high > _MOST_TRIES:
         raise ValueError(
-            f"AlternatingSampler: {num_steps} steps would need {high} tries; at most "
-            f"{_MOST_TRIES} are made. Use a larger distance or regularizer, or a "
-            "potential that is less steep."
+            f"AlternatingSampler: {num_steps} steps need {high} tries, more than "
+            f"{_MOST_TRIES}. Use a larger distance or regularizer."
         )
     return high
 
 
 def _far(plan: ProximalPlan) -> float:
     """Return the chance with which one point $y$ may come farther than the reach."""
-    return plan.share / (2 * plan.num_steps)
+    return plan.failure / (2 * plan.num_steps)
 
 
 def finite_part(tree: PyTree) -> PyTree:

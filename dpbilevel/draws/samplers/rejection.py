@@ -18,12 +18,12 @@ from .base import AbstractSumPotential, Regularity
 from .proximal import (
     AbstractProximalOracle,
     Attempt,
-    ProximalLaw,
     ProximalPlan,
+    ProximalTarget,
 )
 
 _CLIP = 0.5
-_MOST_STAGES = 64
+_MOST_STAGES = 63
 
 
 class StochasticRejection(AbstractProximalOracle):
@@ -40,20 +40,20 @@ class StochasticRejection(AbstractProximalOracle):
     and accepts $x$ with probability $\rho / 2$. As every $|\Delta_j| \le 1/2$, $\rho$
     lies in $[0, 2]$ always.
 
-    **Law.** Given $x$ and $z$, with $u = \frac{1}{n} \sum_j \Delta_j$, $E \rho = e^u$;
-    without clipping the exponent would be $v = \frac{1}{n} \sum_j (u_j(z) - u_j(x))$
-    and the law of an accepted $x$ exact. Dividing both densities by the larger of their
-    masses,
+    **Distribution.** Given $x$ and $z$, with $u = \frac{1}{n} \sum_j \Delta_j$, $E \rho
+    = e^u$; without clipping the exponent would be $v = \frac{1}{n} \sum_j (u_j(z) -
+    u_j(x))$ and the distribution of an accepted $x$ exact. Dividing both densities by
+    the larger of their masses,
 
     $$TV \le \frac{E |e^u - e^v|}{E e^v} \le E |e^u - e^v|,$$
 
     as $E e^v \ge e^{E v} = 1$. Let $W_j = (|u_j(z) - u_j(x)| - \frac12)^+$ and $\bar W$
     be their mean. $|u - v| \le \bar W$ and $\max(u, v) \le \frac12 + \bar W$, so that
     $|e^u - e^v| \le \sqrt e \, \bar W e^{\bar W} \le \sqrt e \, \frac1n \sum_j W_j
-    e^{W_j}$ by convexity. The law of $(x, z)$ is $(m + 1/\eta)$-strongly log-concave
-    and $u_j(z) - u_j(x)$ has mean zero and is $\sqrt2 G$-Lipschitz in $(x, z)$, hence
-    $P(W_j > w) \le 2 e^{-(1/2 + w)^2 / (2 \sigma^2)}$ with $\sigma^2 = 2 G^2 \eta / (1
-    + m \eta)$, and integrating $(1 + w) e^w$ against that,
+    e^{W_j}$ by convexity. The distribution of $(x, z)$ is $(m + 1/\eta)$-strongly
+    log-concave and $u_j(z) - u_j(x)$ has mean zero and is $\sqrt2 G$-Lipschitz in $(x,
+    z)$, hence $P(W_j > w) \le 2 e^{-(1/2 + w)^2 / (2 \sigma^2)}$ with $\sigma^2 = 2 G^2
+    \eta / (1 + m \eta)$, and integrating $(1 + w) e^w$ against that,
 
     $$TV \le 2 \sqrt e \, e^{-1 / (8 \sigma^2)} \Bigl(\frac1c + \frac1{c^2}\Bigr),
     \qquad c = \frac{1}{2 \sigma^2} - 1 > 0 .$$
@@ -86,19 +86,13 @@ class StochasticRejection(AbstractProximalOracle):
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
-                "StochasticRejection: needs a sum of terms with a known Lipschitz "
-                "constant (num_terms and term_lipschitz of the Regularity). Use "
-                "ConvexEnvelope for any other potential."
+                "StochasticRejection: needs num_terms and term_lipschitz of the "
+                "Regularity. Use ConvexEnvelope for a potential that is no such sum."
             )
-        if not 0 <= lipschitz < math.inf:
+        if not 0 <= lipschitz < math.inf or regularity.error > 0:
             raise ValueError(
-                "StochasticRejection: term_lipschitz must be finite, got "
-                f"{lipschitz}. Clip the terms or use ConvexEnvelope."
-            )
-        if regularity.error > 0:
-            raise ValueError(
-                "StochasticRejection: the values of the terms must be exact, got "
-                f"error={regularity.error}. Use ConvexEnvelope."
+                "StochasticRejection: needs exact terms and a finite term_lipschitz, "
+                f"got {lipschitz} and error={regularity.error}. Use ConvexEnvelope."
             )
         most = restricted.diameter(feasible, regularity.dimension) ** 2
         variance = 1 / (16 * lipschitz**2) if lipschitz > 0 else math.inf
@@ -109,21 +103,19 @@ class StochasticRejection(AbstractProximalOracle):
     @override
     def with_counts(self, plan: ProximalPlan) -> Self:
         """Cut the stages at a cost of at most a quarter of `plan.failure`."""
-        stages = self.stages
-        if stages is None:
-            stages = next(
-                a
-                for a in range(1, _MOST_STAGES)
-                if plan.num_steps * _cut(a) <= plan.share / 4 or a == _MOST_STAGES - 1
-            )
+        stages, allowed = self.stages or 1, plan.failure / 4
+        if self.stages is None:
+            while plan.num_steps * _cut(stages) > allowed and stages < _MOST_STAGES:
+                stages += 1
         draw_tries = self.enough_draw_tries(plan)
         return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
 
     @override
     def serves(self, plan: ProximalPlan) -> bool:
         """Check that values are exact: all that is fixed is counts."""
-        known = plan.regularity
-        return None not in (known.num_terms, known.term_lipschitz) and known.error == 0
+        potential = plan.regularity
+        terms = potential.num_terms, potential.term_lipschitz
+        return None not in terms and potential.error == 0
 
     @override
     def bias(self, plan: ProximalPlan) -> float:
@@ -159,23 +151,21 @@ class StochasticRejection(AbstractProximalOracle):
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
     @override
-    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
+    def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
         r"""Return the mean of $\gamma$.
 
         Raises:
             TypeError: The potential is no sum.
         """
-        if not isinstance(law.potential, AbstractSumPotential):
-            raise TypeError(
-                "StochasticRejection: the potential must be an AbstractSumPotential, "
-                f"got {type(law.potential).__name__}. Use ConvexEnvelope."
-            )
-        return law.potential.middle(y, law.step_size)
+        if not isinstance(target.potential, AbstractSumPotential):
+            text = "StochasticRejection: the potential must be an AbstractSumPotential, got"
+            raise TypeError(f"{text} {type(target.potential).__name__}.")
+        return target.potential.middle(y, target.step_size)
 
     @override
-    def attempt(self, law, y, common, *, key) -> Attempt:
+    def attempt(self, target, y, common, *, key) -> Attempt:
         """Compute all stages at once, and leave out those that were not needed."""
-        (potential, feasible, step_size), stages = law, self.stages or 1
+        (potential, feasible, step_size), stages = target, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
         deviation = (step_size / (1 + potential.quadratic * step_size)) ** 0.5

@@ -45,9 +45,9 @@ def restricted_normal(
     Raises:
         ValueError: A set of another kind.
     """
-    point, found = tried_normal(feasible, mean, deviation, tries, key=key)
+    point, accepted = tried_normal(feasible, mean, deviation, tries, key=key)
     fallback = feasible.project(mean)
-    return jax.tree.map(lambda v, a: jnp.where(found, v, a), point, fallback)
+    return jax.tree.map(lambda v, a: jnp.where(accepted, v, a), point, fallback)
 
 
 def tried_normal(
@@ -61,7 +61,7 @@ def tried_normal(
     """Return the point of the first accepted try, and whether there is one.
 
     Arguments are those of `restricted_normal`; given that a try was accepted the point
-    has exactly the law that is asked for.
+    has exactly the distribution that is asked for.
 
     Raises:
         ValueError: A set of another kind.
@@ -105,9 +105,8 @@ def check_set(feasible: AbstractSet) -> None:
     boxes = all(isinstance(part, Box) for part in parts)
     if not boxes and not isinstance(feasible, Ball | Simplex):
         raise ValueError(
-            "restricted_normal: draws on a Box, a product of boxes, a Ball or a "
-            f"Simplex, got {type(feasible).__name__}. Replace the set by one of these "
-            "that holds it, or use a sampler that needs projections only."
+            "restricted_normal: the set must be a Box, a product of boxes, a Ball or a "
+            f"Simplex, got {type(feasible).__name__}. Use one that contains it."
         )
 
 
@@ -239,12 +238,12 @@ def _tangent(length, radius, size):
 def _simplex(mean, deviation, scale, tries, key):
     r"""Return tries on $\{w \ge 0, \sum_i w_i = S\}$.
 
-    A common shift $\lambda$ of the mean leaves the law as it is. All coordinates but
-    that of the largest mean, $j$, are proposed as normal values conditioned on being
-    non-negative; $w_j$ is what they leave of $S$, and the try is accepted with
-    probability $f_j(w_j) / \sup f_j$, which is the law exactly, at any $\lambda$. The
-    one at which $E \sum_i w_i = S$ is found by bisection: there tries are accepted
-    often.
+    A common shift $\lambda$ of the mean leaves the distribution as it is. All
+    coordinates but that of the largest mean, $j$, are proposed as normal values
+    conditioned on being non-negative; $w_j$ is what they leave of $S$, and the try is
+    accepted with probability $f_j(w_j) / \sup f_j$, which is the distribution exactly,
+    at any $\lambda$. The one at which $E \sum_i w_i = S$ is found by bisection: there
+    tries are accepted often.
     """
     keys = derive(key, "proposal", "accept")
     size, dtype = mean.shape[0], mean.dtype

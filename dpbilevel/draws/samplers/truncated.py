@@ -48,8 +48,8 @@ def truncated_normal(
     shape, dtype = low.shape, low.dtype
     mass_left, mass_right = _central(-low), _central(high)
     total = mass_left + mass_right
-    share = jnp.where(total > 0, mass_right / jnp.where(total > 0, total, 1), 1)
-    coin = jnp.exp(-standard_exponential(shape, dtype, key=key_side)) < share
+    chance = jnp.where(total > 0, mass_right / jnp.where(total > 0, total, 1), 1)
+    coin = jnp.exp(-standard_exponential(shape, dtype, key=key_side)) < chance
     right = (low >= 0) | ((high > 0) & coin)
     near = jnp.maximum(jnp.where(right, low, -high), 0)
     far = jnp.where(right, high, -low)
@@ -57,8 +57,9 @@ def truncated_normal(
     distance = deviation * tail_distance(near, far - near, exponential)
     inside = (low < 0) & (high > 0)
     anchor = jnp.where(inside, mean, jnp.where(right, lower, upper))
-    drawn = jnp.where(right, anchor + distance, anchor - distance)
-    return jnp.clip(drawn, lower, upper)
+    return jnp.clip(
+        jnp.where(right, anchor + distance, anchor - distance), lower, upper
+    )
 
 
 def tail_distance(
@@ -68,7 +69,7 @@ def tail_distance(
 
     From the end $z \ge 0$ that is `near`; the width $w \ge 0$ may be infinite. For
     standard exponential $E$, $E' = -\log(1 - (1 - e^{-E})(1 - e^{-\Lambda_z(w)}))$ has
-    their law conditioned on $E \le \Lambda_z(w)$.
+    their distribution conditioned on $E \le \Lambda_z(w)$.
     """
     last = tail_exponent(near, width)
     missing = jnp.expm1(-exponential) * -jnp.expm1(-last)  # in (-1, 0]

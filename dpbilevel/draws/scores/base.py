@@ -23,7 +23,7 @@ from ..samplers.base import AbstractPotential, Regularity
 
 DrawProblem = BilevelProblem | FiniteSum
 
-# What the error of computed values may add to a spread.
+# The fractions that errors of solves and rounding may add to a spread.
 SOLVES, ROUNDING = 0.01, 0.05
 
 
@@ -75,9 +75,9 @@ class AbstractScore(abc.ABC):
         """Seal the score; `dtype` is what was planned for, if that is coarser."""
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
-        share = sum(self.contributions(dtype).values())
+        contribution = sum(self.contributions(dtype).values())
         raw = self.potential(data, start)
-        return BoundedScore(raw, share, self.measure, self.basis)
+        return BoundedScore(raw, contribution, self.measure, self.basis)
 
 
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
@@ -103,11 +103,10 @@ def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
     Raises:
         ValueError: At `(*points, record)` it has a coarser dtype than the points.
     """
-    found = jax.eval_shape(loss, *points, one_record(records)).dtype
-    wanted = jnp.result_type(*jax.tree.leaves(points))
-    if jnp.finfo(found).bits < jnp.finfo(wanted).bits:
+    dtype = jax.eval_shape(loss, *points, one_record(records)).dtype
+    planned = jnp.result_type(*jax.tree.leaves(points))
+    if jnp.finfo(dtype).bits < jnp.finfo(planned).bits:
         raise ValueError(
-            f"a loss of dtype {found} is coarser than the starting point, {wanted}, "
-            "which errors of scores are planned for; compute the loss in the dtype of "
-            "its arguments, and give records of it."
+            f"a loss of dtype {dtype} is coarser than the planned {planned} of the "
+            "initial point. Compute the loss, and give records, in that dtype."
         )

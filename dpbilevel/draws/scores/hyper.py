@@ -33,18 +33,18 @@ class HyperObjective(AbstractScore):
     r"""Hyper-objective $\Phi(x) = F(x, y^*(x))$, with $y^*$ from a number of steps.
 
     One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$
-    and by $2 B / n_f$, with $B$ how far one loss may be from itself at another point,
-    by constants or by clipping to $[0, B]$; a lower record by $S_{low} D$ and by $2
-    L_{fy} d$, with $d$ how far it moves $y^*$. The error $e$ of a computed value, from
-    the inner solve and from rounding, adds $4 e$ to each.
+    and by $2 B / n_f$, where one loss changes by at most $B$ between two points, by
+    constants or by clipping to $[0, B]$. A lower record moves them by at most $S_{low}
+    D$ and by $2 L_{fy} d$, where it moves $y^*$ by at most $d$. The error $e$ of a
+    computed value, from the inner solve and from rounding, adds $4 e$ to each.
 
     Args:
         problem: A `BilevelProblem` with a certificate.
         measure: As in `AbstractScore`.
         sizes: The planned sizes.
-        clip_range: What losses are clipped to, or `None`.
+        clip_range: The range $B$ that losses are clipped to, or `None`.
         uniform: Whether the lower level is solved by as many steps at every point as at
-            the worst one: points that depend on records must not show in a trip count.
+            the worst one. Points that depend on records must not show in a trip count.
     """
 
     clip_range: Any = None
@@ -106,9 +106,9 @@ class HyperObjective(AbstractScore):
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
             largest += 2 * self._reach()
-        solved = self._target(dtype) + self._rounding(self._bounds(), dtype)
+        solution = self._target(dtype) + self._rounding(self._bounds(), dtype)
         rounding = sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
-        return self._slope() * solved + rounding
+        return self._slope() * solution + rounding
 
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
@@ -159,8 +159,8 @@ class HyperObjective(AbstractScore):
     def _slope(self) -> float:
         """Return the Lipschitz constant in y of the computed upper objective.
 
-        Clipping leaves that of every record as it is, but not what cancels in a mean:
-        a public term is at most twice as steep as the bound on the whole.
+        Clipping keeps the constant of every record, but not what cancels in a mean. A
+        public term is at most twice as steep as the bound on the sum.
         """
         slope = self._certificate().second_order.upper_y
         return slope if self.problem.upper_public is None else 3 * slope
@@ -186,10 +186,9 @@ class HyperObjective(AbstractScore):
         count = _steps(metric, self._target(dtype))
         if not count <= sensitivities.MOST_STEPS:
             raise ValueError(
-                f"ExponentialMechanism: the constants ask for {count:.3g} steps to "
-                "solve the lower level at a point, and at most "
-                f"{sensitivities.MOST_STEPS} are made. Raise the strong convexity "
-                "(mu_g) by a larger public penalty."
+                f"ExponentialMechanism: the lower level needs {count:.3g} steps at a "
+                f"point, more than {sensitivities.MOST_STEPS}. Raise the strong "
+                "convexity (mu_g) by a larger public penalty."
             )
         return int(count)
 
@@ -203,24 +202,21 @@ def _least(first: Any, second: Any) -> Number:
     return min(first, second) if known else jnp.minimum(first, second)
 
 
-class _SolvedAnew(AbstractPotential):
-    """Potential whose lower level is solved at every point, from `y0`."""
+def _hypergradient(potential: "_Objective | _Norm", x: PyTree) -> PyTree:
+    """Return the hypergradient; the lower level is solved anew, from `y0`."""
+    problem, sizes = potential.problem, potential.sizes
+    certificate = certified.certificate_of(problem)
+    bounds = certificate.bounds(sizes, x)
+    steps = sensitivities.step_counts(certificate, sizes)
+    arguments = problem, potential.data, x, potential.y0, sizes
+    return certified.hypergradient(*arguments, bounds, steps)
 
+
+class _Objective(AbstractPotential):
     problem: BilevelProblem
     data: Levels
     y0: PyTree
     sizes: Sizes = eqx.field(static=True)
-
-    def hypergradient(self, x: PyTree) -> PyTree:
-        certificate = certified.certificate_of(self.problem)
-        bounds = certificate.bounds(self.sizes, x)
-        steps = sensitivities.step_counts(certificate, self.sizes)
-        return certified.hypergradient(
-            self.problem, self.data, x, self.y0, self.sizes, bounds, steps
-        )
-
-
-class _Objective(_SolvedAnew):
     reference: PyTree
     half: Any
     centered: bool = eqx.field(static=True)  # about the losses at the reference
@@ -251,14 +247,14 @@ class _Objective(_SolvedAnew):
 
     @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
-        # Points that need as many steps as their neighbours wait for nobody.
+        # Points are sorted by their steps, as those of one batch wait for the longest.
         order = jnp.argsort(jax.vmap(self._steps)(xs))
         values = super().many(jax.tree.map(lambda v: v[order], xs))
         return jnp.zeros_like(values).at[order].set(values)
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        return self(x), self.hypergradient(x)
+        return self(x), _hypergradient(self, x)
 
     def _solution(self, x: PyTree) -> PyTree:
         """Solve the lower level from zero, in the certificate's metric."""
@@ -313,8 +309,8 @@ class GradientNorm(AbstractScore):
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         certificate, rounding = self._certificate(), self._rounding(dtype)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
-        shares = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
-        return {"upper": shares.upper + rounding, "lower": shares.lower + rounding}
+        halves = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
+        return {"upper": halves.upper + rounding, "lower": halves.lower + rounding}
 
     @override
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
@@ -340,20 +336,25 @@ class GradientNorm(AbstractScore):
         """Bound the rounding of the projection of a step that leaves the set."""
         if isinstance(self.problem.x_set, Euclidean):
             return 0.0
-        far = self.problem.x_set.reach
-        if isinstance(far, float) and math.isinf(far):
+        reach = self.problem.x_set.reach
+        if isinstance(reach, float) and math.isinf(reach):
             raise ValueError(
                 "ExponentialMechanism: the gradient mapping on an unbounded "
-                f"x_set={self.problem.x_set} rounds without bound; use a bounded set, "
-                "or Euclidean()."
+                f"x_set={self.problem.x_set} has no bound on its rounding. Use a "
+                "bounded set, or Euclidean()."
             )
         gradient = self._certificate().bounds(self.sizes).gradient
-        return 8 * float(jnp.finfo(dtype).eps) * (far + gradient)
+        return 8 * float(jnp.finfo(dtype).eps) * (reach + gradient)
 
 
-class _Norm(_SolvedAnew):
+class _Norm(AbstractPotential):
+    problem: BilevelProblem
+    data: Levels
+    y0: PyTree
+    sizes: Sizes = eqx.field(static=True)
+
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        value = self.hypergradient(x)
+        value = _hypergradient(self, x)
         step = optax.tree.sub(x, value)
         back = optax.tree.sub(step, self.problem.x_set.project(step))
         return optax.tree.norm(optax.tree.add(value, back))
