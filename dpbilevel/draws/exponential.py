@@ -106,7 +106,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         if self.score == "gradient_norm":
             if one_level:
                 raise ValueError(
-                    'ExponentialMechanism: score="gradient_norm" needs a BilevelProblem.'
+                    "ExponentialMechanism: a gradient_norm needs a BilevelProblem."
                 )
             return GradientNorm(problem, "spread", sizes)
         if one_level:

@@ -158,7 +158,7 @@ class StochasticRejection(AbstractProximalOracle):
             TypeError: The potential is no sum.
         """
         if not isinstance(target.potential, AbstractSumPotential):
-            text = "StochasticRejection: the potential must be an AbstractSumPotential, got"
+            text = "StochasticRejection: needs an AbstractSumPotential, got"
             raise TypeError(f"{text} {type(target.potential).__name__}.")
         return target.potential.middle(y, target.step_size)
 
