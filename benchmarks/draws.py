@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.draws.samplers.potentials import scaled_potential
+from dpbilevel.draws.samplers.base import scaled_potential
 
 FOLDER = pathlib.Path("runs/draws")
 EPSILON, DELTA = 1.0, 1e-6

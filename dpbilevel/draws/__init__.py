@@ -2,9 +2,8 @@
 
 from .exponential import ExponentialMechanism
 from .localized import LocalizedDraws
-from .mechanisms import Exponential, RegularizedExponential
+from .mechanisms import Draw, Exponential, RegularizedExponential
 from .regularized import RegularizedExponentialMechanism
-from .release import Draw
 from .samplers.alternating import AlternatingSampler
 from .samplers.base import AbstractSampler
 from .samplers.envelope import ConvexEnvelope

@@ -1,4 +1,4 @@
-"""What solvers that draw their answer have in common: one step, one point."""
+"""Base class of solvers that draw their answer: one step, one point."""
 
 import abc
 import dataclasses
@@ -12,7 +12,7 @@ import optax
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._checks import Count
+from .._checks import Count, Number
 from ..bilevel.problem import BilevelProblem
 from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
@@ -24,8 +24,7 @@ from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS, RECORDS, Query, check_rows, of_role
 from ..sets import AbstractSet
-from .mechanisms import AbstractDrawMechanism, Number
-from .release import Draw
+from .mechanisms import AbstractDrawMechanism, Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
 from .scores.base import AbstractScore, DrawProblem
@@ -34,20 +33,20 @@ DRAW = "draw of x"
 
 
 class DrawState(eqx.Module):
-    """The public start, and the answer once it is drawn."""
+    """Public initial point, and the answer once it is drawn."""
 
     start: PyTree  # (x, y) for two levels
-    x: PyTree  # the start's, then the drawn one
+    x: PyTree  # that of the initial point, then the drawn one
     levels: int = eqx.field(static=True)
 
 
 class DrawPlan(NamedTuple):
-    """What a draw is charged for, computed before any data is seen."""
+    """Charge of a draw, computed before any data is seen."""
 
-    score: AbstractScore  # what is drawn by
-    contributions: dict[str, Any]  # one record's per role, as in BoundedScore
+    score: AbstractScore
+    contributions: dict[str, Any]  # of one record per role, as in BoundedScore
     regularity: Regularity  # of the score
-    mechanism: AbstractDrawMechanism  # what makes the draw private
+    mechanism: AbstractDrawMechanism
     rate: float  # k
     potential: Regularity  # of the potential that the sampler is given
 
@@ -56,10 +55,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     """A solver whose only step is one draw.
 
     Attributes:
-        sampler: How it draws.
-        mechanism: What makes the draw private.
+        sampler: The sampler of the draw.
+        mechanism: The mechanism of the draw.
         dimension: The declared number of coordinates of x. Static.
-        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
+        dtype: The dtype of scores in the plan; set by `calibrate`. Static.
     """
 
     sampler: AbstractSampler
@@ -71,22 +70,22 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @abc.abstractmethod
     def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
-        """The score of a problem at the planned sizes."""
+        """Return the score of a problem at the planned sizes."""
 
     @property
     @abc.abstractmethod
     def declared_convexity(self) -> float | None:
-        """Of the score; `None` where it is not declared convex."""
+        """Declared strong convexity of the score; `None` if none is declared."""
 
     @abc.abstractmethod
     def density(
         self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
-        r"""The mechanism, and $\mu$ of the regularized score; inside a program too."""
+        r"""Return the mechanism, and $\mu$ of the regularized score."""
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        """What the user declares, and the guarantee rests on besides the score's."""
+        """List the declarations that the guarantee rests on besides the score's."""
 
     @property
     @override
@@ -101,28 +100,28 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     @property
     @override
     def basis(self) -> Basis:
-        """Constants, unless a subclass enforces what it rests on."""
+        """Basis of the guarantee: constants, unless a subclass enforces a bound."""
         return Basis.CONSTANTS
 
     @override
     def init(self, problem, w0) -> DrawState:
-        """Starts at `w0`, which is public and only some samplers read.
+        """Return the state at `w0`, which is public and only some samplers read.
 
         Raises:
             ValueError: It is of another size than planned for.
         """
         w0 = jax.tree.map(jnp.asarray, w0)
-        two = isinstance(problem, BilevelProblem)
-        x, planned = (w0[0] if two else w0), self.coordinates()
+        two_levels = isinstance(problem, BilevelProblem)
+        x, planned = (w0[0] if two_levels else w0), self.coordinates()
         if optax.tree.size(x) != planned:
             raise ValueError(
-                f"solve: the plan is for {planned} coordinates, but the starting point "
-                f"has {optax.tree.size(x)}; give candidates, or dimension=, of that "
+                f"solve: the plan is for {planned} coordinates, but the initial point "
+                f"has {optax.tree.size(x)}. Give candidates, or dimension=, of its "
                 "size."
             )
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         x = feasible_set(problem).project(x)
-        return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
+        return DrawState((x, w0[1]) if two_levels else x, x, 2 if two_levels else 1)
 
     @override
     def step(self, problem, data, state, *, key) -> DrawState:
@@ -149,11 +148,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def released(self, state) -> PyTree:
-        """The drawn `x`; no `y`."""
+        """Return the drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
-        """What the draw will be charged for. On the host.
+        """Return the charge of the draw. On the host.
 
         Raises:
             ValueError: The problem lacks constants, the solver is not calibrated, or
@@ -181,12 +180,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def ledger(self, problem: DrawProblem, sizes: Any) -> Ledger:
         plan = self.plan(problem, sizes)
         queries = tuple(
-            Query.of_contribution(role, n, float(share))
-            for role, share in plan.contributions.items()
-            for n in [of_role(sizes, role)]
+            Query.of_contribution(role, of_role(sizes, role), float(contribution))
+            for role, contribution in plan.contributions.items()
         )
         inexact = 0.0
-        if plan.mechanism.measure == "slope":  # a spread counts its errors itself
+        if plan.mechanism.measure == "slope":  # a spread includes the errors
             error = plan.regularity.error + plan.regularity.rounding
             # Densities within exp(+-2 z) of each other are tanh(z) apart at most.
             inexact = math.tanh(plan.rate * error)
@@ -195,13 +193,9 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         draw = Draw(
             DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
         )
-        assumptions = (
-            *self.declarations(plan),
-            *plan.score.assumptions,
-            *self.sampler.assumptions,
-        )
+        declared = *self.declarations(plan), *plan.score.assumptions
         people = people_of(sizes) or People.OVERLAPPING
-        return Ledger((draw,), people, assumptions)
+        return Ledger((draw,), people, (*declared, *self.sampler.assumptions))
 
     @override
     def with_noise(self, scale: Number) -> Self:
@@ -210,13 +204,12 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def with_counts(self, problem, sizes=None) -> Self:
-        """With the counts of its sampler, for scores of the default dtype."""
+        """Set the counts of the sampler, for scores of the default dtype."""
         changes: dict[str, Any] = {"dtype": jnp.result_type(float).name}
         solver = dataclasses.replace(self, **changes)
         sizes = self.sizes if sizes is None else sizes
         potential = solver.plan(problem, sizes).potential
-        sampler = self.sampler.with_counts(potential, feasible_set(problem))
-        changes["sampler"] = sampler
+        changes["sampler"] = self.sampler.with_counts(potential, feasible_set(problem))
         return dataclasses.replace(self, **changes)
 
     @override
@@ -224,7 +217,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
-        """The number of coordinates, from the candidates or as declared.
+        """Return the number of coordinates, from the candidates or as declared.
 
         Raises:
             ValueError: It is not declared.
@@ -233,17 +226,16 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             return self.sampler.dimension
         if self.dimension is None:
             raise ValueError(
-                f"{type(self).__name__}: {type(self.sampler).__name__} takes more "
-                "steps in more dimensions, and they are fixed before data is seen; "
-                "give dimension=, the number of coordinates of x."
+                f"{type(self).__name__}: {type(self.sampler).__name__} plans its steps "
+                "before data is seen. Give dimension=, the number of coordinates of x."
             )
         return self.dimension
 
     def check_relation(self, problem: DrawProblem) -> None:
-        """Raises unless everything that is proved holds under the relation.
+        """Check that everything that is proved holds under the relation.
 
-        With a private number of records over a public denominator no constant bounds
-        the mean loss, on which all but draws from single points rest.
+        If the number of records is private and the denominator public, no constant
+        bounds the mean loss, which all draws but those from candidates depend on.
 
         Raises:
             ValueError: Add-or-remove-one with two levels or a continuous sampler.
@@ -252,20 +244,20 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             return
         if isinstance(problem, BilevelProblem) or self.sampler.continuous:
             raise ValueError(
-                f"{type(self).__name__}: with two levels, or a sampler on a "
-                "continuous set, what it rests on is proved under replace-one only, "
-                f"got {self.neighbours}. Use Neighbours.REPLACE_ONE, or "
-                "ExponentialMechanism(Grid(...)) on one level."
+                f"{type(self).__name__}: with two levels, or a sampler on a continuous "
+                f"set, the proofs need replace-one, got {self.neighbours}. Use "
+                "Neighbours.REPLACE_ONE, or ExponentialMechanism(Grid(...)) on one "
+                "level."
             )
 
     def planned_dtype(self) -> jnp.dtype:
-        """What scores are planned for: the coarser of the plan's and the default."""
+        """Return the dtype of the plan or the default dtype, whichever is coarser."""
         default = jnp.result_type(float)
         planned = jnp.dtype(self.dtype or default)
         return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
 
     def scored_dtype(self, start: PyTree) -> jnp.dtype:
-        """What a draw counts rounding in: the plan's dtype, for finer starts too.
+        """Return the dtype that rounding is counted in, for finer starts too.
 
         Otherwise the draw would have another rate than its sampler was planned for.
         """
@@ -273,5 +265,5 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
 
 def feasible_set(problem: DrawProblem) -> AbstractSet:
-    """The set that is drawn from."""
+    """Return the set that is drawn from."""
     return problem.x_set if isinstance(problem, BilevelProblem) else problem.w_set

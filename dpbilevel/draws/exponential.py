@@ -16,7 +16,7 @@ from .scores.mean_loss import MeanLoss
 
 
 class ExponentialMechanism(AbstractDrawSolver):
-    r"""Draws $x$ with a density $\propto \exp(-k \Phi(x))$; releases $x$ only.
+    r"""Exponential mechanism of density $\propto \exp(-k \Phi(x))$; releases only $x$.
 
     Pure differential privacy where the sampler is exact. The score $\Phi$ is the
     objective of a one-level problem, the hyper-objective $F(x, y^*(x))$ of a bilevel
@@ -24,30 +24,29 @@ class ExponentialMechanism(AbstractDrawSolver):
     whole budget is used for one draw.
 
     Args:
-        sampler: How to draw: `Grid`, `GridWalk`.
+        sampler: The sampler: `Grid` or `GridWalk`.
         score: `"value"`, or `"gradient_norm"`, the norm of the gradient mapping, for
             stationary points. Static.
-        clip_range: $B$: losses of single (upper-level) records are clipped to $[0, B]$:
-            below 0 they count as 0, above $B$ as $B$, without warning; shift losses
-            so that they are non-negative. Without it their range follows from declared
-            constants.
+        clip_range: $B$: losses of single (upper-level) records are clipped to $[0, B]$
+            without warning. Shift losses so that they are non-negative. By default
+            their range follows from declared constants.
         convex: Whether the score is declared convex on the set for every possible
             dataset. The mechanism does not need this, but the certified number of steps
-            of a walk rests on it. Static.
+            of a walk depends on it. Static.
         mechanism: The mechanism and its epsilon.
         dimension: The number of coordinates of $x$, which samplers on continuous sets
             must know before data is seen. Static.
-        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
+        dtype: The dtype of scores in the plan; set by `calibrate`. Static.
 
     Privacy:
         One draw, with $k = \varepsilon / o$, where $o$ bounds how far apart one record
         can move the scores of two points. One level with `clip_range`: $o = 2 B / n$
-        under replace-one and $B / n$ under add-or-remove-one, enforced. Two levels:
-        replace-one only; the share of an upper record is enforced by `clip_range` or
-        follows from the constants, that of a lower record follows from the constants
-        (status `CONDITIONAL`); the errors of the inner solves are part of $o$. A person
-        in both levels is charged the sum. A sampler that is not exact adds to epsilon
-        or delta what is proved of it.
+        under replace-one and $B / n$ under add-or-remove-one, enforced. Two levels
+        need replace-one. The contribution of an upper record is enforced by
+        `clip_range` or follows from the constants; that of a lower record follows from
+        the constants (status `CONDITIONAL`). The errors of the inner solves are part of
+        $o$. A person in both levels is charged the sum. The proved error of a sampler
+        that is not exact is added to epsilon or delta.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
@@ -64,13 +63,13 @@ class ExponentialMechanism(AbstractDrawSolver):
         if self.clip_range is not None:
             if self.score == "gradient_norm":
                 raise ValueError(
-                    "ExponentialMechanism: clip_range is for losses; the sensitivity "
-                    "of the gradient norm follows from the problem's constants."
+                    "ExponentialMechanism: clip_range is for losses, and the score is "
+                    "gradient_norm. Leave clip_range out."
                 )
             if self.convex:
                 raise ValueError(
-                    "ExponentialMechanism: a loss that is cut at clip_range is not "
-                    "convex in general; leave out clip_range, or convex=True."
+                    "ExponentialMechanism: a loss clipped at clip_range is not convex "
+                    "in general. Leave out clip_range, or convex=True."
                 )
 
     @property
@@ -91,23 +90,22 @@ class ExponentialMechanism(AbstractDrawSolver):
 
     @override
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        convex = "declared: the score is convex on the set, for every dataset"
-        lipschitz = (
-            f"the sampler rests on a score that is {plan.regularity.lipschitz:.6g}"
-            "-Lipschitz on the set, for every dataset"
-        )
-        listed = {convex: self.convex, lipschitz: self.sampler.continuous}
-        return tuple(text for text, holds in listed.items() if holds)
+        lipschitz = f"{plan.regularity.lipschitz:.6g}-Lipschitz"
+        texts = {
+            "declared: the score is convex on the set, for every dataset": self.convex,
+            f"the sampler rests on a score that is {lipschitz} on the set, for every "
+            "dataset": self.sampler.continuous,
+        }
+        return tuple(text for text, applies in texts.items() if applies)
 
     @override
     def score_of(self, problem, sizes) -> AbstractScore:
-        """Raises `ValueError` where a problem of one level asks for a gradient norm."""
+        """Return the score; problems of one level have no gradient norm."""
         one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
             if one_level:
                 raise ValueError(
-                    'ExponentialMechanism: score="gradient_norm" is for bilevel '
-                    "problems."
+                    "ExponentialMechanism: a gradient_norm needs a BilevelProblem."
                 )
             return GradientNorm(problem, "spread", sizes)
         if one_level:

@@ -1,4 +1,4 @@
-"""Draws in turn, each about the last one and from a narrower density."""
+"""Draws in rounds, each about the last one and from a narrower density."""
 
 import dataclasses
 import functools
@@ -37,22 +37,22 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         + \tfrac{\mu_m}{2} \|x - x_m\|^2\bigr)\Bigr), \qquad
     \mu_m = \frac{m_m S \sqrt{2 d}}{R_m},$$
 
-    on the whole set: the quadratic term keeps it to about $R_m$ of $x_m$, and no ball
-    needs to hold the minimizer for certain. Narrower rounds have larger $k_m = \mu_m /
-    (m_m S)^2$. Against the point $x_m$ itself a round loses at most $d / k_m$ in
-    expectation, so that no round spoils what was reached by more than that.
+    on the full set: the quadratic term keeps it within about $R_m$ of $x_m$, and no
+    ball needs to contain the minimizer. Narrower rounds have larger $k_m = \mu_m /
+    (m_m S)^2$. The expected value of a round exceeds that of its center $x_m$ by at
+    most $d / k_m$.
 
     Args:
-        draw: What a round draws; its `radius` is not read.
-        radii: $R_0, R_1, \dots$, one a round: the distance that the minimizer may have
-            from the center, as a guess. Public.
-        budget_split: How the squared budget is split over the rounds; by default in
+        draw: The draw of a round; its `radius` is not read.
+        radii: $R_0, R_1, \dots$, one per round: guesses of the distance between the
+            minimizer and the center. Public.
+        budget_split: The split of the squared budget over the rounds; by default in
             equal parts.
-        samplers: One a round; set by `calibrate`.
+        samplers: One per round; set by `calibrate`.
 
     Privacy:
         `len(radii)` draws under replace-one, each as private as a Gaussian release, in
-        one ledger; centers are released before they are used. Radii affect accuracy
+        one ledger. Centers are released before they are used. Radii affect accuracy
         alone. Status and assumptions are those of `RegularizedExponentialMechanism`.
 
     References:
@@ -73,10 +73,8 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         owner = type(self).__name__
         _checks.instance(owner, RegularizedExponentialMechanism, draw=self.draw)
         if not isinstance(self.radii, tuple) or not self.radii:
-            raise ValueError(
-                f"{owner}: radii must be a tuple with one radius per round, got "
-                f"{self.radii!r}."
-            )
+            text = f"{owner}: radii must be a tuple of one radius per round, got "
+            raise ValueError(f"{text}{self.radii!r}.")
         for radius in self.radii:
             _checks.positive(owner, radii=radius)
         if self.budget_split is not None:
@@ -93,16 +91,15 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         *,
         num_rounds: int = 5,
     ) -> Self:
-        r"""With radii that shrink evenly, from $D / 2$ to what the noise allows.
+        r"""Return draws with radii that shrink from $D / 2$ to what the noise allows.
 
         Every round has twice the squared budget of the one before. The last round has
         $\mu = 3 G / (D \sqrt d)$, as if the slope in one direction, about $G / \sqrt
-        d$, changed by three times its size over the diameter: a quadratic term that
-        bends somewhat more than the loss draws best. Its radius is then $m S \sqrt{2
-        d} / \mu$. The factor was compared on the tasks of docs/draws.md.
+        d$, changed by three times its size over the diameter. Its radius is then $m S
+        \sqrt{2 d} / \mu$.
 
         Args:
-            draw: What a round draws.
+            draw: The draw of a round.
             problem: A problem with `lipschitz` on a bounded set.
             budget: The budget of the run.
             sizes: The planned number of records.
@@ -112,21 +109,21 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             ValueError: A constant is not declared, or the budget cannot be met.
         """
         _checks.count(f"{cls.__name__}.tuned", num_rounds=num_rounds)
-        one = calibrated(problem, draw, budget, sizes=sizes).solver
-        noise, bend, _ = one.promises(problem)  # d / k and mu
-        slope = one.plan(problem, sizes).regularity.lipschitz
+        single = calibrated(problem, draw, budget, sizes=sizes).solver
+        noise, mu, _ = single.bound_terms(problem)
+        slope = single.plan(problem, sizes).regularity.lipschitz
         diameter, d = float(problem.w_set.diameter), draw.coordinates()
         split = tuple(2.0**m for m in range(num_rounds))
-        multiple = (sum(split) / split[-1] * bend * noise / d) ** 0.5  # m S, last round
+        multiple = (sum(split) / split[-1] * mu * noise / d) ** 0.5  # m S, last round
         half = diameter / 2
-        bends = 3 * slope / (diameter * d**0.5)  # mu, last round
-        last = min(half, multiple * (2 * d) ** 0.5 / bends)
+        last_mu = 3 * slope / (diameter * d**0.5)
+        last = min(half, multiple * (2 * d) ** 0.5 / last_mu)
         powers = (m / max(num_rounds - 1, 1) for m in range(num_rounds))
         return cls(draw, tuple(half * (last / half) ** p for p in powers), split)
 
     @property
     def num_steps(self) -> int:
-        """One draw a round."""
+        """Number of rounds: one draw each."""
         return len(self.radii)
 
     @property
@@ -141,7 +138,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @property
     def rounds(self) -> tuple[RegularizedExponentialMechanism, ...]:
-        """The draws, with their radii and noise, bound to the sizes.
+        """Draws of all rounds, with their radii and noise, bound to the sizes.
 
         Raises:
             ValueError: The solver is not calibrated.
@@ -150,95 +147,88 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         split = self.budget_split or (1.0,) * self.num_steps
         samplers = self.samplers or (self.draw.sampler,) * self.num_steps
         rounds = []
-        for radius, share, sampler in zip(self.radii, split, samplers, strict=True):
+        for radius, part, sampler in zip(self.radii, split, samplers, strict=True):
             changes: dict[str, Any] = {"radius": radius, "sampler": sampler}
-            changes["sizes"] = self.sizes
-            part = dataclasses.replace(self.draw, **changes)
-            rounds.append(part.with_noise(multiplier * (sum(split) / share) ** 0.5))
+            draw = dataclasses.replace(self.draw, sizes=self.sizes, **changes)
+            rounds.append(draw.with_noise(multiplier * (sum(split) / part) ** 0.5))
         return tuple(rounds)
 
     @override
     def init(self, problem, w0) -> _State:
-        """The first center is `w0`, projected onto the set."""
+        """Return the first center: `w0`, projected onto the set."""
         return _State(self.draw.init(problem, w0).x, jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:
-        """One round: a draw about the last one."""
+        """Make one round: a draw about the last one."""
 
-        def drawn(part, center, key):
-            return part.step(problem, data, DrawState(center, center, 1), key=key).x
+        def draw(solver, center, key):
+            return solver.step(problem, data, DrawState(center, center, 1), key=key).x
 
         rounds, center = self.rounds, state.x
-        if len({jax.tree.structure(part) for part in rounds}) == 1:
+        if len({jax.tree.structure(solver) for solver in rounds}) == 1:
             # They differ in numbers alone, so that one program serves all.
-            numbers = jax.tree.map(lambda *v: jnp.stack(v)[state.t], *rounds)
-            center = drawn(numbers, center, key)
+            solver = jax.tree.map(lambda *v: jnp.stack(v)[state.t], *rounds)
+            center = draw(solver, center, key)
         else:
-            branches = [functools.partial(drawn, part) for part in rounds]
+            branches = [functools.partial(draw, solver) for solver in rounds]
             center = jax.lax.switch(state.t, branches, center, key)
         return _State(center, state.t + 1)
 
     def bound(self, problem: FiniteSum, *, distance: float | None = None) -> float:
-        r"""The bound on the expected excess of the answer: a promise, before any data.
+        r"""Return a bound on the expected excess of the answer, known before any data.
 
         $b_0 = \frac{d}{k_0} + \frac{\mu_0}{2} \|x^* - x_0\|^2$ and
 
         $$b_m = \frac{d}{k_m} + \min(\tfrac{\mu_m}{2} D^2, b_{m-1}),$$
 
-        as a round is compared with a minimizer and with its own center; the distance of
-        each law from its density adds to each, as in
-        `RegularizedExponentialMechanism.bound`. It holds for any radii; where losses
-        bend the answer is far better.
+        as a round is compared with a minimizer and with its own center. The sampling
+        error of each round is added, as in `RegularizedExponentialMechanism.bound`. It
+        holds for any radii; for curved losses the answer is far better.
 
         Args:
             problem: The problem that the solver is calibrated for.
-            distance: At least that of a minimizer from the start; by default the
-                diameter of the set.
+            distance: An upper bound on the distance of a minimizer from the initial
+                point; by default the diameter of the set.
 
         Raises:
             ValueError: The solver is not calibrated, or constants are missing.
         """
         first, *others = self.rounds
         bound = first.bound(problem, distance=distance)
-        for part in others:
-            noise, bend, slip = part.promises(problem)
-            bound = (
-                slip + noise + min(bend / 2 * float(problem.w_set.diameter) ** 2, bound)
-            )
+        for solver in others:
+            noise, mu, error = solver.bound_terms(problem)
+            start = min(mu / 2 * float(problem.w_set.diameter) ** 2, bound)
+            bound = error + noise + start
         return bound
 
     @override
     def released(self, state) -> PyTree:
-        """The center of the next round."""
+        """Return the center of the next round."""
         return state.x
 
     @override
     def ledger(self, problem, sizes) -> Ledger:
-        """The draws of all rounds."""
-        parts = [part.ledger(problem, sizes) for part in self.rounds]
+        """Return the ledger of the draws of all rounds."""
         first, *others = (
-            part.named(f"round {m}") for m, part in enumerate(parts, start=1)
+            solver.ledger(problem, sizes).named(f"round {m}")
+            for m, solver in enumerate(self.rounds, start=1)
         )
         return sum(others, first)
 
     @override
     def with_noise(self, scale: Number) -> Self:
-        """Splits the squared budget over the rounds."""
-        changes: dict[str, Any] = {"draw": self.draw.with_noise(scale)}
-        return dataclasses.replace(self, **changes)
+        """Split the squared budget over the rounds."""
+        return dataclasses.replace(self, draw=self.draw.with_noise(scale))
 
     @override
     def with_counts(self, problem, sizes=None) -> Self:
-        """With the counts of every round's sampler, for scores of the default dtype."""
+        """Set the counts of every round's sampler, for scores of the default dtype."""
         sizes = self.sizes if sizes is None else sizes
-        parts = [part.with_counts(problem, sizes) for part in self.rounds]
-        draw: dict[str, Any] = {"dtype": parts[0].dtype}
-        changes: dict[str, Any] = {
-            "draw": dataclasses.replace(self.draw, **draw),
-            "samplers": tuple(part.sampler for part in parts),
-        }
-        return dataclasses.replace(self, **changes)
+        rounds = [solver.with_counts(problem, sizes) for solver in self.rounds]
+        draw = dataclasses.replace(self.draw, dtype=rounds[0].dtype)
+        samplers = tuple(solver.sampler for solver in rounds)
+        return dataclasses.replace(self, draw=draw, samplers=samplers)
 
     @override
     def dimensions(self, w0) -> dict[str, int]:

@@ -1,7 +1,8 @@
-r"""Mechanisms that draw their answer, from a density that the records shape."""
+"""Mechanisms that draw their answer, from a density that depends on the records."""
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 import equinox as eqx
@@ -11,24 +12,34 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, Positive
+from .._checks import AbstractVar, Number, Positive
 from .._extras import dp_accounting
+from ..privacy.accounting import profiles
 from ..privacy.accounting.closed_forms import pure_event
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, People, PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.mechanisms import ROUNDING_MARGIN, AbstractMechanism
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis
+from ..privacy.queries import RECORDS
+from ..privacy.releases import PERSON
+from ..privacy.rows import ForecastRow, LedgerRow
+from ..privacy.sampling.base import FullBatch
 from ..sets import AbstractSet
-from .samplers.base import AbstractPotential, AbstractSampler
-from .samplers.potentials import Number, scaled_potential
+from .samplers.base import (
+    AbstractPotential,
+    AbstractSampler,
+    SamplerGuarantee,
+    scaled_potential,
+)
 
-# What the contribution of a score bounds, for the change that one record makes in it:
-# the largest difference between two points, or the Lipschitz constant.
+# The contribution of a score bounds this measure of the change by one record: the
+# largest difference between two points, or the Lipschitz constant.
 Measure = Literal["spread", "slope"]
 
 
 class BoundedScore(eqx.Module):
-    r"""A score of points computed from records, sealed with one record's share.
+    r"""Score of points, sealed with a bound on the contribution of one record.
 
     Only a mechanism may open it.
 
@@ -36,9 +47,9 @@ class BoundedScore(eqx.Module):
         raw: The score $\Phi$, to be small. NON-PRIVATE.
         contribution: $c$: under replace-one the change $\Phi_Z - \Phi_{Z'}$ has measure
             at most $2 c$, under add-or-remove-one $c$.
-        measure: Of what: `"spread"`, $\sup \Delta - \inf \Delta$, or `"slope"`, the
-            Lipschitz constant in $\ell_2$. Static.
-        basis: What $c$ rests on. Static.
+        measure: `"spread"`, $\sup \Delta - \inf \Delta$, or `"slope"`, the Lipschitz
+            constant in $\ell_2$. Static.
+        basis: The basis of $c$: clipping or constants. Static.
     """
 
     raw: AbstractPotential
@@ -47,17 +58,17 @@ class BoundedScore(eqx.Module):
     basis: Basis = eqx.field(static=True)
 
     def sensitivity(self, neighbours: Neighbours) -> Number:
-        """The measure of the change between neighbours."""
+        """Return the measure of the change between neighbours."""
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
 class AbstractDrawMechanism(AbstractMechanism):
-    """Draws a point from a density that a sealed score shapes.
+    """Mechanism that draws a point from a density defined by a sealed score.
 
     Attributes:
         neighbours: The relation that sensitivities are taken under. Static.
-        measure: Of the change that one record makes in the score.
-        precision: In the report.
+        measure: The measure of the change that one record makes in the score.
+        precision: The precision in the report.
         parameter: The name of the field that sets the noise.
     """
 
@@ -80,11 +91,11 @@ class AbstractDrawMechanism(AbstractMechanism):
         convexity: Number = 0.0,
         key: PRNGKey,
     ) -> PyTree:
-        r"""Opens `score` and draws a point by it.
+        r"""Open `score` and draw a point by it.
 
         Args:
-            score: What to select by, sealed with the mechanism's measure.
-            sampler: How to draw; its counts are set.
+            score: The score, sealed with the mechanism's measure.
+            sampler: The sampler, with its counts set.
             feasible: The set.
             start: A public point of the set.
             regularizer: $\mu_0 \ge 0$, the coefficient of a quadratic term about it.
@@ -99,10 +110,10 @@ class AbstractDrawMechanism(AbstractMechanism):
         owner = type(self).__name__
         _checks.instance(owner, BoundedScore, score=score)
         if score.measure != self.measure:
-            raise TypeError(
+            text = (
                 f"{owner}: needs a score sealed with its {self.measure}, got one with "
-                f"its {score.measure}."
             )
+            raise TypeError(f"{text}its {score.measure}.")
         self.check_sampler(sampler)
         sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
         rate = self.rate(sensitivity, regularizer + convexity)
@@ -112,15 +123,15 @@ class AbstractDrawMechanism(AbstractMechanism):
         potential, start = jax.lax.stop_gradient((potential, start))
         # Errors of scores are planned for products in full precision, on every device.
         with jax.default_matmul_precision("highest"):
-            drawn = sampler.draw(potential, feasible, start, key=key)
-        return jax.lax.stop_gradient(drawn)
+            x = sampler.draw(potential, feasible, start, key=key)
+        return jax.lax.stop_gradient(x)
 
     @abc.abstractmethod
     def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
-        r"""$k$, with which the score is multiplied.
+        r"""Return $k$, the factor of the score in the exponent.
 
         Args:
-            sensitivity: Of the score, under the mechanism's relation.
+            sensitivity: The sensitivity of the score, under the mechanism's relation.
             convexity: $\mu = \mu_0 + \mu_1$ of the regularized score.
 
         Raises:
@@ -130,39 +141,38 @@ class AbstractDrawMechanism(AbstractMechanism):
     @abc.abstractmethod
     @override
     def event(
-        self, share: float = 1.0, log_ratio: float = 0.0
+        self, fraction: float = 1.0, log_ratio: float = 0.0
     ) -> "dp_accounting.DpEvent":
-        r"""Return the event of one draw, for a person who moves the score by less.
+        r"""Return the event of one draw, for a fraction of the sensitivity.
 
         Args:
-            share: $s$ in (0, 1], in units of the sensitivity.
+            fraction: $s$ in (0, 1].
             log_ratio: $\xi$ of the sampler, as in `SamplerGuarantee`.
         """
 
     @abc.abstractmethod
     def with_multiplier(self, multiplier: Number) -> Self:
-        """The mechanism with the privacy of a Gaussian release.
+        """Return the mechanism with the privacy of a Gaussian release.
 
         Args:
             multiplier: The noise multiplier of that release.
         """
 
     def check_sampler(self, sampler: AbstractSampler) -> None:
-        """Refuses samplers of single points where the measure is a slope.
+        """Check that the guarantee holds for the sampler.
 
         Raises:
             ValueError: The guarantee does not hold for the sampler.
         """
         if self.measure == "slope" and not sampler.continuous:
             raise ValueError(
-                "RegularizedExponentialMechanism: its guarantee is about densities on "
-                f"a convex set, and {type(sampler).__name__} draws from single points "
-                "of it. Use AlternatingSampler, or ExponentialMechanism with this "
-                "sampler."
+                "RegularizedExponentialMechanism: needs a sampler of densities on a "
+                f"convex set, got {type(sampler).__name__}. Use AlternatingSampler, or "
+                "ExponentialMechanism with this sampler."
             )
 
     def calibrated(self) -> Number:
-        """The number that sets the noise.
+        """Return the number that sets the noise.
 
         Raises:
             ValueError: There is none yet.
@@ -170,15 +180,14 @@ class AbstractDrawMechanism(AbstractMechanism):
         value = getattr(self, self.parameter)
         if value is None:
             raise ValueError(
-                f"{type(self).__name__}: not calibrated yet, so nothing can be drawn. "
-                "Get a calibrated solver from dpbilevel.calibrate(problem, solver, "
-                "budget, sizes=...).solver."
+                f"{type(self).__name__}: not calibrated yet. Take the solver from "
+                "dpbilevel.calibrate(problem, solver, budget, sizes=...).solver."
             )
         return value
 
 
 class Exponential(AbstractDrawMechanism):
-    r"""The exponential mechanism: draws $x$ from a density $\propto \exp(-k \Phi(x))$.
+    r"""Exponential mechanism: draws $x$ from a density $\propto \exp(-k \Phi(x))$.
 
     With $o$ the spread of the change that one record makes in the score, $k =
     \varepsilon / o$. The log-density at $x$ changes by $k \Delta(x)$ and by the
@@ -207,17 +216,17 @@ class Exponential(AbstractDrawMechanism):
 
     @override
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""$k = \varepsilon / o$, whatever the convexity."""
+        r"""Return $k = \varepsilon / o$, whatever the convexity."""
         return self.calibrated() / sensitivity
 
     @override
-    def event(self, share=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
-        r"""$(s \varepsilon + 2 \xi)$-DP: both laws may be off by $\xi$."""
-        return pure_event(share * float(self.calibrated()) + 2 * log_ratio)
+    def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
+        r"""Return a $(s \varepsilon + 2 \xi)$-DP event: both samplers err."""
+        return pure_event(fraction * float(self.calibrated()) + 2 * log_ratio)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
-        r"""$\varepsilon = 2 / m$: then the zero-concentrated privacy is the same."""
+        r"""Set $\varepsilon = 2 / m$, of the same zero-concentrated privacy."""
         changes: dict[str, Any] = {"epsilon": 2 / multiplier}
         return dataclasses.replace(self, **changes)
 
@@ -228,11 +237,11 @@ class Exponential(AbstractDrawMechanism):
 
 
 class RegularizedExponential(AbstractDrawMechanism):
-    r"""Draws $x$ with density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+    r"""Density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
-    The center $c$ is public. For a convex score on a convex set the laws on two
-    neighbours are no easier to tell apart than two unit Gaussians whose means are $S
-    \sqrt{k / \mu}$ apart, where $S$ is the Lipschitz constant of the change that one
+    The center $c$ is public. For a convex score on a convex set the distributions on
+    two neighbours are no easier to tell apart than two unit Gaussians whose means are
+    $S \sqrt{k / \mu}$ apart, where $S$ is the Lipschitz constant of the change that one
     record makes in the score.
 
     Args:
@@ -256,11 +265,11 @@ class RegularizedExponential(AbstractDrawMechanism):
 
     @override
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""$k = \mu / (m S)^2$."""
+        r"""Return $k = \mu / (m S)^2$."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     @override
-    def event(self, share=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
+    def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
         """Return a Gaussian event.
 
         Raises:
@@ -269,10 +278,10 @@ class RegularizedExponential(AbstractDrawMechanism):
         """
         if log_ratio:
             raise ValueError(
-                "RegularizedExponential: needs a sampler that is close to its target "
-                "in total variation, such as AlternatingSampler."
+                "RegularizedExponential: needs a sampler with a bound on its total "
+                "variation distance. Use AlternatingSampler."
             )
-        return dp_accounting.GaussianDpEvent(float(self.calibrated()) / share)
+        return dp_accounting.GaussianDpEvent(float(self.calibrated()) / fraction)
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
@@ -282,3 +291,116 @@ class RegularizedExponential(AbstractDrawMechanism):
     @override
     def scaled(self, factor: Number) -> Self:
         return self.with_multiplier(factor * self.calibrated())
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw(AbstractRelease):
+    r"""Release of an answer drawn by a score.
+
+    Args:
+        name: The name in the ledger.
+        count: The number of draws.
+        queries: The queries of the score, one per role.
+        mechanism: The noise, relative to the sum of the queries' sensitivities.
+        rate: $k$; two points whose scores differ by less than $1 / k$ are nearly
+            equally likely.
+        guarantee: The guarantee of the sampler.
+        basis: The basis of the sensitivities.
+        inexact: The total variation distance of each distribution from the exact one,
+            besides the sampler's error.
+
+    Privacy:
+        A person with a record in every role moves the score by the sum of the roles'
+        sensitivities and is charged the mechanism's event. Disjoint people are charged
+        for their role's fraction.
+    """
+
+    mechanism: AbstractDrawMechanism
+    rate: float
+    guarantee: SamplerGuarantee
+    basis: Basis = Basis.CLIPPED
+    inexact: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _checks.instance("Draw", AbstractDrawMechanism, mechanism=self.mechanism)
+        _checks.instance("Draw", SamplerGuarantee, guarantee=self.guarantee)
+        _checks.positive("Draw", rate=self.rate)
+        _checks.non_negative("Draw", inexact=self.inexact)
+        if any(not isinstance(q.sampling, FullBatch) for q in self.queries):
+            raise ValueError("Draw: a score reads all records; use FullBatch.")
+        if not self.guarantee.proved:
+            object.__setattr__(self, "basis", Basis.UNPROVED)  # the class is frozen
+
+    @property
+    @override
+    def failure(self) -> float:
+        """Distance of the drawn distribution from the charged one, or its aim."""
+        guarantee = self.guarantee
+        distance = guarantee.distance if guarantee.proved else guarantee.aim
+        return self.count * (distance + self.inexact)
+
+    @property
+    @override
+    def computed_error(self) -> float:
+        return self.count * self.inexact
+
+    @property
+    @override
+    def notes(self) -> tuple[str, ...]:
+        """Notes of the sampler, and the distance in total variation."""
+        if not self.failure or not self.guarantee.proved:
+            return self.guarantee.notes
+        distance = (
+            f"{self.name}: within {self.failure:.3g} of the exact distribution, "
+            "in total variation; counted in delta"
+        )
+        return (*self.guarantee.notes, distance)
+
+    @override
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
+        disjoint, fractions = people is People.DISJOINT, {PERSON: 1.0}
+        if disjoint or any(query.role == RECORDS for query in self.queries):
+            total = self.contribution
+            fractions = {q.role: q.contribution / total for q in self.queries}
+        # If nothing is proved nothing is claimed; the noise is as if it were proved.
+        log_ratio = self.guarantee.log_ratio if self.guarantee.proved else 0.0
+        for person, fraction in fractions.items():
+            event = self.mechanism.event(fraction, log_ratio)
+            yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
+
+    @override
+    def check(self, budget: PrivacyBudget) -> None:
+        """Refuse samplers whose error alone exceeds the budget, at any noise.
+
+        Raises:
+            ValueError: The sampler's distance from its target alone costs as much.
+        """
+        if not self.guarantee.proved:
+            return
+        log_ratio, distance = self.guarantee.log_ratio, self.guarantee.distance
+        spent = 2 * log_ratio  # the distributions on both neighbours may be off
+        if spent >= budget.epsilon:
+            raise ValueError(
+                f"calibrate: log_ratio={log_ratio:.3g} of the sampler alone costs "
+                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}. Use a smaller "
+                "log_ratio."
+            )
+        cost = profiles.total_variation_delta(budget.epsilon, distance)
+        if distance and cost >= budget.delta:
+            small = 0.01 * budget.delta * distance / cost
+            raise ValueError(
+                f"calibrate: distance={distance:.3g} of the sampler alone costs "
+                f"{cost:.3g} of delta = {budget.delta:.3g}. Use at most {small:.1g}."
+            )
+
+    @override
+    def row(self) -> LedgerRow:
+        return dataclasses.replace(super().row(), temperature=1 / self.rate)
+
+    @override
+    def forecast(self, coordinates: int | None) -> ForecastRow:
+        """Return the least difference of scores that the draw can tell apart."""
+        temperature = 1 / self.rate
+        return ForecastRow(self.name, temperature=temperature, coordinates=coordinates)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import NonNegative, Positive, check_fields
+from .._checks import NonNegative, Number, Positive, check_fields
 from ..bilevel.certificates.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
-from .mechanisms import Number, RegularizedExponential
+from .mechanisms import RegularizedExponential
 from .samplers.base import AbstractSampler
 from .scores.base import AbstractScore, DrawProblem
 from .scores.hyper import HyperObjective
@@ -22,7 +22,7 @@ from .scores.mean_loss import MeanLoss
 
 
 class RegularizedExponentialMechanism(AbstractDrawSolver):
-    r"""Draws $x$ with density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+    r"""Regularized draw: $x \propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
     For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
     or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
@@ -33,25 +33,26 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     $c$ this is least at $\mu = m S \sqrt{2 d} / R$.
 
     Args:
-        sampler: How to draw: `AlternatingSampler`.
-        convex: Must be `True`: that $\Phi$ is convex on the set, for every possible
-            dataset. The guarantee rests on it. Static.
-        radius: $R$, about how far a minimizer may be from the start; the diameter of
-            the set where it is omitted.
-        regularizer: $\mu$; `None` for the one above.
-        strong_convexity: Of $\Phi$, declared; it adds to $\mu$. Static.
+        sampler: The sampler: `AlternatingSampler`.
+        convex: Must be `True`: declares that $\Phi$ is convex on the set, for every
+            possible dataset. The guarantee depends on it. Static.
+        radius: $R$, a guess of the distance of a minimizer from the initial point; by
+            default the diameter of the set.
+        regularizer: $\mu$; by default the one above.
+        strong_convexity: The declared strong convexity of $\Phi$, which adds to $\mu$.
+            Static.
         largest_rate: An upper bound on $k$, for the generalization of the answer.
         mechanism: The mechanism and its noise multiplier.
         dimension: $d$, the number of coordinates of $x$. Static.
-        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
+        dtype: The dtype of scores in the plan; set by `calibrate`. Static.
 
     Privacy:
         One draw, under replace-one only. $S$ is $2 G / n$ for declared $G$-Lipschitz
         losses, $2 G^d / n$ with a declared `lipschitz_spread`, and for two levels the
-        sensitivity of the hypergradient. Status
-        `CONDITIONAL`: convexity is an assumption of privacy here, and so are the
-        constants. The distance of the sampler's law from the target, and that which
-        the errors of computed values make, are counted in delta.
+        sensitivity of the hypergradient. Status `CONDITIONAL`: convexity is an
+        assumption of privacy here, and so are the constants. The distance of the
+        sampler's distribution from the target, and that which the errors of computed
+        values make, are counted in delta.
 
     References:
         Gopi, Lee and Liu, "Private convex optimization via exponential mechanism",
@@ -74,10 +75,9 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         self.mechanism.check_sampler(self.sampler)
         if self.convex is not True:
             raise ValueError(
-                "RegularizedExponentialMechanism: its privacy rests on convexity of "
-                "the objective on every possible dataset, which cannot be checked from "
-                "data. Declare convex=True if you can prove it; otherwise use "
-                "ExponentialMechanism."
+                "RegularizedExponentialMechanism: its privacy needs an objective that "
+                "is convex on every possible dataset. Declare convex=True if you can "
+                "prove it, or use ExponentialMechanism."
             )
 
     @classmethod
@@ -91,7 +91,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         dimension: int,
         **fields: Any,
     ) -> Self:
-        r"""The parameters for the loss on new records.
+        r"""Return the solver with the paper's parameters for the loss on new records.
 
         One level, with $G$-Lipschitz losses:
 
@@ -111,7 +111,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             problem: A problem on a bounded set, with `lipschitz` or a certificate.
             budget: $\varepsilon$, and $\delta$ in (0, 1/10).
             sizes: The planned number of records, or `Sizes`.
-            sampler: How to draw.
+            sampler: The sampler.
             dimension: $d$.
             **fields: Further fields, `convex=True` among them.
 
@@ -139,18 +139,18 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
     def bound(self, problem: DrawProblem, *, distance: float | None = None) -> float:
-        r"""The bound on the expected excess of the answer: a promise, before any data.
+        r"""Return a bound on the expected excess of the answer, known before any data.
 
         $$\frac{d}{k} + \frac{\mu_0}{2} \|x^* - c\|^2 + t L D$$
 
         on the records themselves, with $\mu_0$ the quadratic term, $L$ the Lipschitz
-        constant of $\Phi$ and $t$ how far the law of the draw may be from the density
-        in total variation.
+        constant of $\Phi$ and $t$ how far the distribution of the draw may be from the
+        density in total variation.
 
         Args:
             problem: The problem that the solver is calibrated for.
-            distance: At least that of a minimizer $x^*$ from the start; by default the
-                diameter of the set.
+            distance: An upper bound on the distance of a minimizer $x^*$ from the
+                initial point; by default the diameter of the set.
 
         Raises:
             ValueError: The solver is not calibrated, or constants are missing.
@@ -163,26 +163,26 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             _checks.non_negative(owner, distance=distance)
         diameter = float(feasible_set(problem).diameter)
         distance = diameter if distance is None else min(distance, diameter)
-        noise, bend, slip = self.promises(problem)
-        return noise + bend / 2 * distance**2 + slip
+        noise, mu, error = self.bound_terms(problem)
+        return noise + mu / 2 * distance**2 + error
 
-    def promises(self, problem: DrawProblem) -> tuple[float, float, float]:
-        r"""$d / k$, $\mu_0$ and $t L D$ of `bound`.
+    def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
+        r"""Return $d / k$, $\mu_0$ and $t L D$ of `bound`.
 
         Raises:
             ValueError: As `bound`.
         """
         if self.sizes is None:
             raise ValueError(
-                "RegularizedExponentialMechanism.bound: not bound to sizes; take the "
+                "RegularizedExponentialMechanism.bound: no planned sizes. Take the "
                 "solver from dpbilevel.calibrate(...).solver."
             )
         plan = self.plan(problem, self.sizes)
         (draw,) = self.ledger(problem, self.sizes).releases
         diameter = float(feasible_set(problem).diameter)
-        slip = draw.failure * plan.regularity.lipschitz * diameter
-        bend = plan.potential.quadratic / plan.rate
-        return self.coordinates() / plan.rate, bend, slip
+        error = draw.failure * plan.regularity.lipschitz * diameter
+        mu = plan.potential.quadratic / plan.rate
+        return self.coordinates() / plan.rate, mu, error
 
     @property
     @override
@@ -191,14 +191,15 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
     @override
     def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
-        r"""With $\mu$ of the class, and the multiplier that `largest_rate` asks for."""
+        r"""Return the mechanism, no sharper than `largest_rate`, and $\mu$."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
         if regularizer is None:
-            radius = self.radius
-            radius = feasible_set(problem).diameter if radius is None else radius
+            diameter = feasible_set(problem).diameter
             regularizer = multiplier * sensitivity * (2 * self.coordinates()) ** 0.5
-            regularizer = regularizer / radius
+            regularizer = regularizer / (
+                diameter if self.radius is None else self.radius
+            )
         convexity = regularizer + self.strong_convexity
         if self.largest_rate is not None:
             least = (convexity / self.largest_rate) ** 0.5 / sensitivity
@@ -220,7 +221,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
 
 def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
-    r"""$\mu$ and the largest $k$."""
+    r"""Return $\mu$ and the largest $k$."""
     score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
     lipschitz = score.regularity(dtype, dimension).lipschitz
     diameter = float(problem.w_set.diameter)
@@ -230,17 +231,17 @@ def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
 
 
 def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
-    r"""$\mu$."""
+    r"""Return $\mu$ of Theorem B.8."""
     score = HyperObjective(problem, "slope", sizes)
-    shares = score.contributions(jnp.result_type(float))
-    known = certificate_of(problem).second_order
-    n, mu = min(sizes.upper, sizes.lower), known.strong_convexity
-    slope = n * sum(map(float, shares.values()))  # G: shares are half of S
-    shift = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
+    contributions = score.contributions(jnp.result_type(float)).values()
+    constants = certificate_of(problem).second_order
+    n, mu = min(sizes.upper, sizes.lower), constants.strong_convexity
+    slope = n * sum(map(float, contributions))  # G: contributions are half of S
+    shift = constants.upper_y * constants.lower_xy * (1 + constants.lower_yy / mu) / mu
     square = (  # Theorem B.8
         slope * shift / (epsilon * n)
         + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
         + slope * shift / math.sqrt(n)
-        + slope * known.upper_total / n
+        + slope * constants.upper_total / n
     )
     return math.sqrt(square) / float(problem.x_set.diameter)

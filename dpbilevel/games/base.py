@@ -1,4 +1,4 @@
-"""What the solvers of saddle points and variational inequalities have in common."""
+"""Base class of solvers of saddle points and variational inequalities."""
 
 import abc
 import typing
@@ -22,7 +22,7 @@ Fields = dict[str, Any]
 class AbstractSaddleSolver(
     AbstractNoisySolver[AbstractVariationalInequality, State], AbstractIterative
 ):
-    r"""A solver with explicit bounds, which choose its parameters before any data.
+    r"""Solver with explicit bounds, which choose its parameters before any data.
 
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
@@ -46,7 +46,7 @@ class AbstractSaddleSolver(
         passes: Passes,
         **fields: Any,
     ) -> Self:
-        r"""The parameters of the paper, in whole numbers: `theorem_fields` has them.
+        r"""Return the solver with the paper's parameters, in whole numbers.
 
         Args:
             problem: A problem with declared constants on a bounded set.
@@ -80,7 +80,7 @@ class AbstractSaddleSolver(
         most_steps: int | None = None,
         **fields: Any,
     ) -> Self:
-        r"""The parameters with the least `bound`, of at most `most_steps` steps.
+        r"""Return the solver with the least `bound`, of at most `most_steps` steps.
 
         Exact noise multipliers decide for a single pass. For several, candidates are
         compared by a central limit theorem and the one with the fewest operator values
@@ -94,7 +94,7 @@ class AbstractSaddleSolver(
 
     @classmethod
     def _constants(cls, problem, budget, sizes, dimension, passes) -> TheoremConstants:
-        """The problem as theorems see it; the arguments are checked."""
+        """Check the arguments and return the problem as theorems see it."""
         owner = cls.__name__
         _checks.instance(owner, AbstractVariationalInequality, problem=problem)
         _checks.instance(owner, PrivacyBudget, budget=budget)
@@ -119,7 +119,7 @@ class AbstractSaddleSolver(
     def theorem_fields(
         cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
-        """The fields that `from_theorem` sets."""
+        """Return the fields that `from_theorem` sets."""
 
     @classmethod
     @abc.abstractmethod
@@ -130,10 +130,10 @@ class AbstractSaddleSolver(
         passes: Passes,
         most_steps: int,
     ) -> Fields:
-        """The fields that `tuned` sets."""
+        """Return the fields that `tuned` sets."""
 
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        """The bound on the expected gap of the answer: a promise, before any data.
+        """Return a bound on the expected gap of the answer, known before any data.
 
         For a single pass over fresh records it is that of `TheoremConstants` on the
         strong gap on the population. For several passes that, plus $M$ times the
@@ -185,9 +185,9 @@ class AbstractSaddleSolver(
         batch: float,
         std: float,
     ) -> tuple[Any, Any]:
-        """Bounds on the strong gap, and on how far one record moves the answer."""
+        """Bound the strong gap, and how far one record moves the answer."""
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
-        """The clip norm over the problem's bound, where one is declared."""
+        """Return the clip norm over the problem's bound, if one is declared."""
         bound = problem.bound
         return None if bound is None else self.clip_norm / bound

@@ -1,4 +1,4 @@
-"""Resolvents, sealed with how far one record moves them.
+"""Resolvents, sealed with a bound on how far one record moves them.
 
 The values computed inside are not private and stay there; what leaves is sealed.
 """
@@ -31,7 +31,7 @@ from .resolvents import OWNER, Number, Resolvent
 
 @dataclasses.dataclass(frozen=True)
 class ResolventQuery(AbstractCertifiedQuery):
-    r"""An approximate resolvent of a batch's operator, with its sensitivity.
+    r"""Approximate resolvent of a batch's operator, with its sensitivity.
 
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
@@ -57,7 +57,7 @@ class ResolventQuery(AbstractCertifiedQuery):
 
     @override
     def read(self, point, data, *, precision, key, index=None) -> Bounded:
-        """The resolvent at a released point of the set, where the inner solver starts.
+        """Compute the resolvent at a released point of the set, and seal it.
 
         Records are read in the dtype of the point; one with an entry that is not finite
         contributes zero.
@@ -86,7 +86,7 @@ class ResolventQuery(AbstractCertifiedQuery):
 def approximate_resolvent(
     resolvent: Resolvent, batch: Batch, centre: PyTree, precision: Precision = "float"
 ) -> PyTree:
-    """The value of `ResolventQuery`, not sealed. NON-PRIVATE."""
+    """Return the value of `ResolventQuery`, not sealed. NON-PRIVATE."""
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)
@@ -107,7 +107,7 @@ def approximate_resolvent(
 
 
 def _public(problem, u: PyTree) -> PyTree:
-    """The public operator, no longer than declared: rounding is counted from that."""
+    """Return the public operator, clipped to its declared bound."""
     value = problem.public_operator(u)
     if problem.public is None:
         return value
@@ -117,7 +117,7 @@ def _public(problem, u: PyTree) -> PyTree:
 
 
 def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
-    r"""$u^{j+1} = \Pi_W(v - (F_B(u^j) + P(u^j)) / \lambda)$ from $u^0 = v$."""
+    r"""Iterate $u^{j+1} = \Pi_W(v - (F_B(u^j) + P(u^j)) / \lambda)$ from $u^0 = v$."""
     project = resolvent.problem.w_set.project
 
     def step(_, u):
@@ -129,7 +129,7 @@ def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
 
 
 def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
-    r"""$x_{j+1} = \Pi_W(x_j - g (G_j + \theta (G_j - G_{j-1})))$ from $x_0 = x_1 = v$.
+    r"""Iterate $x_{j+1} = \Pi_W(x_j - g (G_j + \theta (G_j - G_{j-1})))$ from $v$.
 
     $G_j = F_B(x_j) + P(x_j) + \lambda (x_j - v)$ and $g = 1 / (2 (L + \lambda))$.
     """
@@ -152,12 +152,12 @@ def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> P
 
 
 def _less(a: PyTree, factor: Number, b: PyTree) -> PyTree:
-    """`a - factor * b` in the dtype of `a`."""
+    """Return `a - factor * b` in the dtype of `a`."""
     return jax.tree.map(lambda v, w: v - jnp.asarray(factor, v.dtype) * w, a, b)
 
 
 def _readable(records: PyTree) -> Bool[Array, " n"]:
-    """Which rows hold finite numbers only."""
+    """Tell which rows hold finite numbers only."""
     leaves = jax.tree.leaves(records)
     rows = [
         is_finite(v).reshape(len(v), -1).all(axis=1)

@@ -1,4 +1,4 @@
-"""Candidates of parameters, and which of them is the best."""
+"""Choice of the best candidate of a solver's parameters."""
 
 import math
 
@@ -10,19 +10,19 @@ from ..privacy.budget import PrivacyBudget
 
 
 def cheapest(gap: np.ndarray, cost: np.ndarray) -> int:
-    """The candidate of fewest operator values with a gap within 5 % of the least."""
+    """Return the cheapest candidate with a gap within 5 % of the least."""
     return int(np.argmin(np.where(gap <= 1.05 * np.min(gap), cost, np.inf)))
 
 
 def integers(most: int, count: int) -> np.ndarray:
-    """At most `count` integers from 1 to `most`, evenly spread in their logarithms."""
+    """Return at most `count` integers from 1 to `most`, evenly spread in logarithms."""
     return np.unique(np.round(np.geomspace(1, max(most, 1), count)).astype(int))
 
 
 def estimated_multiplier(
     rate: np.ndarray, count: np.ndarray, budget: PrivacyBudget
 ) -> np.ndarray:
-    r"""The multiplier by the central limit, to compare candidates: never to be claimed.
+    r"""Estimate the multiplier by the central limit, to compare candidates only.
 
     $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$ for $k$ releases on a share $q$ of the records.
     """

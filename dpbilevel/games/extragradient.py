@@ -1,4 +1,4 @@
-"""The noisy extragradient method for saddle points and variational inequalities."""
+"""Noisy extragradient method for saddle points and variational inequalities."""
 
 import math
 import warnings
@@ -37,7 +37,7 @@ class _State(eqx.Module):
 
 
 class NoisyExtragradient(AbstractSaddleSolver[_State]):
-    r"""Extragradient steps with clipped, noisy operators; two releases a step.
+    r"""Extragradient method with clipped, noisy operators; two releases a step.
 
     $$
     w_t = \Pi_W(u_{t-1} - \gamma\, \tilde F_{2t-1}(u_{t-1})), \qquad
@@ -86,7 +86,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     @classmethod
     @override
     def theorem_fields(cls, constants, budget, passes) -> Fields:
-        r"""The parameters of the paper, in whole numbers.
+        r"""Return the parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
         multiplier,
@@ -126,7 +126,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     @classmethod
     @override
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
-        """Batch and step size with the least bound, for several passes steps too.
+        """Return batch, step size and, for several passes, steps with the least bound.
 
         The step size of several passes follows from their exact multiplier.
         """
@@ -171,14 +171,14 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @override
     def init(self, problem, w0) -> _State:
-        """Starts at `w0`, projected onto the set."""
+        """Start at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         memory = Descent(self.step_size, problem.w_set).init(u)
         return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:
-        """Two noisy operators, two projected updates from the same point."""
+        """Make two noisy, projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
         descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t
         g = self._operator(problem, data, u, 2 * t, key=key_first)
@@ -192,12 +192,12 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @override
     def released(self, state) -> PyTree:
-        """The midpoint."""
+        """Return the midpoint."""
         return state.w
 
     @override
     def adversary_view(self, state) -> PyTree:
-        """Both points of the step, from which both releases follow."""
+        """Return both points of the step, from which both releases follow."""
         return state.w, state.u
 
     @override
@@ -215,7 +215,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return {OPERATOR: optax.tree.size(w0)}
 
     def _operator(self, problem, data, w, index, *, key: PRNGKey) -> PyTree:
-        """The released operator at `w` on a batch of its own, plus the public one."""
+        """Release the operator at `w` on a batch of its own, and add the public one."""
         assert self.sizes is not None
         funs = {RECORDS: lambda record: problem.record_operator(w, record)}
         release = self.release(problem, self.sizes)
@@ -233,14 +233,14 @@ def _fields(constants, steps, step_size, sampling: AbstractSampling) -> Fields:
 
 
 def _best_step(constants: TheoremConstants, steps: Any, batch: Any, std: Any) -> Any:
-    r"""$\gamma = \min(D / \sqrt{\frac72 T (M^2 / B + d \sigma^2)}, 1 / (\sqrt3 L))$."""
+    r"""Return the step size $\gamma$ of `theorem_fields`."""
     noise = constants.spread**2 / batch + constants.dimension * std**2
     best = constants.diameter / np.sqrt(3.5 * steps * noise)
     return np.minimum(best, constants.largest_step)
 
 
 def _best_weak_step(constants, steps, batch, std) -> tuple[np.ndarray, np.ndarray]:
-    """The step sizes with the least bounds on the weak gap, and these bounds."""
+    """Return the step sizes with the least bounds on the weak gap, and these bounds."""
     shrunk = _best_step(constants, steps, batch, std)
     step_size = shrunk[None] * np.logspace(-4, 0, 81).reshape(-1, *[1] * shrunk.ndim)
     gap = constants.extragradient_gap(steps, step_size, batch, std)

@@ -1,4 +1,4 @@
-"""NON-PRIVATE gaps: how far a point is from a saddle point, or from a solution.
+"""NON-PRIVATE distances from a saddle point, or from a solution.
 
 All of them read the records. A gap that is computed from the records is a release that
 is not in the ledger: for tests, figures and public data.
@@ -22,7 +22,7 @@ _LEAST_CURVATURE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """An interval that holds a gap. NON-PRIVATE.
+    """Interval that holds a gap. NON-PRIVATE.
 
     Attributes:
         lower: What was attained.
@@ -36,7 +36,7 @@ class Gap:
 def mean_operator(
     problem: AbstractVariationalInequality, w: PyTree, data: PyTree
 ) -> PyTree:
-    """NON-PRIVATE. The operator of all records, unclipped, with the public one."""
+    """NON-PRIVATE. Return the mean operator, unclipped, plus the public one."""
     with jax.default_matmul_precision("highest"):
         values = jax.vmap(lambda record: problem.record_operator(w, record))(data)
         mean = jax.tree.map(lambda v: jnp.mean(v, axis=0), values)
@@ -46,7 +46,7 @@ def mean_operator(
 def saddle_gap(
     problem: SaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
 ) -> Gap:
-    r"""NON-PRIVATE. The gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$ on the records.
+    r"""NON-PRIVATE. Bound the gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
 
     Both problems are convex and are solved by accelerated projected gradients. By
     convexity what is missing is at most $\sup_u \langle \nabla, u - u_k \rangle$, which
@@ -90,7 +90,7 @@ def variational_gap(
     *,
     num_steps: int = 300,
 ) -> Gap:
-    r"""NON-PRIVATE. $\sup_{u \in W} \langle F(u), \hat w - u \rangle$, for affine $F$.
+    r"""NON-PRIVATE. Bound $\sup_u \langle F(u), \hat w - u \rangle$, for affine $F$.
 
     For an affine monotone operator the supremum is a concave problem, solved and
     bounded as in `saddle_gap`. That the operator is affine and monotone is trusted and
@@ -126,7 +126,7 @@ def _smoothness(problem: AbstractVariationalInequality) -> float:
 
 
 def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
-    """The maximum of a concave function: attained, and bounded by its gradient."""
+    """Maximize a concave function; return the attained value and an upper bound."""
     _checks.count("gap", num_steps=num_steps)
     gradient = jax.grad(value)
 

@@ -1,4 +1,4 @@
-"""Private descent on the group that is worst off, with multiplicative group weights."""
+"""Private descent on the worst group, with multiplicative group weights."""
 
 import math
 from typing import ClassVar
@@ -114,7 +114,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     @override
     def init(self, problem, w0) -> _State:
-        """Starts at `w0`: the model projected, the weights as a mixture of groups."""
+        """Start at `w0`: the model projected, the weights as a mixture of groups."""
         x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         return _State(
             x,
@@ -128,7 +128,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     @override
     def step(self, problem, data, state, *, key) -> _State:
-        """One release, one step of each player."""
+        """Make one release and one step of each player."""
         x, y, t = state.x, state.y, state.t
         weights = y / problem.scale
         factors = weights / _shares(problem, y)  # y_g / p_g
@@ -154,12 +154,12 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     @override
     def released(self, state) -> PyTree:
-        """The model and the weights, in the units of the game."""
+        """Return the model and the weights, in the units of the game."""
         return state.x, state.y
 
     @override
     def adversary_view(self, state) -> PyTree:
-        """The pair, and the losses of the groups."""
+        """Return the pair, and the losses of the groups."""
         return state.x, state.y, state.losses
 
     @override
@@ -168,7 +168,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     @override
     def release(self, problem, sizes) -> Release:
-        """The gradient and the losses of all groups, in units of their bounds.
+        """Return the release of gradient and losses, in units of their bounds.
 
         Raises:
             ValueError: No bound on losses or no step size is given or declared.
@@ -188,14 +188,14 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return {GRADIENT_AND_LOSSES: optax.tree.size(w0)}
 
     def _relative(self, factors: Weights) -> tuple[Weights, Number]:
-        """The weights $u_g$ of records that are released, and the largest one."""
+        """Return the weights $u_g$ of records, and the largest factor."""
         largest = jnp.max(factors)
         return factors / largest, largest
 
     def _released(
         self, problem: GroupGame, data, x, factors: Weights, *, index, key: PRNGKey
     ) -> tuple[PyTree, Weights]:
-        """The gradient and the losses, released, for these weights of records."""
+        """Release the gradient and the losses, for these weights of records."""
         half = self._bound(problem) / 2
         units = self._units
         relative, largest = self._relative(factors)
@@ -220,7 +220,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     def _ascended(
         self, problem: GroupGame, x, y: Weights, payoffs: Weights, length: Number
     ) -> Weights:
-        """The weights after their step, which pay for the noise that they need."""
+        """Return the weights after their step, at the price of noise."""
         shares, steps = _shares(problem, y), self.num_steps
         whole, bound = jnp.sum(shares), self._bound(problem)
         of_losses = self._noise(bound / 2 / self._units[1])  # nu, over a share
@@ -231,7 +231,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return entropic_step(y, rate * payoffs, shares / whole, rate * price)
 
     def _length(self, problem: GroupGame, x, largest: Number) -> Number:
-        r"""$\eta_t$, where the largest weight of a record is this."""
+        r"""Return $\eta_t$, given the largest weight of a record."""
         if self.step_size is not None:
             return self.step_size
         assert problem.smoothness is not None
@@ -240,7 +240,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return jnp.minimum(2 / problem.smoothness, problem.x_set.reach / walk)
 
     def _noise(self, unit: Number) -> Array:
-        """The deviation of the noise in what is released, in this unit."""
+        """Return the deviation of the noise in what is released, in this unit."""
         assert self.sizes is not None
         mechanism = self.release_noise
         factor = mechanism.neighbours.contributions
@@ -249,7 +249,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     @property
     def _units(self) -> tuple[Number, Number]:
-        """The lengths of a record's gradient and loss in the release, of norm 1."""
+        """Norms of a record's gradient and loss in the release, of joint norm 1."""
         return (1 - self.loss_share) ** 0.5, self.loss_share**0.5
 
     def _bound(self, problem: GroupGame) -> Number:
@@ -267,7 +267,7 @@ def _shares(problem: GroupGame, like: Array) -> Weights:
 
 
 def _clipped(gradient: PyTree, clip_norm: Number) -> PyTree:
-    """In clip norms, of norm at most 1 up to rounding, which the query cuts off.
+    """Return the gradient in clip norms, of norm at most 1 up to rounding.
 
     Entries that are not finite stay so: such a record is left out there.
     """

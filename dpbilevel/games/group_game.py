@@ -1,4 +1,4 @@
-"""Games of a model against groups: what a solver reads of the model and the groups."""
+"""Games of a model against groups, as solvers see the model and the groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ ReadGroup = Callable[[PyTree], Int[Array, ""]]
 
 
 class GroupGame(SaddleProblem):
-    r"""What `group_fair` and `group_robust` return: a game over $(x, s y)$.
+    r"""Game of a model $x$ against weights $s y$ of groups.
 
     Beside the payoff, which is all that solvers of other saddle points read, it has its
     parts.
@@ -38,19 +38,19 @@ class GroupGame(SaddleProblem):
 
     @property
     def scale(self) -> Any:
-        """$s$, the sum of the second variable."""
+        """Scale $s$, the sum of the second variable."""
         y_set: Any = self.y_set
         return number(y_set.scale)
 
     def member(self, record: PyTree) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-        """The group of a record, and whether it is one of those listed."""
+        """Return the group of a record, and whether it is one of those listed."""
         return member(self.group, record, len(self.shares))
 
 
 def member(
     group: ReadGroup, record: PyTree, count: int
 ) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-    """The group of a record, 0 for one that is not listed, and whether it is listed.
+    """Return the group of a record, 0 if it is not listed, and whether it is listed.
 
     Raises:
         TypeError: The group is no integer.
@@ -73,7 +73,7 @@ def entropic_step(
     shares: Float[Array, " k"],
     price: Float[Array, ""],
 ) -> Float[Array, " k"]:
-    r"""A step of mirror ascent by entropy, with a price on the largest ratio to shares.
+    r"""Make a step of mirror ascent by entropy, with a price on the largest ratio.
 
     $$\arg\max_{v \in \Delta}\ \langle g, v \rangle - \mathrm{KL}(v \,\|\, y) - c
     \max_j \frac{v_j^2}{q_j^2}, \qquad v_j \propto q_j \min(r_j, m), \quad r_j =

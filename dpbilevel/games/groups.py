@@ -40,7 +40,7 @@ ModelLoss = Callable[[PyTree, PyTree], Scalar]
 
 
 def read_group(record: PyTree) -> Int[Array, ""]:
-    """The group of a record: its entry `"group"`."""
+    """Return the group of a record: its entry `"group"`."""
     if not isinstance(record, Mapping) or "group" not in record:
         raise ValueError(
             "group game: a record must be a dict with an entry 'group', such as "
@@ -60,7 +60,7 @@ def group_fair(
     row_norm: float = 1.0,
     group: ReadGroup = read_group,
 ) -> GroupGame:
-    r"""Minimizes the loss of the group that is worst off.
+    r"""Return the game that minimizes the loss of the worst group.
 
     $$
     \min_{\|x\| \le r} \max_{y \in \Delta} \frac1n \sum_i \frac{y_{g_i}}{p_{g_i}}
@@ -130,7 +130,7 @@ def group_robust(
     row_norm: float = 1.0,
     group: ReadGroup = read_group,
 ) -> GroupGame:
-    r"""Minimizes the loss under mixtures of groups not too far from the declared one.
+    r"""Return the game of the worst mixture of groups near the declared one.
 
     $$
     \min_{\|x\| \le r} \max_{y \in \Delta} \frac1n \sum_i \frac{y_{g_i}}{p_{g_i}}
@@ -172,7 +172,7 @@ def group_robust(
 
 
 def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array, " k"]:
-    """The weights of the groups, of sum 1, behind the second variable of a group game.
+    """Return the weights of the groups, of sum 1, from the second variable of a game.
 
     Args:
         problem: Of `group_fair` or `group_robust`.
@@ -196,7 +196,7 @@ def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array,
 def group_start(
     problem: SaddleProblem, x: PyTree, shares: Sequence[float]
 ) -> tuple[PyTree, Float[Array, " k"]]:
-    r"""The start $(x, s p)$, from which the first step is one on the mean loss.
+    r"""Return the start $(x, s p)$, from which the first step is one on the mean loss.
 
     Args:
         problem: Of `group_fair` or `group_robust`.
@@ -217,7 +217,7 @@ def group_start(
 
 
 def _scale_of(owner: str, problem: SaddleProblem) -> float:
-    """The scale of the weights of a group game."""
+    """Return the scale of the weights of a group game."""
     _checks.instance(owner, SaddleProblem, problem=problem)
     if not isinstance(problem, GroupGame):
         raise TypeError(
@@ -230,7 +230,7 @@ def _scale_of(owner: str, problem: SaddleProblem) -> float:
 def _game(
     owner, loss, shares, strength, radius, scale, ridge, row_norm, group
 ) -> GroupGame:
-    """The problem of `group_fair` and `group_robust`; the arguments are checked."""
+    """Check the arguments, and build the problem, of both group games."""
     shares = _checked_shares(owner, shares)
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
@@ -265,7 +265,7 @@ def _game(
 
 
 def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dict]:
-    """The scale of a game of a linear model, and its constants: the text above."""
+    """Return the scale of a game of a linear model, and its constants."""
     if radius is None:
         raise ValueError(
             f"{owner}: the constants of a linear model need radius=, a bound on the "
@@ -322,7 +322,7 @@ def _public(shares: np.ndarray, scale: float, ridge: float, strength) -> Callabl
 
 
 def _public_constants(shares, scale, radius, ridge, strength) -> dict[str, Any]:
-    """Those of the ridge and, largest in a corner, of the chi-square penalty."""
+    """Return the constants of the ridge and of the chi-square penalty."""
     corners = (np.eye(len(shares)) - shares / np.sum(shares)) / shares
     farthest = np.max(np.linalg.norm(corners, axis=1))  # a convex function of y
     bound = None

@@ -11,7 +11,7 @@ from .problem import SaddleProblem, Scalar
 
 
 def matrix_game(rows: int, columns: int) -> SaddleProblem:
-    r"""Mixed strategies for the mean of payoff matrices, one per record.
+    r"""Return the game of mixed strategies for the mean of payoff matrices.
 
     $$\min_{x \in \Delta_m} \max_{y \in \Delta_k} \frac1n \sum_i x^\top A_i y.$$
 

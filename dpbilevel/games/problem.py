@@ -1,4 +1,4 @@
-"""Saddle points and variational inequalities: a mean over records of an operator."""
+"""Saddle points and variational inequalities of a mean operator over records."""
 
 import abc
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Scalar = Float[Array, ""]
 
 
 class AbstractVariationalInequality(AbstractOneLevel, Checked):
-    r"""Find $w^* \in W$ with $\langle F(w^*), w - w^* \rangle \ge 0$ for all $w$.
+    r"""Problem of $w^* \in W$ with $\langle F(w^*), w - w^* \rangle \ge 0$ for all $w$.
 
     $F(w) = \frac1n \sum_i F_i(w) + P(w)$ with one $F_i$ per record and a public $P$.
 
@@ -43,14 +43,14 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
 
     @abc.abstractmethod
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
-        """$F_i(w)$ of one record, a pytree like `w`."""
+        """Return $F_i(w)$ of one record, a pytree like `w`."""
 
     @abc.abstractmethod
     def public_operator(self, w: PyTree) -> PyTree:
-        """$P(w)$: no clipping, no noise, no budget; zeros without a public term."""
+        """Return $P(w)$ without noise or budget; zeros without a public term."""
 
     def saturated_operator(self, w: PyTree) -> Callable[[PyTree], PyTree]:
-        """$F_i(w)$ as a function of the record, with the largest numbers for infinity.
+        """Return $F_i(w)$ as a function of the record, with finite values for infinity.
 
         So an operator that overflows counts in its direction, as one does that is about
         to: what a clipped one contributes is nonexpansive in the operator.
@@ -66,7 +66,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         return operator
 
     def constant(self, name: str) -> float:
-        """A declared constant.
+        """Return a declared constant.
 
         Args:
             name: One of `lipschitz`, `bound`, `public_lipschitz`, `public_bound`.
@@ -90,13 +90,13 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
 
 
 def _saturated(value: Array) -> Array:
-    """The largest finite numbers for infinities."""
+    """Replace infinities by the largest finite numbers."""
     largest = float(jnp.finfo(value.dtype).max)
     return jnp.clip(value, -largest, largest)
 
 
 class SaddleProblem(AbstractVariationalInequality):
-    r"""$\min_{x \in X} \max_{y \in Y} \frac1n \sum_i f(x, y; z_i) + r(x, y)$.
+    r"""Problem $\min_{x \in X} \max_{y \in Y} \frac1n \sum_i f(x, y; z_i) + r(x, y)$.
 
     As a variational inequality in $w = (x, y)$ on $X \times Y$, with
 
@@ -142,7 +142,7 @@ class SaddleProblem(AbstractVariationalInequality):
 
     @property
     def w_set(self) -> Product:
-        r"""$X \times Y$."""
+        r"""Product of both sets, $X \times Y$."""
         return Product((self.x_set, self.y_set))
 
     @override
@@ -156,7 +156,7 @@ class SaddleProblem(AbstractVariationalInequality):
         return _ascent(jax.grad(self.public, (0, 1))(*w))
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Refuses what is no pair of starting points, and functions of no scalar."""
+        """Refuse what is no pair of starting points, and functions of no scalar."""
         if not isinstance(w0, tuple) or len(w0) != 2:
             raise ValueError(
                 "w0 of a SaddleProblem must be a tuple (x, y) of starting points, got "
@@ -172,7 +172,7 @@ class SaddleProblem(AbstractVariationalInequality):
 
 
 class VariationalInequality(AbstractVariationalInequality):
-    r"""A variational inequality of one operator per record and a public one.
+    r"""Variational inequality of one operator per record and a public one.
 
     Args:
         operator: $F_i(w)$ as `operator(w, record)`, a pytree like `w`; monotone where
@@ -207,7 +207,7 @@ class VariationalInequality(AbstractVariationalInequality):
         return optax.tree.zeros_like(w) if self.public is None else self.public(w)
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Refuses operators whose values are not like `w0`, and shapes that differ."""
+        """Refuse operators whose values are not like `w0`, and shapes that differ."""
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
@@ -217,12 +217,12 @@ class VariationalInequality(AbstractVariationalInequality):
 
 
 def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    """Descent in the first variable, ascent in the second."""
+    """Return descent in the first variable, ascent in the second."""
     return gradients[0], optax.tree.scale(-1, gradients[1])
 
 
 def _check_like(name: str, like: PyTree, fun: Callable, *arguments: PyTree) -> None:
-    """Raises unless a function's value has the structure and shapes of `like`."""
+    """Check that a function's value has the structure and shapes of `like`."""
     value = jax.eval_shape(fun, *arguments)
     found, wanted = (
         jax.tree.map(lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", tree)

@@ -1,4 +1,4 @@
-"""The noisy inexact proximal point method for saddle points and inequalities."""
+"""Noisy inexact proximal point method for saddle points and inequalities."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ class _State(eqx.Module):
 
 
 class InexactProximalPoint(AbstractSaddleSolver[_State]):
-    r"""Proximal point steps on batches; noise is added to the point, not the operator.
+    r"""Proximal point method on batches; noise is added to the point, not the operator.
 
     $$
     v_k = \Pi_W(w_k), \qquad u_{k+1} \approx u: \
@@ -118,7 +118,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     @classmethod
     @override
     def theorem_fields(cls, constants, budget, passes) -> Fields:
-        r"""The parameters of the paper, in whole numbers.
+        r"""Return the parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
         batches has
@@ -144,7 +144,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     @classmethod
     @override
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
-        """Batch, strength and rounds with the least bound."""
+        """Return batch, strength and rounds with the least bound."""
         n, lipschitz = constants.records, constants.lipschitz
         strength = constants.scale * np.logspace(-2, 5, 211)
         strength = strength[strength > 1.05 * lipschitz]
@@ -191,7 +191,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @override
     def init(self, problem, w0) -> _State:
-        """Starts at `w0`, projected onto the set; refuses one coarser than planned."""
+        """Start at `w0`, projected onto the set; refuse one coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
@@ -213,16 +213,16 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @override
     def released(self, state) -> PyTree:
-        """The noisy point, which may be outside the set."""
+        """Return the noisy point, which may be outside the set."""
         return state.w
 
     @override
     def answer(self, problem, state) -> PyTree:
-        """The point of the output rule, projected."""
+        """Return the point of the output rule, projected."""
         return problem.w_set.project(self.output.answer(state.kept, state.w))
 
     def resolvent(self, problem: AbstractVariationalInequality, n: int) -> Resolvent:
-        """What a round on `n` records computes, with its sensitivity."""
+        """Return what a round on `n` records computes, with its sensitivity."""
         return Resolvent(
             problem,
             _checks.number(self.clip_norm),
@@ -236,14 +236,14 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @override
     def release(self, problem, sizes) -> Release:
-        """The resolvent; refused where nothing proves its sensitivity."""
+        """Return the resolvent's release; refused if nothing proves its sensitivity."""
         query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
         ratio, noise = self.clip_ratio(problem), self.release_noise
         return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
 
     @override
     def with_counts(self, problem, sizes=None) -> Self:
-        """The same solver, bound to the default floating-point dtype."""
+        """Bind the solver to the default floating-point dtype."""
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
 
     @override

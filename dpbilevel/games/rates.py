@@ -1,4 +1,4 @@
-"""What theorems promise for saddle points, as explicit bounds without hidden constants.
+"""Bounds of the theorems on saddle points, explicit and without hidden constants.
 
 All of it is on the host and public: no data, no solver state. Bounds take numbers or
 arrays of candidates.
@@ -18,7 +18,7 @@ from .resolvents import parts
 
 @dataclasses.dataclass(frozen=True)
 class TheoremConstants:
-    r"""A problem as the theorems see it.
+    r"""Constants of a problem that the theorems depend on.
 
     Bounds take $T$ `steps` of size $\gamma$ or $R$ `rounds` of the `strength`
     $\lambda$, on a `batch` of $B$ records, and `std`, the $\sigma$ of the noise per
@@ -37,7 +37,7 @@ class TheoremConstants:
     def of(
         cls, problem: AbstractVariationalInequality, dimension: int, records: int
     ) -> Self:
-        """Those of a problem with declared constants.
+        """Return the constants of a problem that declares them.
 
         Raises:
             ValueError: A constant is missing, or the set is unbounded or one point.
@@ -61,21 +61,21 @@ class TheoremConstants:
         )
 
     def privacy_dimension(self, budget: PrivacyBudget) -> float:
-        r"""$a = \sqrt{d \log(1 / \delta)} / \varepsilon$."""
+        r"""Return $a = \sqrt{d \log(1 / \delta)} / \varepsilon$."""
         return math.sqrt(self.dimension * math.log(1 / budget.delta)) / budget.epsilon
 
     @property
     def largest_step(self) -> float:
-        r"""$1 / (\sqrt3 L)$, the largest step size of the extragradient theorems."""
+        r"""Largest step size of the extragradient theorems, $1 / (\sqrt3 L)$."""
         return 1 / (math.sqrt(3) * self.lipschitz) if self.lipschitz else math.inf
 
     @property
     def scale(self) -> float:
-        r"""$\max(M / D, L)$, what proximal strengths are measured in."""
+        r"""Unit of proximal strengths, $\max(M / D, L)$."""
         return max(self.bound / self.diameter, self.lipschitz)
 
     def extragradient_gap(self, steps, step_size, batch, std):
-        r"""A bound on the strong gap of extragradient steps on fresh batches.
+        r"""Bound the strong gap of extragradient steps on fresh batches.
 
         $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
         \qquad \gamma \le \frac{1}{\sqrt3 L}.$$
@@ -90,7 +90,7 @@ class TheoremConstants:
         return self.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
 
     def extragradient_stability(self, steps, step_size, std):
-        r"""How far one replaced record moves the answer, in expectation.
+        r"""Bound how far one replaced record moves the answer, in expectation.
 
         $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M
         L}{n} \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L
@@ -107,7 +107,7 @@ class TheoremConstants:
         return steps * a_step + (moved + 2 * pull) * step_size
 
     def proximal_gap(self, rounds, strength, batch, std, accuracy):
-        r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
+        r"""Bound the strong gap of inexact proximal point steps on fresh batches.
 
         $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} +
         \lambda d \sigma^2 + M \sigma \sqrt{d / R},$$
@@ -125,7 +125,7 @@ class TheoremConstants:
         return start + sampled + noise + average
 
     def proximal_stability(self, rounds, strength, distance):
-        r"""How far one replaced record moves the answer, in expectation.
+        r"""Bound how far one replaced record moves the answer, in expectation.
 
         $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the `distance` of every
         inner solution from the exact one.
@@ -137,7 +137,7 @@ class TheoremConstants:
         return rounds * (moved + 2 * distance)
 
     def picard_steps(self, strength):
-        r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems.
+        r"""Return $N = \lceil \log(2 n) / \log(\lambda / L) \rceil$.
 
         For $\lambda > L$.
         """

@@ -1,4 +1,4 @@
-r"""How far one record moves a resolvent that is computed inexactly.
+r"""Sensitivity of a resolvent that is computed inexactly.
 
 The resolvent of an operator $F$ at $v$ solves $\langle F(u) + \lambda (u - v), w - u
 \rangle \ge 0$ for all $w$ in a set. It is no sum over records, but every step of a
@@ -38,7 +38,7 @@ _SETS = (Ball, Box, Simplex)
 
 @dataclasses.dataclass(frozen=True)
 class Resolvent:
-    """An approximate resolvent, and what is known about it before any data is seen."""
+    """Approximate resolvent, and what is known about it before any data is seen."""
 
     problem: AbstractVariationalInequality  # with its constants
     clip_norm: Number  # C, of one record's operator
@@ -60,22 +60,22 @@ class Resolvent:
 
     @property
     def _fullest(self) -> float:
-        """How many records a batch holds at most, over what its sum is divided by."""
+        """Most records of a batch, over what its sum is divided by."""
         return max(1.0, self.rows / self.denominator)
 
     @property
     def lipschitz(self) -> float:
-        """A Lipschitz constant of a batch's operator with the public one."""
+        """Lipschitz constant of a batch's operator with the public one."""
         records = self.problem.constant("lipschitz") * self._fullest
         return records + self.problem.constant("public_lipschitz")
 
     @property
     def contraction(self) -> Number:
-        r"""$q = L / \lambda$: by how much a step of Picard's iteration contracts."""
+        r"""Contraction $q = L / \lambda$ of a step of Picard's iteration."""
         return self.lipschitz / self.strength
 
     def contribution(self, dtype: DTypeLike, precision: Precision) -> Number:
-        r"""Half of how far replacing one record moves the computed resolvent.
+        r"""Return half of how far replacing one record moves the computed resolvent.
 
         With $\omega$ a bound on the rounding of a step to first order in the unit
         roundoff, $N$ steps of Picard's iteration have
@@ -103,7 +103,7 @@ class Resolvent:
         return value
 
     def solve_error(self) -> Number:
-        r"""How far the last step of operator extrapolation is from the solution.
+        r"""Bound the distance of operator extrapolation from the solution.
 
         $\zeta = \sqrt2\, \theta^{N/2} \min(D, M / \lambda)$ with $\theta = (1 +
         \lambda / (L + \lambda))^{-1}$.
@@ -119,19 +119,19 @@ class Resolvent:
 
     @property
     def extrapolation(self) -> Number:
-        r"""$\theta$, by which operator extrapolation contracts squared distances."""
+        r"""Contraction $\theta$ of squared distances by extrapolation."""
         return 1 / (1 + self.strength / (self.lipschitz + self.strength))
 
     @property
     def distance(self) -> Number:
-        r"""A bound on the distance from the exact one: $q^N M / \lambda$ or $\zeta$."""
+        r"""Bound on the distance from the exact one: $q^N M / \lambda$ or $\zeta$."""
         if self.inner != "picard":
             return self.solve_error()
         return self.contraction**self.steps * self._largest / self.strength
 
     @property
     def accuracy(self) -> Number:
-        r"""$\nu$: the inner inequality holds up to it at the last step."""
+        r"""Accuracy $\nu$: the inner inequality holds up to it at the last step."""
         diameter = self.problem.w_set.diameter
         if self.inner == "picard":
             return self._largest * diameter * self.contraction**self.steps
@@ -139,13 +139,13 @@ class Resolvent:
         return slope * self.distance
 
     def step_rounding(self, dtype: DTypeLike) -> Number:
-        r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$."""
+        r"""Return $\omega$, the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$."""
         moved = self._largest / self.strength
         operator = self._operator_rounding(dtype) / self.strength
         return operator + self._projection_rounding(dtype, moved)
 
     def solve_rounding(self, dtype: DTypeLike) -> Number:
-        r"""How far the rounding of all steps moves the end of operator extrapolation.
+        r"""Bound how far all rounding moves the end of operator extrapolation.
 
         Operators off by $\epsilon$ and points by $\pi$ in every step add up to $(4 g
         \epsilon + 8 \pi) / (1 - \sqrt\theta)$ with the step size $g$, because the
@@ -162,24 +162,24 @@ class Resolvent:
 
     @property
     def largest_clip(self) -> Number:
-        """What operators are clipped to: never below a bound that privacy rests on."""
+        """Clip norm of operators: never below a bound that privacy rests on."""
         if self.inner == "picard":
             return self.clip_norm
         return jnp.maximum(self.clip_norm, self.problem.constant("bound"))
 
     @property
     def _norm(self) -> Number:
-        """Of one record's operator, as far as the sensitivity counts it: $C$ or $M$."""
+        """Norm of one record's operator in the sensitivity: $C$ or $M$."""
         picard = self.inner == "picard"
         return self.clip_norm if picard else self.problem.constant("bound")
 
     @property
     def _largest(self) -> Number:
-        """The largest norm of a batch's operator with the public one."""
+        """Largest norm of a batch's operator with the public one."""
         return self._norm * self._fullest + self.problem.constant("public_bound")
 
     def _operator_rounding(self, dtype: DTypeLike) -> Number:
-        """Of records' operators, their clipped mean, the public operator and the sum.
+        """Bound the rounding of operators, of their clipped mean and of the sum.
 
         Neighbours of a single step read the same point, where all records but one have
         the same computed operators: then only sums and means differ by their rounding.
@@ -192,7 +192,7 @@ class Resolvent:
         return unit * (mean * records + UNITS * public + 3 * self._largest)
 
     def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:
-        """Of a step of length `moved` from a point of the set, and of the projection.
+        """Bound the rounding of a step of length `moved`, and of its projection.
 
         The threshold of a simplex is a sum over all coordinates.
         """
@@ -200,7 +200,7 @@ class Resolvent:
         return _unit(dtype) * units * (2 * self.problem.w_set.reach + moved)
 
     def check(self) -> None:
-        """Refuses what no sensitivity is known for; reads no number of the solver.
+        """Refuse problems without a known sensitivity; reads no number of the solver.
 
         Raises:
             ValueError: An unbounded set, one with another projection than the
@@ -224,7 +224,7 @@ class Resolvent:
             self.problem.constant(name)
 
     def check_shapes(self, batch: Batch, size: int) -> None:
-        """Refuses a batch, or a point of `size` coordinates, other than planned.
+        """Refuse a batch, or a point of `size` coordinates, other than planned.
 
         Raises:
             ValueError: The batch has more rows or another denominator, or the point
@@ -245,7 +245,7 @@ class Resolvent:
             )
 
     def check_numbers(self, dtype: DTypeLike) -> None:
-        """Refuses a plan whose inner solver does not converge or rounds too coarsely.
+        """Refuse a plan whose inner solver does not converge or rounds too coarsely.
 
         Nothing is refused inside a program, where numbers are not known.
 
@@ -306,7 +306,7 @@ class Resolvent:
 
 
 def _series(ratio: Number, count: int) -> Number:
-    r"""$\sum_{j < N} q^j$, for every $q$."""
+    r"""Return $\sum_{j < N} q^j$, for every $q$."""
     total: Number = 0.0
     for _ in range(count):
         total = 1 + ratio * total
@@ -318,7 +318,7 @@ def _unit(dtype: DTypeLike) -> float:
 
 
 def parts(w_set: Any) -> list[Any]:
-    """The sets that a set is a product of."""
+    """List the sets that a set is a product of."""
     if type(w_set) is not Product:
         return [w_set]
     leaves = jax.tree.leaves(

@@ -29,7 +29,7 @@ _exact = jax.default_matmul_precision("highest")
 
 @dataclasses.dataclass(frozen=True)
 class SaddleExample:
-    r"""A problem, its records and its gap. NON-PRIVATE: constants and gap read them.
+    r"""Problem, its records and its gap. NON-PRIVATE: constants and gap read them.
 
     Attributes:
         problem: The problem, with constants that hold for these records.
@@ -47,7 +47,7 @@ class SaddleExample:
 
 
 def constant_operator(records: Float[Array, "n d"], radius: float = 1.0):
-    r"""$F_i(w) = z_i$ on a ball: no algorithm does better than the mean allows.
+    r"""Return $F_i(w) = z_i$ on a ball: no algorithm does better than the mean allows.
 
     The gap is $\langle \bar z, w \rangle + R \|\bar z\|$, the same weak and strong. The
     instance of the lower bounds, with entries of $z$ equal to $\pm M / \sqrt d$.
@@ -77,7 +77,7 @@ def affine_operator(
     *,
     radius: float = 1.0,
 ):
-    r"""$F_i(w) = Q_i w + q_i$ on a ball, with $\bar Q$ skew or $\mu I$ plus skew.
+    r"""Return $F_i(w) = Q_i w + q_i$ on a ball; $\bar Q$ is $\mu I$ plus skew.
 
     $$\langle \bar q, \hat w \rangle + \sup_w \bigl(\langle w, \bar Q^\top \hat w - \bar
     q \rangle - \mu \|w\|^2\bigr).$$
@@ -116,7 +116,7 @@ def bilinear_saddle(
     radius: float = 1.0,
     convexity: float = 0.0,
 ):
-    r"""$x^\top A_i y + \langle b_i, x \rangle - \langle c_i, y \rangle$ on two balls.
+    r"""Return $x^\top A_i y + \langle b_i, x \rangle - \langle c_i, y \rangle$.
 
     With $\mu > 0$ the public term $\frac\mu2 (\|x\|^2 - \|y\|^2)$ makes it strongly
     convex and strongly concave.
@@ -160,7 +160,7 @@ def bilinear_saddle(
 
 
 def matrix_game(payoffs: Float[Array, "n p q"]):
-    r"""$x^\top A_i y$ on two simplices: a zero-sum game of mean payoffs.
+    r"""Return $x^\top A_i y$ on two simplices: a zero-sum game of mean payoffs.
 
     The gap is $\max_j (\bar A^\top x)_j - \min_i (\bar A y)_i$.
 
@@ -189,7 +189,7 @@ def matrix_game(payoffs: Float[Array, "n p q"]):
 def worst_group(
     targets: Float[Array, "n d"], groups: Int[Array, " n"], radius: float = 1.0
 ):
-    r"""$\min_x \max_j \frac{1}{n_j} \sum_{i \in j} \frac12 \|x - t_i\|^2$ on a ball.
+    r"""Return $\min_x \max_j$ of the mean $\frac12 \|x - t_i\|^2$ of group $j$.
 
     The weights $y$ of the groups are on a simplex and a record enters with $n / n_j$
     times its loss. With one group $y$ is a point, and the gap is the excess risk of
@@ -236,7 +236,7 @@ def worst_group(
 
 
 def _largest_on_ball(slope: Vector, radius: float, curvature: float):
-    r"""$\max_u \langle g, u \rangle - \frac\kappa2 \|u\|^2$ on a ball about zero."""
+    r"""Return $\max_u \langle g, u \rangle - \frac\kappa2 \|u\|^2$ on a ball."""
     length = jnp.linalg.norm(slope)
     outer = radius * length - curvature * radius**2 / 2
     if curvature <= 0:

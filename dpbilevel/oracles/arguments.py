@@ -1,4 +1,4 @@
-"""Refusals of what an oracle cannot use, before anything runs."""
+"""Checks of an oracle's arguments, before anything runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def checked(
     v0: PyTree = None,
     **solvers: object,
 ) -> tuple[PyTree, PyTree]:
-    """The arrays of floats of `y` and the rest of it, once all arguments fit.
+    """Check all arguments; return the arrays of floats of `y`, and the rest of it.
 
     Args:
         owner: The function that was called, for the errors.

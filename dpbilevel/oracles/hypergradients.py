@@ -31,7 +31,7 @@ def implicit_hypergradient(
     v0: PyTree = None,
     tolerance: float | None = CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
-    r"""NON-PRIVATE. $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v =
+    r"""NON-PRIVATE. Return the implicit gradient of $F$ at $y = y^*(x)$.
     \nabla_y f$, at $y = y^*(x)$.
 
     At $y^*(x)$ the result is the gradient of $F$. Elsewhere the error is at most
@@ -91,7 +91,7 @@ def penalty_hypergradient(
     solver: AbstractLowerSolver,
     y0: PyTree,
 ) -> PyTree:
-    r"""NON-PRIVATE. The gradient of $\min_y f + \lambda g - \lambda \min_y g$.
+    r"""NON-PRIVATE. Return the gradient of $\min_y f + \lambda g - \lambda \min_y g$.
 
     $\nabla_x f(x, y_\lambda) + \lambda (\nabla_x g(x, y_\lambda) - \nabla_x g(x,
     y^*))$ with $y_\lambda$ minimizing $f + \lambda g$: first derivatives only, of an
@@ -140,7 +140,7 @@ def unrolled_hypergradient(
     solver: AcceleratedGradient,
     y0: PyTree,
 ) -> PyTree:
-    r"""NON-PRIVATE. The gradient of $f(x, y_T(x))$ through the $T$ steps of a solver.
+    r"""NON-PRIVATE. Return the gradient of $f(x, y_T(x))$ through a solver's steps.
 
     Memory: $y_0, \dots, y_T$ and one step's intermediate values; each step is computed
     again on the way back.

@@ -1,4 +1,4 @@
-"""Linear maps that are applied many times: their matrices laid out for it, once."""
+"""Memory layout of the matrices of linear maps that are applied many times."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ _PLAIN = (((1,), (0,)), ((), ()))
 
 
 def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
-    r"""The same linear map, with a transposed copy of a matrix where that is faster.
+    r"""Return the linear map with a transposed copy of a matrix if that is faster.
 
     A Hessian product reads the features $A$ twice: for $A V$ and for $A^T U$. On a CPU
     the second takes about twice as long as with $A^T$ in memory. The copy is made here,
@@ -48,7 +48,7 @@ def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
 
 
 def _contracts_rows(eqn) -> bool:
-    """Whether it is $A^T B$ of two matrices."""
+    """Tell whether an equation is $A^T B$ of two matrices."""
     return (
         eqn.primitive is jax.lax.dot_general_p
         and eqn.params["dimension_numbers"] == _ROWS_BY_ROWS

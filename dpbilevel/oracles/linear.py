@@ -33,7 +33,7 @@ class _Conjugate(NamedTuple):
 
 
 class LinearSolution(NamedTuple):
-    r"""What a linear solver found.
+    r"""Answer of a linear solver.
 
     Attributes:
         value: $v$, a pytree like $b$.
@@ -48,13 +48,13 @@ class LinearSolution(NamedTuple):
 
 
 class AbstractLinearSolver(eqx.Module):
-    """How to solve a symmetric positive definite system."""
+    """Solver of symmetric positive definite systems."""
 
     @abc.abstractmethod
     def solve(
         self, matvec: Matvec, b: PyTree, x0: PyTree | None = None
     ) -> LinearSolution:
-        r"""Solves $A v = b$.
+        r"""Solve $A v = b$.
 
         Args:
             matvec: $v \mapsto A v$.
@@ -101,7 +101,7 @@ class ConjugateGradient(AbstractLinearSolver):
             _checks.positive("ConjugateGradient", tolerance=self.tolerance)
 
     def solve(self, matvec, b, x0=None):
-        """Stops early at the tolerance, as `num_products` shows."""
+        """Stop early at the tolerance, as `num_products` shows."""
         start, scale = _start(matvec, b, x0)
         found, products, solves = self._iterated(
             matvec, start, _unit_square(b, scale), b
@@ -112,7 +112,7 @@ class ConjugateGradient(AbstractLinearSolver):
         return LinearSolution(value, _residual_norm(matvec, value, b), products)
 
     def truncated(self, matvec: Matvec, b: PyTree) -> PyTree:
-        """The last iterate before a direction without curvature, for Newton's method.
+        """Return the last iterate before a direction without curvature.
 
         Args:
             matvec: As in `solve`.
@@ -126,7 +126,7 @@ class ConjugateGradient(AbstractLinearSolver):
     def _iterated(
         self, matvec: Matvec, state: _Conjugate, unit: Scalar, b: PyTree
     ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
-        """The last iterate, the number of steps, and whether `solve` stands by it."""
+        """Return the last iterate, the steps, and whether it solves."""
         first, tolerance = state.square, self.tolerance
         wanted = jnp.asarray(0.0 if tolerance is None else tolerance, unit.dtype)
         enough = jnp.maximum(wanted, _rounding(b)) ** 2 * unit
@@ -169,7 +169,7 @@ class Neumann(AbstractLinearSolver):
         _checks.positive("Neumann", step_size=self.step_size)
 
     def solve(self, matvec, b, x0=None):
-        """Sums the series, from `x0` on."""
+        """Sum the series, from `x0` on."""
         rate = jnp.asarray(self.step_size)
 
         def step(_, value):
@@ -184,14 +184,14 @@ class Neumann(AbstractLinearSolver):
 
 
 class Cholesky(AbstractLinearSolver):
-    """A factorization of $A$, formed by one product per coordinate.
+    """Solver by a factorization of $A$, formed by one product per coordinate.
 
     For few coordinates $d$, in leaves of one dtype: takes $d^2$ numbers of memory and
     of the order of $d^3$ operations. NaN where $A$ is not positive definite.
     """
 
     def solve(self, matvec, b, x0=None):
-        """Factors the matrix; has no use for `x0`."""
+        """Factor the matrix; `x0` is not used."""
         del x0
         flat, unravel = jax.flatten_util.ravel_pytree(b)
 
@@ -207,7 +207,7 @@ class Cholesky(AbstractLinearSolver):
 
 
 def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
-    r"""Where to start the next system of a trajectory, from the solutions so far.
+    r"""Extrapolate past solutions to the initial point of the next system.
 
     The value at the next step of the polynomial through the last $k$ of them,
 
@@ -243,7 +243,7 @@ def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
 def differentiable_solve(
     solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
 ) -> LinearSolution:
-    """Solves $A v = b$ with derivatives of the solution instead of the iteration.
+    """Solve $A v = b$ with derivatives of the solution instead of the iteration.
 
     Forward and reverse mode, to any order: a derivative of $v$ is the solution of
     another system with $A$, by the same solver. Only `value` has one. `matvec` may
@@ -259,7 +259,7 @@ def differentiable_solve(
 
 
 def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Scalar]:
-    """The state at `x0` of the system divided by a scale, and that scale.
+    """Return the state at `x0` of the system divided by a scale, and that scale.
 
     Squares of the entries of a small right-hand side would underflow in float32.
     """
@@ -273,7 +273,7 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
 
 
 def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conjugate:
-    """One step; a zero one where enough is done or once curvature was missing."""
+    """Make one step; a zero one when the residual is small or curvature is missing."""
     product = matvec(state.direction)
     curvature = _dot(state.direction, product)
     is_curved = (state.square >= 0) & (curvature > 0) & (curvature < jnp.inf)
@@ -294,7 +294,7 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conju
 
 
 def _rounding(b: PyTree) -> float:
-    """The relative residual below which only rounding is left."""
+    """Return the relative residual below which only rounding is left."""
     return 0.01 * _epsilon(b, min)
 
 
@@ -327,7 +327,7 @@ def _dot(one: PyTree, other: PyTree) -> Scalar:
 
 
 def _wide(leaf: Array) -> Array:
-    """Norms and inner products are never taken in half precision."""
+    """Return the leaf in at least single precision, for norms and inner products."""
     return leaf if jnp.finfo(leaf.dtype).bits > 32 else leaf.astype(jnp.float32)
 
 
@@ -336,5 +336,5 @@ def _scaled(factor: Scalar, tree: PyTree) -> PyTree:
 
 
 def _add_scaled(tree: PyTree, factor: Scalar, direction: PyTree) -> PyTree:
-    """`tree + factor * direction`, in the dtypes of `tree`."""
+    """Return `tree + factor * direction`, in the dtypes of `tree`."""
     return jax.tree.map(lambda u, v: u + factor.astype(u.dtype) * v, tree, direction)

@@ -37,7 +37,7 @@ def lower_solution(
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
     tolerance: float | None = CONVERGED,
 ) -> PyTree:
-    r"""NON-PRIVATE. $y^*(x) = \arg\min_y g(x, y)$, differentiable in all it depends on.
+    r"""NON-PRIVATE. Return $y^*(x) = \arg\min_y g(x, y)$, with implicit derivatives.
 
     The derivative is the implicit one, $dy^* = -[\nabla^2_{yy} g]^{-1} d(\nabla_y
     g)$, in forward and reverse mode, to any order, under `jax.jit` and `jax.vmap`; in
@@ -94,7 +94,7 @@ def lower_solve(
     y0: PyTree = None,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
 ) -> tuple[PyTree, LowerInfo]:
-    """NON-PRIVATE. `lower_solution`, and how the solve ended.
+    """NON-PRIVATE. Return `lower_solution`, and how the solve ended.
 
     Args:
         problem: The problem.
@@ -121,7 +121,7 @@ def minimized(
     y0: PyTree,
     y_set: AbstractSet,
 ) -> tuple[PyTree, LowerInfo]:
-    """As `solver.minimize`, but NaN where a solver met numbers that are not finite."""
+    """Return `solver.minimize`, but NaN if a solver met numbers that are not finite."""
     y, info = solver.minimize(objective, x, y0, y_set)
     return poisoned(y, info.gradient_norm), info
 
@@ -166,7 +166,7 @@ def _solve(
 
 
 def check_interior(owner: str, problem: BilevelProblem) -> None:
-    """Raises `ValueError` where the implicit formula does not hold up to a boundary."""
+    """Check that the implicit formula holds: `y_set` has no boundary."""
     if not isinstance(problem.y_set, Euclidean):
         raise ValueError(
             f"{owner}: the implicit derivative holds where y*(x) is inside y_set, and "

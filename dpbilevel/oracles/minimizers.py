@@ -1,4 +1,4 @@
-"""NON-PRIVATE solvers of the lower level: what they are, gradient steps, L-BFGS."""
+"""NON-PRIVATE solvers of the lower level: their interface, gradient steps, L-BFGS."""
 
 import abc
 import math
@@ -18,7 +18,7 @@ Scalar = Float[Array, ""]
 
 
 class LowerInfo(NamedTuple):
-    r"""How a lower-level solve ended.
+    r"""Outcome of a lower-level solve.
 
     Attributes:
         gradient_norm: $\|\nabla_y g(x, y)\|_2$ at the answer; with a set, the norm of
@@ -34,7 +34,7 @@ class LowerInfo(NamedTuple):
 
 
 class AbstractLowerSolver(eqx.Module):
-    r"""Minimizes $g(x, \cdot)$ for a fixed $x$."""
+    r"""Solver that minimizes $g(x, \cdot)$ for a fixed $x$."""
 
     @abc.abstractmethod
     def minimize(
@@ -44,7 +44,7 @@ class AbstractLowerSolver(eqx.Module):
         y0: PyTree,
         y_set: AbstractSet = Euclidean(),
     ) -> tuple[PyTree, LowerInfo]:
-        """The minimizer over a set, and how the solve ended.
+        """Return the minimizer over a set, and how the solve ended.
 
         Args:
             objective: As `lower_objective` returns.
@@ -101,7 +101,7 @@ class AcceleratedGradient(AbstractLowerSolver):
     def from_constants(
         cls, num_steps: int, *, smoothness: float, strong_convexity: float
     ) -> Self:
-        r"""A fixed number of steps, $s = 1/L$ and $\beta = (\sqrt\kappa - 1) /
+        r"""Plan a fixed number of steps, $s = 1/L$ and $\beta = (\sqrt\kappa - 1) /
         (\sqrt\kappa + 1)$ with $\kappa = L / \mu$.
 
         From a start at distance $D$: $g(y_k) - g(y^*) \le \frac{L + \mu}{2} D^2 (1 -
@@ -128,7 +128,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         return cls(num_steps, 1 / smoothness, (root - 1) / (root + 1), None)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Takes the steps, from the projection of `y0` on."""
+        """Take the steps, from the projection of `y0` on."""
         y0 = y_set.project(y0)  # a feasible start
         dtype = jnp.result_type(*jax.tree.leaves(y0))
         first = 1.0 if self.step_size is None else self.step_size
@@ -210,7 +210,7 @@ class LBFGS(AbstractLowerSolver):
         _checks.count("LBFGS", num_steps=self.num_steps, memory_size=self.memory_size)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Takes quasi-Newton steps; for problems without a set."""
+        """Take quasi-Newton steps; for problems without a set."""
         check_no_set("LBFGS", y_set)
         rule = optax.lbfgs(memory_size=self.memory_size)
 
@@ -252,7 +252,7 @@ class _Accelerated(NamedTuple):
 
 
 def check_no_set(owner: str, y_set: AbstractSet) -> None:
-    """Raises `ValueError` where there is a set to keep y in."""
+    """Check that there is no set to keep y in."""
     if not isinstance(y_set, Euclidean):
         raise ValueError(
             f"{owner}: cannot keep y in {type(y_set).__name__}; use "
@@ -261,13 +261,13 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
-    """How a solve ended that stops by the norm; no `tolerance` claims nothing."""
+    """Return the outcome of a solve that stops by the norm."""
     converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
     return LowerInfo(norm, steps, converged)
 
 
 def _mapping(z, slope, size, y_set) -> tuple[PyTree, Scalar]:
-    """The projected step from `z`, and the length of the gradient mapping there."""
+    """Return the projected step from `z`, and the gradient mapping's norm."""
     moved = jax.tree.map(lambda u, s: u - size.astype(u.dtype) * s, z, slope)
     if isinstance(y_set, Euclidean):
         return moved, optax.tree.norm(slope)

@@ -56,7 +56,7 @@ class NewtonCG(AbstractLowerSolver):
         _checks.count("NewtonCG", num_steps=self.num_steps, cg_steps=self.cg_steps)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Takes Newton steps; for problems without a set."""
+        """Take Newton steps; for problems without a set."""
         check_no_set("NewtonCG", y_set)
 
         def unfinished(state):
@@ -80,7 +80,7 @@ class NewtonCG(AbstractLowerSolver):
         return state.y, ended(state.norm, state.steps, self.tolerance)
 
     def _step(self, objective, few, x, state: "_Newton") -> "_Newton":
-        """Tries one length: one pass evaluates and linearizes, accepted or not."""
+        """Try one length: one pass evaluates and linearizes, accepted or not."""
         y = jax.tree.map(
             lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
         )
@@ -116,7 +116,7 @@ class NewtonCG(AbstractLowerSolver):
         )
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
-        """The next step and the decrease it predicts."""
+        """Return the next step and the decrease it predicts."""
         wanted = jnp.minimum(0.5, jnp.sqrt(norm))  # superlinear
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
@@ -151,7 +151,7 @@ class _Newton(NamedTuple):
 
 
 def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
-    """Hessian products of the thinned objective, or those of the whole one."""
+    """Return Hessian products of the thinned objective, or those of the full one."""
 
     def rough(v):
         return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]

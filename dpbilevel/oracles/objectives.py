@@ -34,29 +34,29 @@ _THINNED = 16
 
 
 class AbstractObjective(abc.ABC):
-    """The interface of a function of x and y for minimizers over y."""
+    """Interface of a function of x and y for minimizers over y."""
 
     @abc.abstractmethod
     def value(self, x: PyTree, y: PyTree) -> Scalar:
-        """The value."""
+        """Return the value."""
 
     @abc.abstractmethod
     def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
-        """The gradient in one variable, a pytree like that variable."""
+        """Return the gradient in one variable, a pytree like that variable."""
 
     @abc.abstractmethod
     def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
-        """The value and the gradient in y, in one pass."""
+        """Return the value and the gradient in y, in one pass."""
 
     def thinned(self) -> "AbstractObjective | None":
-        """The same of few records, whose Hessian is near and costs little.
+        """Return the objective of few records, whose Hessian is near and costs little.
 
         `None` where that would gain nothing.
         """
         return None
 
     def linearized(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree, Callable]:
-        r"""$h$, $\nabla_y h$ and $v \mapsto \nabla^2_{yy} h\, v$ at a point.
+        r"""Return $h$, $\nabla_y h$ and $v \mapsto \nabla^2_{yy} h\, v$ at a point.
 
         All that does not depend on $v$ is computed here, once, in one pass.
         """
@@ -114,11 +114,11 @@ class Objective(AbstractObjective):
         return jax.tree.map(jnp.add, pair, jax.value_and_grad(self._public, 1)(x, y))
 
     def cross_product(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        r"""$\nabla^2_{xy} h\, v$, a pytree like $x$."""
+        r"""Return $\nabla^2_{xy} h\, v$, a pytree like $x$."""
         return jax.jvp(lambda y: self.gradient(x, y, "x"), (y,), (v,))[1]
 
     def thinned(self) -> "Objective | None":
-        """Of every 16th record, where records are read in pieces."""
+        """Return the objective of every 16th record if records are read in pieces."""
         if _num_pieces(self.records) == 1:
             return None
         few = jax.tree.map(lambda v: v[::_THINNED], self.records)
@@ -168,19 +168,19 @@ class WeightedSum(AbstractObjective):
 def upper_objective(
     problem: BilevelProblem, data: Levels, rest: PyTree = None
 ) -> Objective:
-    """NON-PRIVATE. The upper level's mean loss plus its public term."""
+    """NON-PRIVATE. Return the upper level's mean loss plus its public term."""
     return Objective(problem.upper, problem.upper_public, data.upper, rest)
 
 
 def lower_objective(
     problem: BilevelProblem, data: Levels, rest: PyTree = None
 ) -> Objective:
-    """NON-PRIVATE. The lower level's mean loss plus its public term."""
+    """NON-PRIVATE. Return the lower level's mean loss plus its public term."""
     return Objective(problem.lower, problem.lower_public, data.lower, rest)
 
 
 def split(y: PyTree) -> tuple[PyTree, PyTree]:
-    """Separates the arrays of floats of `y`, a model for instance, from the rest.
+    """Separate the arrays of floats of `y`, a model for instance, from the rest.
 
     Both pytrees have the structure of `y`, and `None` where the other has a leaf.
     """
@@ -191,12 +191,12 @@ def split(y: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def merge(y: PyTree, rest: PyTree) -> PyTree:
-    """Undoes `split`; without a `rest`, `y` is whole already."""
+    """Undo `split`; without a `rest`, `y` is complete already."""
     return y if rest is None else eqx.combine(y, rest)
 
 
 def poisoned(tree: PyTree, *by: PyTree) -> PyTree:
-    """`tree`, or NaN in it and its derivatives unless all floats in `by` are finite."""
+    """Return `tree`, or NaN unless all floats in `by` are finite."""
     known = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
     factor = jnp.where(jnp.all(jnp.stack(known)), 1.0, jnp.nan)
     return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
@@ -240,7 +240,7 @@ def if_converged(
 
 
 def _over_records(fun: Callable, records: PyTree) -> PyTree:
-    """The sum of `fun(piece, keep, n)` over pieces; `keep` is `None` for all rows."""
+    """Sum `fun(piece, keep, n)` over pieces; `keep` is `None` for all rows."""
     n = _checks.leading_axis("records", records)
     pieces = _num_pieces(records)
     if pieces == 1:

@@ -6,8 +6,7 @@ from jaxtyping import Array, Float
 
 from .._checks import Checked, Count, Positive
 from ..draws.base import DRAW
-from ..draws.mechanisms import Exponential
-from ..draws.release import Draw
+from ..draws.mechanisms import Draw, Exponential
 from ..draws.samplers.base import SamplerGuarantee
 from ..draws.samplers.grid import Grid
 from ..draws.scores.mean_loss import spread_of

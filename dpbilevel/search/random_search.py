@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..draws.base import DRAW
-from ..draws.mechanisms import Exponential
-from ..draws.release import Draw
+from ..draws.mechanisms import Draw, Exponential
 from ..privacy.budget import Neighbours
 from ..privacy.noise import PRNGKey
 from .base import AbstractAskTellSolver, Proposal

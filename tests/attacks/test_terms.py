@@ -17,8 +17,7 @@ import dpbilevel as dpb
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.bounds import Bounds, Metric
 from dpbilevel.bilevel.certificates.fixed_count import Spectrum
-from dpbilevel.draws.mechanisms import BoundedScore
-from dpbilevel.draws.release import Draw
+from dpbilevel.draws.mechanisms import BoundedScore, Draw
 from dpbilevel.draws.samplers import restricted
 from dpbilevel.draws.samplers._lattice import frame_of
 from dpbilevel.draws.samplers._walk_bounds import WalkBounds
@@ -815,14 +814,14 @@ def test_every_distance_of_an_alternating_sampler_counts():
     oracle = dpb.draws.ConvexEnvelope(gradient_steps=2, draw_tries=5)
     chance = oracle.acceptance(ProximalPlan(known, feasible, eta))
     tries = math.ceil(1.2 * steps / chance)
-    plan = ProximalPlan(known, feasible, eta, steps, tries, share=1e-4)
+    plan = ProximalPlan(known, feasible, eta, steps, tries, failure=1e-4)
     oracle = oracle.with_counts(plan)
     sampler = dpb.draws.AlternatingSampler(oracle, 0.5, steps, eta, tries)
     found = sampler.guarantee(known, feasible)
     width, alpha = 2.0, 1.2 * math.exp(-2 * 0.03)
     mixing = width / (2 * math.sqrt(eta)) * (1 + alpha * eta) ** -(steps - 1)
     late = scipy.stats.binom.cdf(steps - 1, tries, chance)
-    draws = oracle.draw_failure(dataclasses.replace(plan, share=0.5 / 8))
+    draws = oracle.draw_failure(dataclasses.replace(plan, failure=0.5 / 8))
     assert min(mixing, late, draws) > 1e-4
     assert found.distance == pytest.approx(mixing + late + draws) != 1
 
@@ -885,7 +884,7 @@ def test_every_error_lowers_the_acceptance_of_an_envelope(smoothness):
     p = 1.2 + 1 / eta
     e = min(width, (rho + math.sqrt(rho**2 + 4 * p * 3)) / (2 * p))
     loss = min((smoothness - 1.2) / 2 * e**2, 2 * 2.0 * e)
-    plan = ProximalPlan(known, feasible, eta, num_steps=9, tries=20, share=0.1)
+    plan = ProximalPlan(known, feasible, eta, num_steps=9, tries=20, failure=0.1)
     found = oracle.acceptance(plan)
     assert -math.log(found) == pytest.approx(loss + 2 * slack)
     assert oracle.with_counts(plan).slack == pytest.approx(slack)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpbilevel.draws import GridWalk
-from dpbilevel.draws.samplers import _cells, _lattice
+from dpbilevel.draws.samplers import _lattice
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.sets import Ball, Box, Simplex
 
@@ -96,14 +96,14 @@ def transition_matrix(table, cells, index):
     ]
     where = jnp.asarray(np.repeat(index, len(words), 0), jnp.int32)
     words = jnp.asarray(np.tile(words, count), jnp.uint32)
-    proposed = _cells._proposals(cells, where, words)
+    proposed = _lattice._proposals(cells, where, words)
 
     @jax.jit
     def threshold():
         def halve(_, ends):
             low, high = ends
             coins = (low + high) / 2
-            moved, _ = _cells._step(energy, cells, where, energy(where), words, coins)
+            moved, _ = _lattice._step(energy, cells, where, energy(where), words, coins)
             moves = jnp.all(moved == proposed, axis=1)
             return jnp.where(moves, low, coins), jnp.where(moves, coins, high)
 

@@ -20,7 +20,7 @@ from dpbilevel.draws.samplers.base import (
     AbstractSumPotential,
     Regularity,
 )
-from dpbilevel.draws.samplers.proximal import ProximalLaw, ProximalPlan
+from dpbilevel.draws.samplers.proximal import ProximalPlan, ProximalTarget
 from dpbilevel.sets import Ball, Box, Euclidean, Simplex
 
 ALPHA = 1e-4
@@ -80,11 +80,11 @@ def pvalue(sample, potential, feasible, scale=1.0, extra=None):
 
 @eqx.filter_jit
 def attempts(oracle, potential, feasible, y, step_size, keys):
-    law = ProximalLaw(potential, feasible, step_size)
-    common = oracle.prepare(law, y)
+    target = ProximalTarget(potential, feasible, step_size)
+    common = oracle.prepare(target, y)
 
     def attempt(key):
-        return oracle.attempt(law, y, common, key=key)
+        return oracle.attempt(target, y, common, key=key)
 
     return jax.vmap(attempt)(keys)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpbilevel.draws import GridWalk
-from dpbilevel.draws.samplers import _cells
+from dpbilevel.draws.samplers import _lattice
 from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.sets import Ball, Box, Euclidean, NonNegative, Product, Simplex
 from tests.draws.lattice_zoo import (
@@ -33,9 +33,9 @@ def test_the_walk_is_reversible_lazy_and_leaves_exp_minus_h_as_it_is(name):
 
 def test_without_staying_the_walk_would_not_be_lazy(monkeypatch):
     walk = setting("box")
-    proposals = _cells._proposals
+    proposals = _lattice._proposals
     always = lambda cells, index, words: proposals(cells, index, words | 1 << 31)  # noqa: E731
-    monkeypatch.setattr(_cells, "_proposals", always)
+    monkeypatch.setattr(_lattice, "_proposals", always)
     with jax.enable_x64(True):
         hasty = transition_matrix(walk.table, walk.cells, walk.index)
     assert np.diag(hasty).min() < 0.4

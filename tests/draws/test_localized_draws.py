@@ -75,12 +75,12 @@ def test_the_promised_excess_holds_and_is_the_sum_over_rounds():
         one = RegularizedExponentialMechanism(UNTIMED, convex=True, dimension=1)
         budget = dpb.PrivacyBudget(1.0, 1e-6)
         solver = dpb.calibrate(problem, one, budget, sizes=10_000).solver
-        noise, bend, slip = solver.promises(problem)
+        noise, bend, slip = solver.bound_terms(problem)
         promised = solver.bound(problem)
         near = solver.bound(problem, distance=0.5)
         rounds = localized((1.0, 0.3), (1.0, 1.0), UNTIMED)
         rounds = dpb.calibrate(problem, rounds, budget, sizes=10_000).solver
-        parts = [part.promises(problem) for part in rounds.rounds]
+        parts = [part.bound_terms(problem) for part in rounds.rounds]
         whole = rounds.bound(problem)
     points = np.linspace(-1, 1, 200_001)
     worst = 0.0

@@ -15,7 +15,7 @@ import dpbilevel as dpb
 from dpbilevel.draws import AlternatingSampler, ConvexEnvelope, StochasticRejection
 from dpbilevel.draws.samplers import _untimed
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
-from dpbilevel.draws.samplers.proximal import Mixing, ProximalLaw, ProximalPlan
+from dpbilevel.draws.samplers.proximal import Mixing, ProximalPlan, ProximalTarget
 from dpbilevel.draws.scores import mean_loss
 from dpbilevel.privacy.noise import step_keys
 
@@ -101,11 +101,11 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
     known = Regularity(1, 11.0, 3.0)
     plan = ProximalPlan(known, LINE, 0.1)
     oracle = ConvexEnvelope().without_counts(plan)
-    law, y = ProximalLaw(Corner(), LINE, 0.1), jnp.asarray([0.6])
+    target, y = ProximalTarget(Corner(), LINE, 0.1), jnp.asarray([0.6])
 
     def one(key):
-        common = oracle._tangent(law, jnp.asarray([center], jnp.float32))
-        return oracle.attempt(law, y, common, key=key)
+        common = oracle._tangent(target, jnp.asarray([center], jnp.float32))
+        return oracle.attempt(target, y, common, key=key)
 
     keys = jax.random.split(jax.random.key(3), 100_000)
     x, accepted, _ = jax.jit(jax.vmap(one))(keys)
@@ -126,13 +126,13 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
 
 
 def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by():
-    law, start = ProximalLaw(Corner(), LINE, 0.3), 0.9
+    target, start = ProximalTarget(Corner(), LINE, 0.3), 0.9
     plan = ProximalPlan(Regularity(1, 11.0, 3.0), LINE, 0.3)
     oracle = ConvexEnvelope().without_counts(plan)
 
     def one(key):
         x0 = jnp.asarray([start], jnp.float32)
-        return _untimed.walk(oracle, law, x0, jnp.asarray(1), key=key)[0]
+        return _untimed.walk(oracle, target, x0, jnp.asarray(1), key=key)[0]
 
     keys = jax.random.split(jax.random.key(7), 20_000)
     sample = np.asarray(jax.jit(jax.vmap(one))(keys))
@@ -162,11 +162,11 @@ class WithoutGradient(AbstractPotential):
 def test_a_try_has_its_law_where_the_gradient_is_not_finite():
     plan = ProximalPlan(Regularity(1, 1.0), LINE, 0.1)
     oracle = ConvexEnvelope().without_counts(plan)
-    law, y = ProximalLaw(WithoutGradient(), LINE, 0.5), jnp.asarray([-0.6])
-    assert np.isnan(jax.grad(law.potential)(y)).all()
+    target, y = ProximalTarget(WithoutGradient(), LINE, 0.5), jnp.asarray([-0.6])
+    assert np.isnan(jax.grad(target.potential)(y)).all()
 
     def one(oracle, key):
-        x, accepted, _ = oracle.attempt(law, y, oracle.prepare(law, y), key=key)
+        x, accepted, _ = oracle.attempt(target, y, oracle.prepare(target, y), key=key)
         return x[0], accepted
 
     grid = np.linspace(-1, 1, 4001)
@@ -229,10 +229,10 @@ def test_the_bound_on_mixing_holds_at_any_step(step_size):
     for count in range(1, 60):
         law = kernel @ law
         apart = np.abs(law - target).sum() / 2
-        assert apart <= mixing.left(step_size, count) + 1e-6
+        assert apart <= mixing.remaining(step_size, count) + 1e-6
     steps = mixing.num_steps(step_size, 1e-3)
-    assert mixing.left(step_size, int(steps)) <= 1e-3
-    assert steps == 1 or mixing.left(step_size, int(steps) - 1) > 1e-3
+    assert mixing.remaining(step_size, int(steps)) <= 1e-3
+    assert steps == 1 or mixing.remaining(step_size, int(steps) - 1) > 1e-3
 
 
 def test_the_report_says_that_time_is_unprotected():
@@ -272,11 +272,11 @@ def test_the_step_is_never_below_the_planned_one_and_longer_where_losses_bend_le
     known = Regularity(1, 11.0, 3.0)
     sampler = UNTIMED.with_counts(known, LINE)
     assert sampler.step_size is not None
-    law = ProximalLaw(Corner(), LINE, float(sampler.step_size))
-    center = _untimed.minimizer(law, jnp.zeros(1))
+    target = ProximalTarget(Corner(), LINE, float(sampler.step_size))
+    center = _untimed.minimizer(target, jnp.zeros(1))
     assert float(center[0]) == pytest.approx(0.3, abs=1e-3)
     found = _untimed.best_step(
-        sampler.oracle, law, 100.0, center, key=jax.random.key(1)
+        sampler.oracle, target, 100.0, center, key=jax.random.key(1)
     )
     assert float(found) >= sampler.step_size
 
@@ -284,7 +284,7 @@ def test_the_step_is_never_below_the_planned_one_and_longer_where_losses_bend_le
         def __call__(self, x):
             return jnp.sum(1.5 * x**2)
 
-    flat = eqx.tree_at(lambda v: v[0], law, Flat())
+    flat = eqx.tree_at(lambda v: v[0], target, Flat())
     longer = _untimed.best_step(
         sampler.oracle, flat, 100.0, center, key=jax.random.key(1)
     )

@@ -1,4 +1,4 @@
-r"""Public lattices around convex sets, and potentials extended to all of their cells.
+r"""Public lattices around convex sets, extended potentials, and draws of cells.
 
 A frame describes a compact convex set $X$ in coordinates in which it has an interior: a
 box $A \supseteq X$ with sides parallel to the axes, a centre $c$, and the gauge
@@ -14,16 +14,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 from typing_extensions import override
 
 from ... import _checks
+from ...privacy.noise import derive, standard_exponential, standard_gumbel, step_keys
 from ...sets import AbstractSet, Ball, Box, Simplex
 from .base import AbstractPotential
 
+_BLOCK = 128  # steps whose random numbers are drawn in one call
+
 
 class AbstractFrame(eqx.Module):
-    r"""A set $X$ in coordinates $z \in A = b + \prod_i [0, w_i]$.
+    r"""Set $X$ in coordinates $z \in A = b + \prod_i [0, w_i]$.
 
     Distances, Lipschitz constants and radii are those of the space of $x$; `stretch`
     bounds $\|x - x'\|_2 / \|z - z'\|_2$.
@@ -39,15 +42,15 @@ class AbstractFrame(eqx.Module):
 
     @abc.abstractmethod
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        r"""$\psi(z)$; at most 1 exactly on $X$."""
+        r"""Return $\psi(z)$; at most 1 exactly on $X$."""
 
     @abc.abstractmethod
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """The flattened $x$ at the coordinates $z$."""
+        """Return the flattened $x$ at the coordinates $z$."""
 
 
 class BoxFrame(AbstractFrame):
-    """A box is its own lattice."""
+    """Box, which is its own lattice."""
 
     def __init__(self, lower, upper):
         self.corner, self.sides = lower, upper - lower
@@ -65,7 +68,7 @@ class BoxFrame(AbstractFrame):
 
 
 class BallFrame(AbstractFrame):
-    """A ball in the cube around it."""
+    """Ball in the cube around it."""
 
     def __init__(self, center, radius):
         self.corner, self.sides = center - radius, 2 * radius + 0 * center
@@ -82,7 +85,7 @@ class BallFrame(AbstractFrame):
 
 
 class SimplexFrame(AbstractFrame):
-    r"""The simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
+    """Simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
 
     scale: Any
 
@@ -96,18 +99,18 @@ class SimplexFrame(AbstractFrame):
 
     @override
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        """By the smallest of all entries, the last one included."""
+        """Return the gauge by the smallest of all entries, the last one included."""
         smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
         return 1 - (len(z) + 1) * smallest / self.scale
 
     @override
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """All entries; the last is what the others leave, and never negative."""
+        """Return all entries; the last is what the others leave, and never negative."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
 
 
 def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
-    """The set in coordinates, on the host where the set is known there.
+    """Return the set in coordinates, on the host if its numbers are known there.
 
     Raises:
         ValueError: The set is no bounded `Box`, `Ball`, or `Simplex` of at least two
@@ -127,14 +130,13 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
     if isinstance(feasible, Simplex) and dimension >= 2:
         return SimplexFrame(feasible.scale, dimension, np.zeros(dimension - 1))
     raise ValueError(
-        f"{owner}: needs a compact convex set with an interior, a bounded Box, a Ball "
-        "or a Simplex of at least two entries, got "
-        f"{type(feasible).__name__} with {dimension} entries."
+        f"{owner}: needs a bounded Box, a Ball or a Simplex of at least two entries, "
+        f"got {type(feasible).__name__} with {dimension} entries."
     )
 
 
 class Extended(eqx.Module):
-    r"""A potential on $X$ extended to all of $A$, at the coordinates of a frame.
+    r"""Potential on $X$ extended to all of $A$, at the coordinates of a frame.
 
     With $\psi_+ = \max(1, \psi(z))$ and $y = c + (z - c) / \psi_+ \in X$,
 
@@ -157,13 +159,13 @@ class Extended(eqx.Module):
     penalty: float | Float[Array, ""]  # K
 
     def reference(self) -> Float[Array, ""]:
-        """$U(c)$, which `many` needs."""
+        """Return $U(c)$, which `many` needs."""
         return self._values(self.frame.center[None])[0]
 
     def many(
         self, zs: Float[Array, "m n"], reference: Float[Array, ""]
     ) -> Float[Array, " m"]:
-        """$h$ at every row, given $U(c)$."""
+        """Return $h$ at every row, given $U(c)$."""
         outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
         center = self.frame.center[None]
         values = self._values(center + (zs - center) / outside[:, None])
@@ -176,7 +178,7 @@ class Extended(eqx.Module):
 
 
 def middles(frame: AbstractFrame, cells, index) -> Float[Array, "m n"]:
-    """The middles of cells."""
+    """Return the middles of cells."""
     return within(frame, cells, index, jnp.asarray(0.5, frame.corner.dtype))
 
 
@@ -186,14 +188,14 @@ def within(
     index: Int[Array, "m n"],
     offset: Float[Array, "..."],
 ) -> Float[Array, "m n"]:
-    """Points of cells, `offset` in [0, 1] of the way along each of their sides."""
+    """Return the points of cells at an `offset` in [0, 1] of their sides."""
     dtype = frame.corner.dtype
     width = frame.sides / jnp.asarray(cells, dtype)
     return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
 
 
 def on_device(frame: AbstractFrame, dtype: jnp.dtype) -> AbstractFrame:
-    """The frame with arrays of the dtype of the points."""
+    """Return the frame with arrays of the dtype of the points."""
     return jax.tree.map(lambda v: jnp.asarray(v, dtype), frame)
 
 
@@ -206,7 +208,75 @@ def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
     else:
         flat = jnp.concatenate([jnp.ravel(v) for v in leaves])
     if len(flat) not in (1, dimension):
-        raise ValueError(
-            f"{owner}: points have {dimension} entries, the set has {len(flat)}."
-        )
+        text = f"{owner}: points have {dimension} entries, but the set has"
+        raise ValueError(f"{text} {len(flat)}.")
     return flat + np.zeros(dimension) if known else jnp.broadcast_to(flat, dimension)
+
+
+def from_table(energy, cells, tries, *, key):
+    """Return exact draws of cells, and their energies."""
+    index = np.stack(np.unravel_index(np.arange(math.prod(cells)), cells), axis=-1)
+    table = energy(jnp.asarray(index, jnp.int32))
+
+    def one(key):
+        noise = standard_gumbel(table.shape, table.dtype, key=key)
+        return jnp.argmax(noise - table)
+
+    chosen = jax.lax.map(one, step_keys(key, tries)[1])
+    return jnp.asarray(index, jnp.int32)[chosen], table[chosen]
+
+
+def from_walks(energy, cells, tries, num_steps, dtype, *, key):
+    """Return the last cells of independent walks, and their energies."""
+
+    def block(state, drawn):
+        start, key = drawn
+        key_moves, key_coins = derive(key, "walk", "restart")
+        words = jax.random.bits(key_moves, (length, tries), jnp.uint32)
+        coins = standard_exponential((length, tries), dtype, key=key_coins)
+        # What is left of the last block stays where it is.
+        counts = start + jnp.arange(length, dtype=jnp.int32)
+        words = jnp.where((counts < num_steps)[:, None], words, jnp.uint32(0))
+
+        def one(state, drawn):
+            return _step(energy, cells, *state, *drawn), None
+
+        return jax.lax.scan(one, state, (words, coins))[0], None
+
+    middle = jnp.asarray([[count // 2 for count in cells]], jnp.int32)
+    index = jnp.broadcast_to(middle, (tries, len(cells)))
+    state = (index, jnp.broadcast_to(energy(middle), (tries,)))
+    length = min(num_steps, _BLOCK)
+    starts = jnp.arange(0, num_steps, length, dtype=jnp.int32)
+    _, keys = step_keys(key, len(starts))
+    return jax.lax.scan(block, state, (starts, keys))[0]
+
+
+def _step(energy, cells, index: Int[Array, "m n"], energies, words, coins):
+    """Make one step of every walk; return its cell and the energy there.
+
+    Lowy and Liu, Appendix B.3.1, 3(b): i to iii propose, iv accepts.
+    """
+    proposed = _proposals(cells, index, words)
+    raised = energy(proposed)
+    moves = coins >= raised - energies
+    index = jnp.where(moves[:, None], proposed, index)
+    return index, jnp.where(moves, raised, energies)
+
+
+def _proposals(
+    cells: tuple[int, ...], index: Int[Array, "m n"], words: UInt32[Array, " m"]
+) -> Int[Array, "m n"]:
+    """Return the neighbours that random words propose, or the cell itself.
+
+    The top bit tells whether to move and the next one which way, so that a move and
+    its reverse have exactly the same probability; the others choose the axis.
+    """
+    n = len(cells)
+    axis = (words & jnp.uint32(2**30 - 1)) % jnp.uint32(n)
+    sign = jnp.where(words >> 30 & 1 == 1, 1, -1)
+    sign = jnp.where(words >> 31 == 1, sign, 0)
+    along = jnp.arange(n, dtype=jnp.uint32)[None] == axis[:, None]
+    beside = index + jnp.where(along, sign[:, None], 0).astype(index.dtype)
+    beyond = (beside < 0) | (beside >= jnp.asarray(cells, index.dtype)[None])
+    return jnp.where(jnp.any(beyond, axis=1, keepdims=True), index, beside)

@@ -1,4 +1,4 @@
-"""The alternating sampler with the step size and the tries that records ask for."""
+"""Alternating sampler whose step size and number of tries depend on the records."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from .proximal import (
     AbstractExactOracle,
     AbstractProximalOracle,
     Mixing,
-    ProximalLaw,
+    ProximalTarget,
     finite_part,
     plus,
 )
@@ -59,7 +59,7 @@ class _Tries(eqx.Module):
 
 
 def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
-    """The oracle.
+    """Return `oracle`, checked to be exact.
 
     Raises:
         ValueError: It is not known to be exact at any step size.
@@ -67,13 +67,13 @@ def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
     if not isinstance(oracle, AbstractExactOracle):
         raise ValueError(
             f'{type(oracle).__name__}: running_time="unprotected" needs an oracle that '
-            "is exact at any step size; use ConvexEnvelope."
+            "is exact at any step size. Use ConvexEnvelope."
         )
     return oracle
 
 
 class _Quick(AbstractPotential):
-    """A potential with the gradient of the sum, which is faster, where that is finite.
+    """Potential with the gradient of the sum, which is faster, if that is finite.
 
     Elsewhere its tangent is that of the potential; under `jax.vmap` both are computed.
     NON-PRIVATE: how long it takes depends on the records.
@@ -86,37 +86,37 @@ class _Quick(AbstractPotential):
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        found = jax.value_and_grad(self.potential)(x)
-        finite = [jnp.isfinite(v).all() for v in jax.tree.leaves(found)]
+        pair = jax.value_and_grad(self.potential)(x)
+        finite = [jnp.isfinite(v).all() for v in jax.tree.leaves(pair)]
         return jax.lax.cond(
             jnp.stack(finite).all(),
-            lambda: found,
+            lambda: pair,
             lambda: self.potential.value_and_gradient(x),
         )
 
 
 def draw(
     oracle: AbstractExactOracle,
-    law: ProximalLaw,
+    target: ProximalTarget,
     mixing: Mixing,
     distance: float,
     start: PyTree,
     *,
     key: PRNGKey,
 ) -> PyTree:
-    """One point, within a distance of the law; `law.step_size` is the least one."""
+    """Draw one point; `target.step_size` is the least step size."""
     key_pilot, key_walk = derive(key, "search", "walk")
-    quick = law._replace(potential=_Quick(law.potential))
-    center = minimizer(quick, law.feasible.project(jax.tree.map(jnp.asarray, start)))
-    step_size = best_step(oracle, law, mixing.width**2, center, key=key_pilot)
+    quick = target._replace(potential=_Quick(target.potential))
+    center = minimizer(quick, target.feasible.project(jax.tree.map(jnp.asarray, start)))
+    step_size = best_step(oracle, target, mixing.width**2, center, key=key_pilot)
     # One more than asked for, as logarithms round.
     steps = 1 + mixing.num_steps(step_size, distance, jnp).astype(jnp.int32)
-    law = quick._replace(step_size=step_size)
-    return walk(oracle, law, center, steps, key=key_walk)
+    target = quick._replace(step_size=step_size)
+    return walk(oracle, target, center, steps, key=key_walk)
 
 
-def minimizer(law: ProximalLaw, start: PyTree) -> PyTree:
-    """A point where the potential is small. NON-PRIVATE; nothing rests on it.
+def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
+    """Return a point where the potential is small. NON-PRIVATE; nothing rests on it.
 
     By accelerated projected gradient steps whose size is halved wherever the quadratic
     that they minimize is below the potential.
@@ -125,7 +125,7 @@ def minimizer(law: ProximalLaw, start: PyTree) -> PyTree:
         Beck and Teboulle, "A fast iterative shrinkage-thresholding algorithm for linear
         inverse problems", SIAM Journal on Imaging Sciences, 2009.
     """
-    potential, feasible, _ = law
+    potential, feasible, _ = target
 
     def step(_, state):
         value, gradient = finite_part(potential.value_and_gradient(state.ahead))
@@ -153,23 +153,23 @@ def minimizer(law: ProximalLaw, start: PyTree) -> PyTree:
 
 def best_step(
     oracle: AbstractExactOracle,
-    law: ProximalLaw,
+    target: ProximalTarget,
     longest: float,
     center: PyTree,
     *,
     key: PRNGKey,
 ) -> Float[Array, ""]:
-    r"""The $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
+    r"""Return the $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
 
-    From the law's own $\eta$ on it is doubled, up to about `longest`. A few particles
-    estimate which part of the tries is accepted; progress is $\eta$ over the number of
-    evaluations that a step takes.
+    From the distribution's own $\eta$ on it is doubled, up to about `longest`. A few
+    particles estimate which part of the tries is accepted; progress is $\eta$ over the
+    number of evaluations that a step takes.
     """
-    potential, feasible, least = law
+    potential, feasible, least = target
     least = jnp.asarray(least, jnp.result_type(*jax.tree.leaves(center)))
 
     def efficiency(ladder):
-        wider = ProximalLaw(potential, feasible, ladder.step_size)
+        wider = ProximalTarget(potential, feasible, ladder.step_size)
 
         def one(x, key):
             key_noise, key_try = derive(key, "smooth", "reject")
@@ -204,23 +204,23 @@ def best_step(
 
 def walk(
     oracle: AbstractExactOracle,
-    law: ProximalLaw,
+    target: ProximalTarget,
     start: PyTree,
     num_steps: Int[Array, ""],
     *,
     key: PRNGKey,
 ) -> PyTree:
-    """The point after `num_steps` steps, each of as many tries as it takes."""
+    """Return the point after `num_steps` steps, each of as many tries as it takes."""
 
     def step(chain):
         keys = derive(_advanced(chain.key), "next", "smooth", "reject")
         # Algorithm 1 of Gopi, Lee and Liu: y_t.
         noise = standard_normal(chain.x, key=keys[1])
-        y = plus(chain.x, law.step_size**0.5, noise)
+        y = plus(chain.x, target.step_size**0.5, noise)
 
         def attempt(tries):
             after, now = derive(_advanced(tries.key), "next", "restart")
-            x, accepted, _ = oracle.attempt(law, y, tries.common, key=now)
+            x, accepted, _ = oracle.attempt(target, y, tries.common, key=now)
             return _Tries(x, tries.common, accepted, tries.count + 1, after)
 
         def goes_on(tries):
@@ -232,14 +232,14 @@ def walk(
             moved = jax.lax.cond(
                 tries.accepted,
                 lambda: tries.common,
-                lambda: oracle.moved(law, y, tries.common),
+                lambda: oracle.moved(target, y, tries.common),
             )
             zero = jnp.zeros_like(tries.count)
             return _Tries(tries.x, moved, tries.accepted, zero, tries.key)
 
         # Its Line 1, x_t given y_t.
         zero = jnp.zeros((), jnp.int32)
-        tries = _Tries(chain.x, oracle.prepare(law, y), zero > 0, zero, keys[2])
+        tries = _Tries(chain.x, oracle.prepare(target, y), zero > 0, zero, keys[2])
         tries = jax.lax.while_loop(lambda t: ~t.accepted, block, tries)
         return _Walk(tries.x, chain.done + 1, keys[0])
 
@@ -248,7 +248,7 @@ def walk(
 
 
 def _advanced(key: PRNGKey) -> PRNGKey:
-    """The key of a loop's state, to be used up.
+    """Return the key of a loop's state, to be used up.
 
     Under `jax.vmap` lanes that have ended keep the state of before, whose key
     `jax.debug_key_reuse` would see as used again.
@@ -257,5 +257,5 @@ def _advanced(key: PRNGKey) -> PRNGKey:
 
 
 def where(condition: Bool[Array, ""], left: Any, right: Any) -> Any:
-    """One of two pytrees."""
+    """Select one of two pytrees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)

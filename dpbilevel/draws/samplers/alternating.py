@@ -1,4 +1,4 @@
-"""The alternating sampler of strongly log-concave densities on a bounded set."""
+"""Alternating sampler of strongly log-concave densities on a bounded set."""
 
 import dataclasses
 import math
@@ -22,26 +22,27 @@ from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarant
 from .proximal import (
     AbstractProximalOracle,
     Mixing,
-    ProximalLaw,
     ProximalPlan,
+    ProximalTarget,
     enough_tries,
     plus,
 )
 
 _LEAST_ACCEPTANCE = 1e-3
 # How the distance is shared out: the start forgotten, accepted tries that have not
-# their law, tries that run out, draws of proposals that run out.
+# their distribution, tries that run out, draws of proposals that run out.
 _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
 _COUNTS = ("num_steps", "step_size", "tries")
 _MOST_STEPS = 2**30
+_STALE = "HEURISTIC: {} was planned for another potential or set"
 _NOT_PLANNED = (
-    "AlternatingSampler: its counts are not planned; use "
+    "AlternatingSampler: its counts are not planned. Call "
     "sampler.with_counts(regularity, feasible) first."
 )
 
 
 class Chain(eqx.Module):
-    """Where a run is after a number of tries. NON-PRIVATE.
+    """State of a run after a number of tries. NON-PRIVATE.
 
     `queries` counts what was needed: the evaluations of a sampler that stops at the
     last accepted try and leaves out the stages that are not reached.
@@ -57,7 +58,7 @@ class Chain(eqx.Module):
 
 
 class AlternatingSampler(AbstractSampler):
-    r"""Adds Gaussian noise, then draws from the density near by; in turns.
+    r"""Sampler that adds Gaussian noise and draws from the density near by, in turns.
 
     For a potential $U$ with $U - \frac{\alpha}{2} \|x\|^2$ convex, $\alpha > 0$, on a
     convex set $X$ of diameter $D$, each of $T$ steps draws
@@ -68,21 +69,22 @@ class AlternatingSampler(AbstractSampler):
     the latter by the tries of the oracle. All steps draw on one fixed number of tries,
     so that neither time nor memory depends on the records, unless the potential's do.
 
-    **Mixing.** The law $\pi \propto e^{-U}$ is stationary: both draws are conditionals
-    of $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$. Let $\pi_y$ be the law of $x_t$ at $y_t =
-    y$, which is $(\alpha + 1/\eta)$-strongly log-concave. The log-densities of $\pi_y$
-    and $\pi_{y'}$ differ by a linear function of slope $\|y - y'\| / \eta$, so that by
-    the inequalities of Talagrand and log-Sobolev
+    **Mixing.** The distribution $\pi \propto e^{-U}$ is stationary: both draws are
+    conditionals of $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$. Let $\pi_y$ be the
+    distribution of $x_t$ at $y_t = y$, which is $(\alpha + 1/\eta)$-strongly
+    log-concave. The log-densities of $\pi_y$ and $\pi_{y'}$ differ by a linear function
+    of slope $\|y - y'\| / \eta$, so that by the inequalities of Talagrand and
+    log-Sobolev
 
     $$W_2(\pi_y, \pi_{y'}) \le \frac{\|y - y'\| / \eta}{\alpha + 1/\eta}
         = \frac{\|y - y'\|}{1 + \alpha \eta} .$$
 
-    With the same noise for both, $W_2(\text{law of } x_m, \pi) \le D / (1 + \alpha
-    \eta)^m$. In one step more, the laws of $x_m$ and of $\pi$ plus noise, and hence
-    what is drawn from them, have a divergence $KL \le W_2^2 / (2 \eta)$, by coupling
-    and convexity. By Pinsker's inequality
+    With the same noise for both, $W_2(\text{distribution of } x_m, \pi) \le D / (1 +
+    \alpha \eta)^m$. In one step more, the distributions of $x_m$ and of $\pi$ plus
+    noise, and hence what is drawn from them, have a divergence $KL \le W_2^2 / (2
+    \eta)$, by coupling and convexity. By Pinsker's inequality
 
-    $$TV(\text{law of } x_{m+1}, \pi)
+    $$TV(\text{distribution of } x_{m+1}, \pi)
         \le \frac{D}{2 \sqrt\eta \, (1 + \alpha \eta)^m} .$$
 
     Where values are within $\zeta$ of those of $U$, the density of the computed
@@ -91,20 +93,20 @@ class AlternatingSampler(AbstractSampler):
     coupling, and each further one divides it by $(1 + \alpha' \eta)^2$: the same bound
     with $\alpha'$.
 
-    **Total.** An accepted try has its law up to the oracle's bias, which adds up over
-    the steps. A try is accepted with probability $p$ or more, so that $B$ tries do not
-    serve $T$ steps with probability at most $P(\mathrm{Bin}(B, p) < T)$; then what is
-    returned is the point of the last step made. The counts are chosen such that mixing
-    takes half of `distance`, bias a quarter, tries that run out and draws that run out
-    an eighth each.
+    **Total.** An accepted try has its distribution up to the oracle's bias, which adds
+    up over the steps. A try is accepted with probability $p$ or more, so that $B$ tries
+    do not serve $T$ steps with probability at most $P(\mathrm{Bin}(B, p) < T)$; then
+    what is returned is the point of the last step made. The counts are chosen such that
+    mixing takes half of `distance`, bias a quarter, tries that run out and draws that
+    run out an eighth each.
 
     **Unprotected running time.** The bound on mixing holds at every $\eta$, and tries
-    of `ConvexEnvelope` have their law at every $\eta$ and $c$. With
+    of `ConvexEnvelope` have their distribution at every $\eta$ and $c$. With
     `running_time="unprotected"` the records choose: descent finds a start, and a few
     tries there find the step worth its tries, never below the planned one; $T$ follows
-    from it, and every step takes as many tries as it needs. Given the step size the law
-    is within the bound, and so it is on average; mixing has all of `distance`, and
-    nothing runs out. How long a draw takes depends on the records.
+    from it, and every step takes as many tries as it needs. Given the step size the
+    distribution is within the bound, and so it is on average; mixing has all of
+    `distance`, and nothing runs out. How long a draw takes depends on the records.
 
     Args:
         oracle: `StochasticRejection` or `ConvexEnvelope`.
@@ -145,7 +147,7 @@ class AlternatingSampler(AbstractSampler):
         if self._untimed and (self.num_steps or self.tries):
             raise ValueError(
                 'AlternatingSampler: with running_time="unprotected" records choose '
-                "num_steps and tries; leave both out."
+                "num_steps and tries. Leave both out."
             )
 
     @property
@@ -165,7 +167,7 @@ class AlternatingSampler(AbstractSampler):
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        r"""The sampler with $\eta$, $T$, $B$ and the counts of its oracle.
+        r"""Set $\eta$, $T$, $B$ and the counts of the oracle.
 
         Raises:
             ValueError: A potential that is not known to be strongly convex, an
@@ -183,12 +185,10 @@ class AlternatingSampler(AbstractSampler):
         chance = self.oracle.acceptance(plan)
         bias = num_steps * self.oracle.bias(plan)
         if chance < _LEAST_ACCEPTANCE or bias > _BIAS * self.distance:
-            found = self._step_size(open_plan)
             raise ValueError(
-                f"AlternatingSampler: step_size {step_size:.3g} is too large: a try is "
-                f"only known to be accepted with probability {chance:.2g}, and "
-                f"accepted ones are off by {bias:.2g} in all. Use about {found:.3g}, "
-                "or leave it open."
+                f"AlternatingSampler: step_size {step_size:.3g} is too large, with an "
+                f"acceptance of {chance:.2g} and a bias of {bias:.2g}. Leave it open, "
+                f"or use about {self._step_size(open_plan):.3g}."
             )
         tries = self.tries or enough_tries(num_steps, chance, _TRIES * self.distance)
         plan = dataclasses.replace(plan, num_steps=num_steps, tries=tries)
@@ -197,10 +197,9 @@ class AlternatingSampler(AbstractSampler):
         if total > self.max_queries:
             raise ValueError(
                 f"AlternatingSampler: {num_steps:.3g} certified steps in {tries:.3g} "
-                f"tries make {total:.3g} evaluations, {duration(total * 3e-5)} at 30 "
-                f"microseconds each; max_queries is {self.max_queries:.3g}. What "
-                "helps: a smooth loss with a declared smoothness, ConvexEnvelope, a "
-                "smaller epsilon or fewer records, or a larger max_queries."
+                f"tries make {total:.3g} evaluations, about {duration(total * 3e-5)}; "
+                f"max_queries is {self.max_queries:.3g}. What helps: a smooth loss "
+                "with a declared smoothness, ConvexEnvelope, or a larger max_queries."
             )
         return dataclasses.replace(
             self, oracle=oracle, num_steps=num_steps, step_size=step_size, tries=tries
@@ -208,7 +207,7 @@ class AlternatingSampler(AbstractSampler):
 
     @override
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """The bound of the class, at the counts of this sampler.
+        """Return the bound of the class, at the counts of this sampler.
 
         With all of them open, `distance`, which `with_counts` will reach or refuse.
 
@@ -231,14 +230,14 @@ class AlternatingSampler(AbstractSampler):
         num_steps, step_size, tries = counts.values()
         plan = self._plan(regularity, feasible, **counts)
         chance = self.oracle.acceptance(plan)
-        mixing = Mixing.of(plan).left(step_size, num_steps)
+        mixing = Mixing.of(plan).remaining(step_size, num_steps)
         bias = num_steps * self.oracle.bias(plan)
         late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
         draws = self.oracle.draw_failure(plan)
         total = min(1.0, mixing + bias + late + draws)
         mean, most = self.oracle.evaluations()
         serves = self.oracle.serves(plan)
-        stale = f"HEURISTIC: {type(self.oracle).__name__} was planned for another law"
+        stale = _STALE.format(type(self.oracle).__name__)
         return SamplerGuarantee(
             num_steps=num_steps,
             queries=min(num_steps / chance, tries) * mean,
@@ -259,14 +258,14 @@ class AlternatingSampler(AbstractSampler):
 
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """The point of the last step; `start` is projected onto the set."""
+        """Return the point of the last step; `start` is projected onto the set."""
         if self._untimed:
             check_key(key)
             if self.step_size is None or self.mixing is None:
                 raise ValueError(_NOT_PLANNED)
-            law = ProximalLaw(potential, feasible, self.step_size)
+            target = ProximalTarget(potential, feasible, self.step_size)
             oracle, aim = _untimed.exact(self.oracle), (self.mixing, self.distance)
-            return _untimed.draw(oracle, law, *aim, start, key=key)
+            return _untimed.draw(oracle, target, *aim, start, key=key)
         return self.run(potential, feasible, start, key=key).x
 
     def run(
@@ -277,7 +276,7 @@ class AlternatingSampler(AbstractSampler):
         *,
         key: PRNGKey,
     ) -> Chain:
-        """All tries of `draw`. NON-PRIVATE: `done` and `queries` depend on records.
+        """Make all tries. NON-PRIVATE: `done` and `queries` depend on records.
 
         Raises:
             ValueError: The sampler's counts are open.
@@ -286,7 +285,7 @@ class AlternatingSampler(AbstractSampler):
         num_steps, step_size, tries = self.num_steps, self.step_size, self.tries
         if num_steps is None or step_size is None or tries is None:
             raise ValueError(_NOT_PLANNED)
-        law = ProximalLaw(potential, feasible, step_size)
+        target = ProximalTarget(potential, feasible, step_size)
 
         def attempt(_, chain):
             keys = derive(chain.key, "next", "smooth", "reject")
@@ -294,10 +293,12 @@ class AlternatingSampler(AbstractSampler):
             noise = standard_normal(chain.x, key=keys[1])
             noisy = plus(chain.x, step_size**0.5, noise)
             y = where(chain.fresh, noisy, chain.y)
-            common = self.oracle.prepare(law, noisy)  # in vain where the step goes on
+            common = self.oracle.prepare(
+                target, noisy
+            )  # in vain where the step goes on
             common = where(chain.fresh, common, chain.common)
             # Its Line 1, x_t given y_t, by one try.
-            x, accepted, queries = self.oracle.attempt(law, y, common, key=keys[2])
+            x, accepted, queries = self.oracle.attempt(target, y, common, key=keys[2])
             running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running
             return Chain(
@@ -311,23 +312,23 @@ class AlternatingSampler(AbstractSampler):
             )
 
         x = feasible.project(jax.tree.map(jnp.asarray, start))
-        shapes = jax.eval_shape(lambda y: self.oracle.prepare(law, y), x)
+        shapes = jax.eval_shape(lambda y: self.oracle.prepare(target, y), x)
         blank = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
         zero = jnp.zeros((), jnp.int32)
         first = Chain(x, x, blank, zero, zero == 0, jnp.zeros((), jnp.float32), key)
         return jax.lax.fori_loop(0, tries, attempt, first)
 
     def _plan(self, regularity, feasible, **counts: Any) -> ProximalPlan:
-        share = _DRAWS * self.distance
-        return ProximalPlan(regularity, feasible, share=share, **counts)
+        failure = _DRAWS * self.distance
+        return ProximalPlan(regularity, feasible, failure=failure, **counts)
 
     def _steps(self, plan: ProximalPlan) -> int:
-        """The fewest with which mixing takes its share, at the plan's step size."""
+        """Return the fewest steps that mix to their fraction of the distance."""
         share = (1 if self._untimed else _MIXING) * self.distance
         return int(Mixing.of(plan).num_steps(float(plan.step_size), share))
 
     def _without_counts(self, plan: ProximalPlan) -> Self:
-        """At the least step size; the records choose the one that is used."""
+        """Plan the least step size; the records choose the one that is used."""
         while self._steps(plan) > _MOST_STEPS:  # any step size will do
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
         return dataclasses.replace(
@@ -338,7 +339,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """`distance`, once planned for this potential."""
+        """Return `distance`, once planned for this potential."""
         notes: tuple[str, ...] = (
             f"the potential is {regularity.strong_convexity:.4g}-strongly convex on "
             "the set",
@@ -346,10 +347,10 @@ class AlternatingSampler(AbstractSampler):
         step_size, proved, steps = self.step_size, True, 0
         if self.mixing is not None and step_size is not None:
             plan = self._plan(regularity, feasible, step_size=float(step_size))
-            steps, found, due = self._steps(plan), self.mixing, Mixing.of(plan)
+            steps, mixing, due = self._steps(plan), self.mixing, Mixing.of(plan)
             proved = self.oracle.serves(plan)
-            proved &= (found.width, found.convexity) == (due.width, due.convexity)
-            stale = "HEURISTIC: AlternatingSampler was planned for another law"
+            proved &= (mixing.width, mixing.convexity) == (due.width, due.convexity)
+            stale = _STALE.format("AlternatingSampler")
             notes += (
                 f"at most {steps} steps of size {step_size:.4g} or more, each of as "
                 "many tries as it takes",
@@ -365,7 +366,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def _step_size(self, plan: ProximalPlan) -> float:
-        """The largest up to the plan's at which the bias of all steps has its share."""
+        """Return the largest step size with a bias that is small enough."""
         largest = plan.step_size
 
         def serves(step_size):
@@ -387,8 +388,7 @@ def _check(regularity: Regularity, feasible: AbstractSet) -> None:
     if not regularity.strong_convexity:
         raise ValueError(
             "AlternatingSampler: the potential must be strongly convex, got "
-            f"strong_convexity={regularity.strong_convexity}. Add a quadratic to it, "
-            "or use a sampler that needs no convexity."
+            f"strong_convexity={regularity.strong_convexity}. Add a quadratic term."
         )
     width = restricted.diameter(feasible, regularity.dimension)
     if not 0 < width < math.inf:

@@ -1,8 +1,8 @@
-r"""What a sampler is: draws from a density proportional to $\exp(-U)$ on a set.
+r"""Interface of samplers of a density proportional to $\exp(-U)$ on a set.
 
 Nothing here is private by itself. An exponential mechanism hands a sampler the
-potential $U$ of a density that is private, and charges how far the sampler's law may be
-from it.
+potential $U$ of a density that is private, and charges how far the sampler's
+distribution may be from it.
 """
 
 import abc
@@ -13,31 +13,33 @@ from typing import ClassVar, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from ..._checks import AbstractVar, Checked, Count, NonNegative, Number, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
-_TOGETHER = 128  # points whose potentials are computed side by side
+_BATCH = 128  # points whose potentials are computed side by side
 
 
 @dataclasses.dataclass(frozen=True)
 class Regularity:
-    r"""What is known of a potential $U$ before any data is seen.
+    r"""Known regularity of a potential $U$, before any data is seen.
 
     Args:
         dimension: $d$, the number of coordinates.
         lipschitz: $L$, the Lipschitz constant of $U$ on the set in $\ell_2$.
         strong_convexity: $\alpha \ge 0$ with $U - \frac{\alpha}{2} \|x\|^2$ convex on
-            the set; `None` where $U$ is not known to be convex.
-        smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite where none
-            is known.
-        error: $\zeta$: what is computed differs from $U$ by at most that.
-        gradient_error: The same for a gradient, in $\ell_2$.
-        rounding: How far rounding moves a value beyond that, and a gradient times the
-            diameter of the set.
-        num_terms: $n$, where $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
+            the set; `None` if $U$ is not known to be convex.
+        smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite if none is
+            known.
+        error: $\zeta$, the largest error of a computed value of $U$.
+        gradient_error: The largest error of a computed gradient, in $\ell_2$.
+        rounding: The largest further error by rounding, of a value and of a gradient
+            times the diameter of the set.
+        num_terms: $n$, if $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
         term_lipschitz: The Lipschitz constant of every $u_i$ in $\ell_2$.
         quadratic: $m \ge 0$, of the public quadratic part of $U$.
     """
@@ -63,7 +65,7 @@ class Regularity:
     def of_potential(
         self, rate: float, regularizer: float, reach: float
     ) -> "Regularity":
-        r"""That of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$ for a score $\Phi$.
+        r"""Return the regularity of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
 
         On a set of points at most `reach` from $c$.
         """
@@ -87,20 +89,21 @@ class Regularity:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerGuarantee:
-    r"""How far a sampler's law is from its target, proved before any data is seen.
+    r"""Proved distance of a sampler's distribution from its target, before any data.
 
     Attributes:
-        num_steps: How many steps it takes.
-        queries: How many times it evaluates the potential, or one term of it; on
-            average, where it may stop looking.
-        log_ratio: $\xi$: the density of the law over the target's lies within
+        num_steps: The number of steps.
+        queries: The number of evaluations of the potential, or of one term of it; on
+            average, if it may stop early.
+        log_ratio: $\xi$: the density of the distribution over the target's lies within
             $e^{\pm \xi}$.
-        distance: $\eta$: the law is within $\eta$ in total variation of one for which
-            `log_ratio` holds.
-        proved: Whether this follows from a theorem; otherwise the sampler was cut
-            short, or planned for another law, and no guarantee may be claimed.
-        aim: The distance that is aimed at, which noise is chosen by all the same.
-        notes: What it rests on, in the words of the report.
+        distance: $\eta$: the distribution is within $\eta$ in total variation of one
+            for which `log_ratio` holds.
+        proved: Whether this follows from a theorem. Otherwise the sampler was cut
+            short, or planned for another potential or set, and no guarantee may be
+            claimed.
+        aim: The distance that is aimed at, which the noise is chosen for.
+        notes: The notes of the report.
     """
 
     num_steps: int
@@ -113,23 +116,23 @@ class SamplerGuarantee:
 
 
 class AbstractPotential(eqx.Module):
-    """A potential on points of a set. NON-PRIVATE: it reads the records."""
+    """Potential on points of a set. NON-PRIVATE: it reads the records."""
 
     @abc.abstractmethod
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        r"""$U(x)$."""
+        """Return $U(x)$."""
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
-        """The potential at many points, stacked along the leading axis."""
-        return jax.lax.map(self, xs, batch_size=_TOGETHER)
+        """Return the potential at many points, stacked along the leading axis."""
+        return jax.lax.map(self, xs, batch_size=_BATCH)
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        r"""$U(x)$ and a subgradient, or another tangent that lies below."""
+        """Return $U(x)$ and a subgradient, or another tangent that lies below."""
         return jax.value_and_grad(self)(x)
 
 
 class AbstractSumPotential(AbstractPotential):
-    r"""A potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
+    r"""Potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
 
     The center $c$ is a point of the set that is drawn from, or zero.
 
@@ -143,38 +146,113 @@ class AbstractSumPotential(AbstractPotential):
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
-        r"""$u_i(x)$ for the index $i$ in $[0, n)$."""
+        """Return $u_i(x)$ for the index $i$ in $[0, n)$."""
 
     def middle(self, y: PyTree, step_size: Number) -> PyTree:
-        r"""Where $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$ is least.
+        r"""Minimize $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.
 
-        With $c = 0$; a potential with another center overrides this.
+        Here $c = 0$; a potential with another center overrides this method.
         """
         weight = 1 / (1 + self.quadratic * step_size)
         return jax.tree.map(lambda v: jnp.asarray(weight, v.dtype) * v, y)
 
 
+def scaled_potential(
+    score: AbstractPotential, rate: Number, regularizer: Number, center: PyTree = None
+) -> AbstractPotential:
+    r"""Return $U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$, with $\mu \ge 0$.
+
+    The center $c$ is zero by default. For a sum of terms the result is a sum, too.
+    """
+    if isinstance(score, AbstractSumPotential):
+        return _ScaledSum(score, rate, rate * regularizer, center, score.num_terms)
+    return _ScaledScore(score, rate, rate * regularizer, center)
+
+
+class _AbstractScaled(AbstractPotential):
+    score: AbstractVar[AbstractPotential]
+    rate: AbstractVar[Number]
+    quadratic: AbstractVar[Number]
+    center: AbstractVar[PyTree]
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        return self._times_rate(self.score(x)) + self._square(x)
+
+    @override
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        value, gradient = self.score.value_and_gradient(x)
+
+        def regularized(g, v):
+            return self._times_rate(g) + _like(self.quadratic, v) * v
+
+        total = self._times_rate(value) + self._square(x)
+        return total, jax.tree.map(regularized, gradient, self._offset(x))
+
+    def _offset(self, x: PyTree) -> PyTree:
+        return x if self.center is None else optax.tree.sub(x, self.center)
+
+    def _square(self, x: PyTree) -> Array:
+        square = optax.tree.norm(self._offset(x), squared=True)
+        return _like(self.quadratic, square) / 2 * square
+
+    def _times_rate(self, value: Array) -> Array:
+        return _like(self.rate, value) * value
+
+
+class _ScaledScore(_AbstractScaled):
+    score: AbstractPotential
+    rate: Number
+    quadratic: Number
+    center: PyTree
+
+    @override
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        values = self.score.many(xs)
+        squares = jax.vmap(self._square)(xs)
+        return self._times_rate(values) + squares.astype(values.dtype)
+
+
+class _ScaledSum(_AbstractScaled, AbstractSumPotential):
+    score: AbstractSumPotential
+    rate: Number
+    quadratic: Number
+    center: PyTree
+    num_terms: int = eqx.field(static=True)
+
+    @override
+    def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
+        return self._times_rate(self.score.term(index, x))
+
+    @override
+    def middle(self, y: PyTree, step_size: Number) -> PyTree:
+        offset = super().middle(self._offset(y), step_size)
+        return offset if self.center is None else optax.tree.add(self.center, offset)
+
+
+def _like(number: Number, value: Array) -> Array:
+    return jnp.asarray(number, jnp.asarray(value).dtype)
+
+
 class AbstractSampler(Checked):
-    """Draws one point, by steps whose number is fixed before data is seen.
+    """Sampler of one point, by steps whose number is fixed before data is seen.
 
-    A sampler whose running time depends on records says so in `assumptions`.
-
-    Steps are planned from the `Regularity` of a potential and from the set.
+    Steps are planned from the `Regularity` of a potential and from the set. A sampler
+    whose running time depends on records says so in `assumptions`.
 
     Attributes:
-        continuous: Whether it draws from the whole set, or from points of it.
+        continuous: Whether it draws from all of the set, or from candidates.
     """
 
     continuous: ClassVar[bool] = True
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What a report lists besides the guarantee; by default nothing."""
+        """Assumptions that a report lists besides the guarantee; by default none."""
         return ()
 
     @abc.abstractmethod
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        """The sampler with every count and step size that was left open.
+        """Set every count and step size that was left open.
 
         On the host: the counts are static.
 
@@ -187,7 +265,7 @@ class AbstractSampler(Checked):
     def guarantee(
         self, regularity: Regularity, feasible: AbstractSet
     ) -> SamplerGuarantee:
-        """What is proved of the law of `draw`.
+        """Return what is proved of the distribution of `draw`.
 
         For a sampler whose counts are open, what `with_counts` will reach or refuse:
         calibration needs it at noises far from the final one.
@@ -202,12 +280,12 @@ class AbstractSampler(Checked):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        r"""One point, by a law close to the density $\propto e^{-U}$ on the set.
+        r"""Draw one point, with a density close to one $\propto e^{-U}$ on the set.
 
         Args:
             potential: $U$.
             feasible: The set.
-            start: A public point; a sampler that needs none reads its shape only.
+            start: A public point; some samplers read only its shape.
             key: A typed key.
 
         Raises:

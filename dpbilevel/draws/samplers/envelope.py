@@ -1,4 +1,4 @@
-"""A proximal oracle that proposes from under a tangent of the potential."""
+"""Proximal oracle that proposes from under a tangent of the potential."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ from .base import Regularity
 from .proximal import (
     AbstractExactOracle,
     Attempt,
-    ProximalLaw,
     ProximalPlan,
+    ProximalTarget,
     finite_part,
     multiple,
     plus,
@@ -36,7 +36,7 @@ class _Tangent(eqx.Module):
 
 
 class ConvexEnvelope(AbstractExactOracle):
-    r"""Proposes from the Gaussian under the quadratic that supports $U$ at a point.
+    r"""Oracle that proposes from the Gaussian under a quadratic that supports $U$.
 
     At any point $c$ of the set, with $g = \nabla U(c)$, strong convexity gives $U(x)
     \ge U(c) + \langle g, x - c \rangle + \frac{\alpha}{2} \|x - c\|^2$. A try draws $x$
@@ -88,9 +88,9 @@ class ConvexEnvelope(AbstractExactOracle):
 
     gradient_steps: int | None = eqx.field(static=True, default=None)
     draw_tries: int | None = eqx.field(static=True, default=None)
-    curvature: float | None = None
-    slack: float | None = None
-    drop: float | None = None
+    curvature: float = 0.0
+    slack: float = 0.0
+    drop: float = 0.0
     draws: ClassVar[int] = 1
     assumptions: ClassVar[tuple[str, ...]] = (
         "declared: derivatives that JAX computes of the score are subgradients, and "
@@ -99,13 +99,11 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""The larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
-        if not regularity.lipschitz < math.inf:
-            raise ValueError(
-                "ConvexEnvelope: needs a finite Lipschitz constant of the potential, "
-                f"got {regularity.lipschitz}."
-            )
+        r"""Return the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
         d, steepest = regularity.dimension, regularity.lipschitz
+        if not steepest < math.inf:
+            text = "ConvexEnvelope: needs a finite Lipschitz constant of the potential"
+            raise ValueError(f"{text}, got {steepest}.")
         most = restricted.diameter(feasible, d) ** 2
         smooth = regularity.smoothness * max(d, 2)
         rate = min(smooth, 2 * d * steepest**2)
@@ -113,38 +111,32 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def with_counts(self, plan: ProximalPlan) -> Self:
-        return dataclasses.replace(
-            self,
-            gradient_steps=self._best_steps(plan),
-            draw_tries=self.enough_draw_tries(plan),
-            curvature=plan.convexity,
-            slack=_slack(plan),
-            drop=_drop(plan),
-        )
+        steps, tries = self._best_steps(plan), self.enough_draw_tries(plan)
+        return self._planned(plan, gradient_steps=steps, draw_tries=tries)
 
     @override
     def without_counts(self, plan: ProximalPlan) -> Self:
-        """No gradient steps by default: one costs as much as a try, and rarely helps.
+        """Plan no gradient steps by default: they rarely help.
 
-        Where no draw of a proposal is accepted the try is rejected, so that few serve.
+        A try is rejected if no draw of its proposal is accepted, so that few are
+        enough.
         """
-        return dataclasses.replace(
-            self,
-            gradient_steps=self.gradient_steps or 0,
-            draw_tries=self.draw_tries or _FEW_DRAWS,
-            curvature=plan.convexity,
-            slack=_slack(plan),
-            drop=_drop(plan),
-        )
+        steps, tries = self.gradient_steps or 0, self.draw_tries or _FEW_DRAWS
+        return self._planned(plan, gradient_steps=steps, draw_tries=tries)
+
+    def _planned(self, plan: ProximalPlan, **counts: int) -> Self:
+        numbers = {"curvature": plan.convexity, "slack": _slack(plan)}
+        return dataclasses.replace(self, drop=_drop(plan), **numbers, **counts)
 
     @override
     def serves(self, plan: ProximalPlan) -> bool:
-        """Where curvature and slack are those that `with_counts` set."""
-        return (self.curvature, self.slack) == (plan.convexity, _slack(plan))
+        """Check that the numbers are those that `with_counts` set."""
+        planned = plan.convexity, _slack(plan), _drop(plan)
+        return (self.curvature, self.slack, self.drop) == planned
 
     @override
     def bias(self, plan: ProximalPlan) -> float:
-        """Zero: accepted tries have the law of the computed potential."""
+        """Return zero: accepted tries follow the computed potential exactly."""
         return 0.0
 
     @override
@@ -153,7 +145,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""The mean is $(\alpha c + y / \eta - g) / P$, the variance $1 / P$."""
+        r"""Return the scale: mean $(\alpha c + y / \eta - g) / P$, variance $1 / P$."""
         weight = 1 / (1 + plan.convexity * plan.step_size)  # 1 / (eta P)
         steepest = plan.regularity.lipschitz + _gradient_error(plan)
         shift = weight * plan.step_size * steepest
@@ -161,27 +153,27 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def evaluations(self) -> tuple[float, int]:
-        """One value, and a value with its gradient for each gradient step and one."""
+        """Count a value for the try, and one for each gradient."""
         count = 2 + (self.gradient_steps or 0)
         return float(count), count
 
     @override
-    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
-        r"""The tangent at $c_J$."""
+    def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
+        """Return the tangent at $c_J$."""
 
         def move(_, point):
-            gradient = self._tangent(law, point).gradient
+            gradient = self._tangent(target, point).gradient
             return feasible.project(plus(y, -step_size, gradient))
 
-        _, feasible, step_size = law
+        _, feasible, step_size = target
         point = feasible.project(y)
         if self.gradient_steps:
             point = jax.lax.fori_loop(0, self.gradient_steps, move, point)
-        return self._tangent(law, point)
+        return self._tangent(target, point)
 
     @override
-    def moved(self, law, y, common) -> PyTree:
-        r"""A mean of this tangent and of the one at the middle $p$ of its proposals.
+    def moved(self, target, y, common) -> PyTree:
+        r"""Average this tangent and the one at the middle $p$ of its proposals.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
@@ -191,9 +183,9 @@ class ConvexEnvelope(AbstractExactOracle):
             Kiwiel, "An aggregate subgradient method for nonsmooth convex minimization",
             Mathematical Programming, 1983.
         """
-        curvature = 0.0 if self.curvature is None else self.curvature
-        point = law.feasible.project(self._middle(law, y, common))
-        other = self._tangent(law, point)
+        curvature = self.curvature
+        point = target.feasible.project(self._middle(target, y, common))
+        other = self._tangent(target, point)
         # This tangent, seen from there.
         offset = optax.tree.sub(point, common.point)
         square = optax.tree.vdot(offset, offset)
@@ -201,27 +193,26 @@ class ConvexEnvelope(AbstractExactOracle):
         value = value + 0.5 * curvature * square
         gradient = plus(common.gradient, curvature, offset)
         change, gap = optax.tree.sub(other.gradient, gradient), other.value - value
-        weight = (curvature + 1 / law.step_size) * gap
+        weight = (curvature + 1 / target.step_size) * gap
         weight = finite_part(weight / optax.tree.vdot(change, change))
         weight = jnp.clip(weight, 0, 1)
         return _Tangent(point, value + weight * gap, plus(gradient, weight, change))
 
     @override
-    def attempt(self, law, y, common, *, key) -> Attempt:
+    def attempt(self, target, y, common, *, key) -> Attempt:
         key_proposal, key_accept = derive(key, "proposal", "accept")
-        x, above = self.proposal(law, y, common, key=key_proposal)
+        x, above = self.proposal(target, y, common, key=key_proposal)
         coin = standard_exponential((), above.dtype, key=key_accept)
         needed = jnp.asarray(self.evaluations()[0], above.dtype)
         return x, coin >= above, needed
 
     @override
-    def proposal(self, law, y, common, *, key) -> tuple[PyTree, Array]:
-        potential, feasible, step_size = law
-        curvature = 0.0 if self.curvature is None else self.curvature
-        slack, c = 0.0 if self.slack is None else self.slack, common.point
-        x, found = restricted.tried_normal(
+    def proposal(self, target, y, common, *, key) -> tuple[PyTree, Array]:
+        potential, feasible, step_size = target
+        curvature, c = self.curvature, common.point
+        x, accepted = restricted.tried_normal(
             feasible,
-            self._middle(law, y, common),
+            self._middle(target, y, common),
             (step_size / (1 + curvature * step_size)) ** 0.5,
             self.draw_tries or 1,
             key=key,
@@ -230,30 +221,29 @@ class ConvexEnvelope(AbstractExactOracle):
         offset = optax.tree.sub(x, c)
         support = optax.tree.vdot(common.gradient, offset)
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
-        above = finite_part(potential(x)) - common.value - support + slack
-        return x, jnp.where(found, above, jnp.inf)
+        above = finite_part(potential(x)) - common.value - support + self.slack
+        return x, jnp.where(accepted, above, jnp.inf)
 
-    def _tangent(self, law: ProximalLaw, point: PyTree) -> _Tangent:
-        """The support at a point; below the whole potential without a gradient."""
-        value, gradient = law.potential.value_and_gradient(point)
+    def _tangent(self, target: ProximalTarget, point: PyTree) -> _Tangent:
+        """Return the support at a point; without a gradient, a constant."""
+        value, gradient = target.potential.value_and_gradient(point)
         leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
-        known = jnp.stack(leaves).all()
+        finite = jnp.stack(leaves).all()
         gradient = jax.tree.map(
-            lambda v: jnp.where(known, v, jnp.zeros_like(v)), gradient
+            lambda v: jnp.where(finite, v, jnp.zeros_like(v)), gradient
         )
-        drop = jnp.asarray(0.0 if self.drop is None else self.drop, value.dtype)
-        value = finite_part(value) - jnp.where(known, jnp.zeros_like(drop), drop)
+        drop = jnp.asarray(self.drop, value.dtype)
+        value = finite_part(value) - jnp.where(finite, jnp.zeros_like(drop), drop)
         return _Tangent(point, value, gradient)
 
-    def _middle(self, law: ProximalLaw, y: PyTree, tangent: _Tangent) -> PyTree:
-        r"""The mean of proposals, $(\alpha c + y / \eta - g) / P$."""
-        curvature = 0.0 if self.curvature is None else self.curvature
-        mean = plus(y, -law.step_size, tangent.gradient)
-        mean = plus(mean, law.step_size * curvature, tangent.point)
-        return multiple(1 / (1 + curvature * law.step_size), mean)
+    def _middle(self, target: ProximalTarget, y: PyTree, tangent: _Tangent) -> PyTree:
+        r"""Return the mean of proposals, $(\alpha c + y / \eta - g) / P$."""
+        mean = plus(y, -target.step_size, tangent.gradient)
+        mean = plus(mean, target.step_size * self.curvature, tangent.point)
+        return multiple(1 / (1 + self.curvature * target.step_size), mean)
 
     def _best_steps(self, plan: ProximalPlan) -> int:
-        """J, by default the one that accepts most tries per evaluation."""
+        """Return J, by default the one that accepts most tries per evaluation."""
         if self.gradient_steps is not None:
             return self.gradient_steps
         most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0
@@ -261,29 +251,27 @@ class ConvexEnvelope(AbstractExactOracle):
 
 
 def _drop(plan: ProximalPlan) -> float:
-    """By how much the potential, and the support's own curve, may fall on the set."""
+    """Bound the fall of the potential, and of the support's own curve, on the set."""
     return plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
 
 
 def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
-    """The bound of the class."""
-    known, error = plan.regularity, _gradient_error(plan)
-    residual = known.lipschitz + error  # rho_0
+    """Return the bound of the class on the probability of acceptance."""
+    lipschitz, smoothness = plan.regularity.lipschitz, plan.regularity.smoothness
+    error = _gradient_error(plan)
+    residual = lipschitz + error  # rho_0
     for _ in range(gradient_steps):
-        residual = known.smoothness * plan.step_size * residual + 2 * error
+        residual = smoothness * plan.step_size * residual + 2 * error
     precision = plan.convexity + 1 / plan.step_size
-    distance = min(
-        plan.width,
-        (residual + math.sqrt(residual**2 + 4 * precision * plan.dimension))
-        / (2 * precision),
-    )
-    smooth = max(known.smoothness - plan.convexity, 0.0) / 2 * distance**2
-    loss = min(smooth, 2 * known.lipschitz * distance)
+    root = math.sqrt(residual**2 + 4 * precision * plan.dimension)
+    distance = min(plan.width, (residual + root) / (2 * precision))
+    smooth = max(smoothness - plan.convexity, 0.0) / 2 * distance**2
+    loss = min(smooth, 2 * lipschitz * distance)
     return math.exp(-loss - 2 * _slack(plan))  # once in R, once in the coin
 
 
 def _slack(plan: ProximalPlan) -> float:
-    r"""$\kappa$."""
+    r"""Return $\kappa$."""
     value_error = plan.regularity.error + plan.regularity.rounding
     return 2 * value_error + _gradient_error(plan) * plan.width
 

@@ -20,16 +20,16 @@ from .base import AbstractSampler, Regularity, SamplerGuarantee
 
 
 class Grid(AbstractSampler):
-    r"""Draws one of finitely many public points, with probabilities $\propto e^{-U}$.
+    r"""Sampler of one of finitely many public points, of weights $e^{-U}$.
 
     The potential is evaluated at all of them in one batched pass; the index of the
-    largest $-U(x_j) + $ Gumbel noise has exactly that law.
+    largest $-U(x_j) + $ Gumbel noise has exactly that distribution.
 
     Args:
         candidates: The points, stacked along the leading axis of every leaf; public.
 
     Privacy:
-        No error of sampling: the law is the target on these points.
+        No error of sampling: the distribution is the target on these points.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,49 +43,46 @@ class Grid(AbstractSampler):
     continuous: ClassVar[bool] = False
 
     def __check_init__(self):
-        count = _checks.leading_axis("candidates", self.candidates)
-        if count < 1:
+        if _checks.leading_axis("candidates", self.candidates) < 1:
             raise ValueError("Grid: needs at least one candidate, got none.")
         for leaf in jax.tree.leaves(self.candidates):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise TypeError(
-                    "Grid: candidates must be floating-point points, got "
-                    f"{jnp.result_type(leaf)}."
-                )
+            if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
+                raise TypeError(f"Grid: candidates must be floats, got {dtype}.")
             if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf)).all():
                 raise ValueError("Grid: candidates hold NaN or infinity.")
 
     @classmethod
     def product(cls, *axes: PyTree) -> "Grid":
-        """Every combination of one value per coordinate.
+        """Return every combination of one value per coordinate.
 
         Args:
             *axes: The values of each coordinate, one vector per coordinate.
         """
         if not axes or any(jnp.ndim(axis) != 1 for axis in axes):
-            raise ValueError(
+            shapes = [jnp.shape(axis) for axis in axes]
+            text = (
                 "Grid.product: needs one vector of values per coordinate, got shapes "
-                f"{[jnp.shape(axis) for axis in axes]}."
             )
+            raise ValueError(f"{text}{shapes}.")
         columns = jnp.meshgrid(*map(jnp.asarray, axes), indexing="ij")
         return cls(jnp.stack([column.ravel() for column in columns], axis=-1))
 
     @classmethod
     def low_discrepancy(cls, box: Box, count: int) -> "Grid":
-        """Points of a Halton sequence in a box: even, in any number.
+        """Return points of a Halton sequence in a box: even, in any number.
 
         Args:
-            box: With bounds that are vectors of one length.
-            count: How many points.
+            box: A box whose bounds are vectors of one length.
+            count: The number of points.
         """
         _checks.instance("Grid.low_discrepancy", Box, box=box)
         _checks.count("Grid.low_discrepancy", count=count)
         low, high = jnp.asarray(box.lower), jnp.asarray(box.upper)
         if low.ndim != 1 or low.shape != high.shape:
-            raise ValueError(
-                "Grid.low_discrepancy: the box must have vectors as bounds, got "
-                f"shapes {low.shape} and {high.shape}."
+            text = (
+                "Grid.low_discrepancy: the box must have vectors as bounds, got shapes "
             )
+            raise ValueError(f"{text}{low.shape} and {high.shape}.")
         # Unscrambled: the same points for everyone, and no seed to choose.
         points = scipy.stats.qmc.Halton(len(low), scramble=False).random(count)
         unit = jnp.asarray(points, jnp.result_type(low, float))
@@ -93,13 +90,13 @@ class Grid(AbstractSampler):
 
     @property
     def dimension(self) -> int:
-        """The number of coordinates of a point."""
+        """Number of coordinates of a point."""
         leaves = jax.tree.leaves(self.candidates)
         return sum(math.prod(jnp.shape(leaf)[1:]) for leaf in leaves)
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
-        """Itself: there is nothing to choose.
+        """Check the candidates: there is nothing to choose.
 
         Raises:
             ValueError: A candidate is outside the set, or of another shape.
@@ -108,9 +105,7 @@ class Grid(AbstractSampler):
         inside = jax.vmap(feasible.contains)(self.candidates)
         if _checks.concrete(inside) and not bool(inside.all()):
             first = int(np.argmin(np.asarray(inside)))
-            raise ValueError(
-                f"Grid: candidate {first} is outside the problem's set {feasible}."
-            )
+            raise ValueError(f"Grid: candidate {first} is outside the set {feasible}.")
         return self
 
     @override
@@ -121,20 +116,19 @@ class Grid(AbstractSampler):
 
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """One of the candidates, in the dtype of `start`.
+        """Draw one of the candidates, in the dtype of `start`.
 
-        What is known of a potential holds on the set, so candidates are projected onto
-        it. A potential that is not finite counts as the largest one there is.
+        Bounds on a potential hold on the set, so that candidates are projected onto it.
+        A potential that is not finite counts as the largest finite number.
 
         Raises:
             ValueError: A candidate is of another structure than `start`.
         """
-        found, wanted = _shapes(one_record(self.candidates)), _shapes(start)
-        if found != wanted:
+        candidate = jax.tree.map(jnp.shape, one_record(self.candidates))
+        if candidate != (shapes := jax.tree.map(jnp.shape, start)):
             raise ValueError(
-                f"Grid: a candidate is {found}, but the starting point is {wanted}; "
-                "stack points of the starting point's structure and shapes along a new "
-                "leading axis of every leaf."
+                f"Grid: a candidate is {candidate}, but the initial point is {shapes}. "
+                "Stack points like it along a new leading axis of every leaf."
             )
         (key,) = derive(key, "select")
         points = jax.tree.map(
@@ -146,15 +140,11 @@ class Grid(AbstractSampler):
         values = potential.many(points)
         with double_precision():  # the noise and its comparison in double precision
             noise = standard_gumbel(values.shape, jnp.float64, key=key)
-            wide = values.astype(jnp.float64)
-            wide = jnp.where(jnp.isfinite(wide), wide, jnp.finfo(jnp.float64).max)
-            scores = noise - wide
+            double = values.astype(jnp.float64)
+            double = jnp.where(jnp.isfinite(double), double, jnp.finfo(jnp.float64).max)
+            scores = noise - double
             # Not argmax: its program would be finished outside of 64-bit mode.
             best = scores == jnp.max(scores)
-        places = jnp.arange(len(best), dtype=jnp.int32)
-        index = jnp.min(jnp.where(best, places, len(best) - 1))
+        indices = jnp.arange(len(best), dtype=jnp.int32)
+        index = jnp.min(jnp.where(best, indices, len(best) - 1))
         return jax.tree.map(lambda v: v[index], points)
-
-
-def _shapes(point: PyTree) -> PyTree:
-    return jax.tree.map(jnp.shape, point)

@@ -12,19 +12,18 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from ... import _checks
-from ..._checks import Count, Positive
+from ..._checks import Count, Number, Positive
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
-from . import _cells, _lattice
+from . import _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
 from .base import AbstractSampler, Regularity, SamplerGuarantee
-from .potentials import Number
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 
 
 class GridWalk(AbstractSampler):
-    r"""A walk on the cells of a lattice, and one exact draw within the last of them.
+    r"""Walk on the cells of a lattice, and one exact draw within the last of them.
 
     A set $X$ is surrounded by a box $A$ of $n$ axes, cut into $\prod_i N_i$ equal
     cells with the middles $x$, and the potential is extended to a convex, Lipschitz
@@ -42,7 +41,7 @@ class GridWalk(AbstractSampler):
     $q(x) \propto e^{-h(x)}$, with Gumbel noise: no step, no convexity, but
     $\prod_i N_i$ evaluations.
 
-    **The law** has, relative to the density $\pi \propto e^{-U}$ on $X$ of the
+    **The distribution** has, relative to the density $\pi \propto e^{-U}$ on $X$ of the
     potential *as it is computed*, a log ratio within $\pm \xi$. What separates that
     from the density of $U$ itself, twice `Regularity.error` in each data set, is not in
     $\xi$ and is for the caller to charge; the proof only allows for it. Let $\ell$ be
@@ -127,14 +126,12 @@ class GridWalk(AbstractSampler):
         cells = {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
         _checks.count("GridWalk", **cells)
         if self.tabulate and self.num_steps is not None:
-            raise ValueError(
-                "GridWalk: tabulate=True draws the cell without a walk; leave out "
-                f"num_steps, got {self.num_steps}."
-            )
+            text = "GridWalk: tabulate=True makes no walk, got num_steps="
+            raise ValueError(f"{text}{self.num_steps}. Leave it out.")
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        """The sampler with cells, penalty, slack, tries and steps.
+        """Set cells, penalty, slack, tries and steps.
 
         Raises:
             ValueError: The set is no bounded `Box`, `Ball` or `Simplex`, the Lipschitz
@@ -162,7 +159,7 @@ class GridWalk(AbstractSampler):
 
     @override
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        r"""What the class text proves for these counts; it has no `distance`.
+        r"""Return what the class text proves for these counts; it has no `distance`.
 
         `log_ratio` is $\xi$ for these counts; infinite, and unproved, where it is above
         what was aimed at, because the walk was cut short or a count, the penalty or the
@@ -211,24 +208,20 @@ class GridWalk(AbstractSampler):
 
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """One point; of `start`, floating-point leaves of one type, the shape is read.
+        """Draw one point; only the shape of `start` is read.
 
         Raises:
             ValueError: The counts are open, or for points of another dimension.
         """
         plan = self._plan()
         if plan is None:
-            raise ValueError(
-                "GridWalk: its counts are not planned; call with_counts(...) first."
-            )
+            raise ValueError("GridWalk: not planned yet. Call with_counts(...) first.")
         cells, tries, penalty, slack = plan
         flat, unravel = jax.flatten_util.ravel_pytree(start)
         frame = _lattice.frame_of("GridWalk", feasible, flat.size)
         if len(frame.corner) != len(cells):
-            raise ValueError(
-                f"GridWalk: planned for {len(cells)} axes, but the points have "
-                f"{len(frame.corner)}; plan it with the regularity of this potential."
-            )
+            text = f"GridWalk: planned for {len(cells)} axes, but the points have"
+            raise ValueError(f"{text} {len(frame.corner)}. Plan it for this potential.")
         frame = _lattice.on_device(frame, flat.dtype)
         extended = _lattice.Extended(potential, frame, unravel, penalty)
         reference = extended.reference()
@@ -239,9 +232,9 @@ class GridWalk(AbstractSampler):
         # The steps of Lowy and Liu, Appendix B.3.1: 3(a) to (c), the last cell x.
         key_walk, key_cell, key_accept = derive(key, "walk", "cell", "restart")
         if self.tabulate:
-            index, lowest = _cells.from_table(energy, cells, tries, key=key_walk)
+            index, lowest = _lattice.from_table(energy, cells, tries, key=key_walk)
         else:
-            index, lowest = _cells.from_walks(
+            index, lowest = _lattice.from_walks(
                 energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
             )
         # 3(d), theta uniform in the cell of x.
@@ -260,27 +253,27 @@ class GridWalk(AbstractSampler):
 
     def _bounds(self, regularity, feasible) -> WalkBounds:
         if not math.isfinite(regularity.lipschitz):
-            raise ValueError(
-                "GridWalk: needs the Lipschitz constant of the potential, got "
-                f"lipschitz={regularity.lipschitz}."
+            text = (
+                "GridWalk: needs a Lipschitz constant of the potential, got lipschitz="
             )
+            raise ValueError(f"{text}{regularity.lipschitz}.")
         frame = _lattice.frame_of("GridWalk", feasible, regularity.dimension)
         n = len(frame.sides)
         rise = regularity.lipschitz * float(frame.radius)
         penalty = self.penalty
         if penalty is None:
             penalty = rise + max(rise, 2.0 * n) if frame.reach > 1 else 0.0
-        whole = WalkBounds(regularity, frame, (1,) * n, float(penalty), 0.0)
+        bounds = WalkBounds(regularity, frame, (1,) * n, float(penalty), 0.0)
         cells = self.cells
         if cells is None:
-            fineness = whole.lipschitz * math.sqrt(n) * FLATNESS / _SPREAD
+            fineness = bounds.lipschitz * math.sqrt(n) * FLATNESS / _SPREAD
             cells = tuple(max(1, math.ceil(side * fineness)) for side in frame.sides)
-        bounds = dataclasses.replace(whole, cells=cells)
+        bounds = dataclasses.replace(bounds, cells=cells)
         slack = bounds.needed_slack if self.slack is None else float(self.slack)
         return dataclasses.replace(bounds, slack=slack)
 
     def _counts(self, bounds: WalkBounds, tabulate: bool):
-        """Steps or `None`, tries, and evaluations in all, one way or the other."""
+        """Return steps or `None`, tries, and evaluations."""
         mixing = 0.0 if tabulate else math.tanh(self.log_ratio / 4)
         part = self.log_ratio if tabulate else self.log_ratio / 2  # of the last resort
         tries = self.num_tries or bounds.tries(mixing, -math.expm1(-part))
@@ -288,7 +281,7 @@ class GridWalk(AbstractSampler):
         return steps, tries, queries(bounds.cells, steps, tries)
 
     def _plan(self) -> tuple[tuple[int, ...], int, Number, Number] | None:
-        """Cells, tries, penalty and slack, once all counts are known."""
+        """Return cells, tries, penalty and slack, once all counts are known."""
         cells, tries, walks = self.cells, self.num_tries, self.num_steps
         if not (walks or self.tabulate) or cells is None or tries is None:
             return None
@@ -298,17 +291,16 @@ class GridWalk(AbstractSampler):
 
     def _refusal(self, bounds, steps, tries, total) -> str:
         size = float(min(math.prod(bounds.cells), 10**300))
-        asked = "a table of" if steps is None else f"T = {steps:.3g} certified steps on"
-        remedies = ["fewer dimensions", "a Grid of candidates", "a larger max_queries"]
-        if steps is not None:
-            if size <= self.max_queries:
-                remedies.append("tabulate=True, which needs no steps")
-            if not bounds.convex:
-                remedies.append("a potential declared convex, which mixes sooner")
-            remedies.append("an explicit num_steps for a HEURISTIC run")
+        work = "a table of" if steps is None else f"T = {steps:.3g} certified steps on"
+        remedies = {
+            "fewer dimensions, a Grid of candidates, a larger max_queries": True,
+            "tabulate=True": steps is not None and size <= self.max_queries,
+            "a potential declared convex": steps is not None and not bounds.convex,
+            "an explicit num_steps for a HEURISTIC run": steps is not None,
+        }
         return (
-            f"GridWalk: {asked} {size:.3g} cells and {tries:.3g} tries take "
-            f"{total:.3g} evaluations of the potential, {duration(total * 1e-3)} at a "
-            f"millisecond each; max_queries is {self.max_queries:.3g}. What helps: "
-            f"{', '.join(remedies)}."
+            f"GridWalk: {work} {size:.3g} cells and {tries:.3g} tries take {total:.3g} "
+            f"evaluations, about {duration(total * 1e-3)}; max_queries is "
+            f"{self.max_queries:.3g}. What helps: "
+            f"{', '.join(text for text, helps in remedies.items() if helps)}."
         )

@@ -1,4 +1,4 @@
-r"""What draws from $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set, try by try."""
+r"""Oracles that draw from $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set, try by try."""
 
 import abc
 import dataclasses
@@ -27,33 +27,35 @@ Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class ProximalPlan:
-    """What the counts of an oracle and its bounds follow from; none of it is data."""
+    """Public numbers that the counts of an oracle and its bounds follow from."""
 
     regularity: Regularity  # of the potential
     feasible: AbstractSet
     step_size: float  # eta
     num_steps: int = 0  # how many accepted tries are needed; 0 while that is open
     tries: int = 0  # how many are made in all; 0 while that is open
-    share: float = 0.0  # the chance with which draws of proposals may run out of tries
+    failure: float = (
+        0.0  # the chance with which draws of proposals may run out of tries
+    )
 
     @property
     def dimension(self) -> int:
-        """The number of coordinates."""
+        """Number of coordinates."""
         return self.regularity.dimension
 
     @property
     def width(self) -> float:
-        """The diameter of the set."""
+        """Diameter of the set."""
         return restricted.diameter(self.feasible, self.dimension)
 
     @property
     def convexity(self) -> float:
-        r"""$\alpha$; 0 where none is known."""
+        r"""Strong convexity $\alpha$; 0 if none is known."""
         return float(self.regularity.strong_convexity or 0.0)
 
 
 class Mixing(eqx.Module):
-    r"""How fast `AlternatingSampler` forgets its start, at any step size.
+    r"""Rate at which `AlternatingSampler` forgets its start, at any step size.
 
     Attributes:
         width: $D$.
@@ -65,19 +67,18 @@ class Mixing(eqx.Module):
 
     @classmethod
     def of(cls, plan: ProximalPlan) -> "Mixing":
-        """That of a plan's potential and set."""
+        """Return the mixing of a plan's potential and set."""
         error = plan.regularity.error + plan.regularity.rounding
         return cls(plan.width, plan.convexity * math.exp(-2 * error))
 
-    def left(self, step_size: float, num_steps: int) -> float:
-        """The distance that is left of the start."""
+    def remaining(self, step_size: float, num_steps: int) -> float:
+        """Return the distance in total variation that is left of the start."""
         rate = math.log1p(self.convexity * step_size)
-        return (
-            self.width / (2 * math.sqrt(step_size)) * math.exp(-(num_steps - 1) * rate)
-        )
+        start = self.width / (2 * math.sqrt(step_size))
+        return start * math.exp(-(num_steps - 1) * rate)
 
     def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
-        """The fewest steps with at most that distance left, as a floating number.
+        """Return the fewest steps with at most that distance left.
 
         On the host with NumPy; in a program with `jax.numpy`, where logarithms round.
         """
@@ -86,8 +87,8 @@ class Mixing(eqx.Module):
         return 1 + xp.maximum(steps, 0)
 
 
-class ProximalLaw(NamedTuple):
-    r"""Laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set."""
+class ProximalTarget(NamedTuple):
+    r"""Densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set."""
 
     potential: AbstractPotential  # U
     feasible: AbstractSet
@@ -114,7 +115,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""The largest $\eta$ worth considering.
+        r"""Return the largest $\eta$ worth considering.
 
         Raises:
             ValueError: The oracle does not serve such a potential.
@@ -122,7 +123,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """The oracle with every count that was left open.
+        """Set every count that was left open.
 
         Raises:
             ValueError: A draw of a proposal would need too many tries.
@@ -130,19 +131,19 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def serves(self, plan: ProximalPlan) -> bool:
-        """Whether what `with_counts` fixed is right for such a potential and set."""
+        """Check that what `with_counts` fixed is right for such a potential and set."""
 
     @abc.abstractmethod
     def bias(self, plan: ProximalPlan) -> float:
-        """How far the law of an accepted try is from its target in total variation."""
+        """Return the total variation between an accepted try and its target."""
 
     @abc.abstractmethod
     def acceptance(self, plan: ProximalPlan) -> float:
-        """A lower bound on the probability that a try is accepted."""
+        """Return a lower bound on the probability that a try is accepted."""
 
     @abc.abstractmethod
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""Scale and offset of the proposals, which their tries are counted from.
+        r"""Return the scale and the offset of the proposals.
 
         Returns:
             The standard deviation, and $w$ and $b$ such that the mean is at most $w
@@ -151,24 +152,24 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def evaluations(self) -> tuple[float, int]:
-        """Per try, how many evaluations are needed on average, and are made at most."""
+        """Return how many evaluations a try needs on average, and makes at most."""
 
     @abc.abstractmethod
-    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
-        """What all tries at one $y$ have in common."""
+    def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
+        """Compute what all tries at one $y$ have in common."""
 
     @abc.abstractmethod
     def attempt(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+        self, target: ProximalTarget, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> Attempt:
-        """One try at $y$, for which `prepare` returned what is common.
+        """Make one try at $y$, for which `prepare` returned what is common.
 
         Returns:
             The proposal, whether it is accepted, and how many evaluations were needed.
         """
 
     def enough_draw_tries(self, plan: ProximalPlan) -> int:
-        """`draw_tries`, or else the fewest with which draws fail as the plan allows.
+        """Return `draw_tries`, or else as many as the plan needs.
 
         Raises:
             ValueError: More than 100 000 tries would be needed.
@@ -178,19 +179,18 @@ class AbstractProximalOracle(eqx.Module):
         chance, _ = self._draw_chance(plan)
         if chance >= 1:
             return 1
-        need = math.log(plan.share / (2 * self.draws * plan.tries))
+        need = math.log(plan.failure / (2 * self.draws * plan.tries))
         count = math.ceil(need / math.log1p(-chance)) if chance > 0 else math.inf
         if count > _MOST_DRAW_TRIES:
             raise ValueError(
                 f"{type(self).__name__}: a Gaussian restricted to the "
-                f"{type(plan.feasible).__name__} would need {count} tries in "
-                f"{plan.tries} draws; at most {_MOST_DRAW_TRIES} are made. Use a "
-                "smaller step_size, or a Box."
+                f"{type(plan.feasible).__name__} needs {count} tries per draw, more "
+                f"than {_MOST_DRAW_TRIES}. Use a smaller step_size, or a Box."
             )
         return max(1, int(count))
 
     def draw_failure(self, plan: ProximalPlan) -> float:
-        r"""The chance that any draw of a proposal runs out of its tries.
+        r"""Return the chance that any draw of a proposal runs out of its tries.
 
         That some $y$ comes farther from the set than a reach, which half of the plan's
         share is for, plus that of rejecting all tries of any draw within it.
@@ -203,7 +203,7 @@ class AbstractProximalOracle(eqx.Module):
         return far + self.draws * plan.tries * rejected
 
     def _draw_chance(self, plan: ProximalPlan) -> tuple[float, bool]:
-        """The least chance that a draw accepts a try, and whether for any mean."""
+        """Return the least acceptance of a draw, and whether for any mean."""
         deviation, weight, shift = self.gaussian(plan)
         feasible, dimension = plan.feasible, plan.dimension
         noise = math.sqrt(plan.step_size)
@@ -214,14 +214,14 @@ class AbstractProximalOracle(eqx.Module):
 
 
 class AbstractExactOracle(AbstractProximalOracle):
-    """An oracle whose accepted tries have the exact law, at a step of any size.
+    """Oracle whose accepted tries have the exact distribution, at a step of any size.
 
     Whatever they have in common, which may depend on tries that were rejected.
     """
 
     @abc.abstractmethod
     def without_counts(self, plan: ProximalPlan) -> Self:
-        """The oracle for steps of any size and as many tries as they take.
+        """Plan steps of any size and as many tries as they take.
 
         Raises:
             ValueError: Nothing is gained.
@@ -229,17 +229,17 @@ class AbstractExactOracle(AbstractProximalOracle):
 
     @abc.abstractmethod
     def proposal(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+        self, target: ProximalTarget, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> tuple[PyTree, Float[Array, ""]]:
-        r"""What `attempt` proposes, and the $r$ with which $e^{-r}$ accepts it."""
+        """Return the proposal, and $r$ with the chance $e^{-r}$ to accept it."""
 
     @abc.abstractmethod
-    def moved(self, law: ProximalLaw, y: PyTree, common: PyTree) -> PyTree:
-        """Something else in common, for tries at `y` after many that were rejected."""
+    def moved(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
+        """Return other common values, after many rejected tries at `y`."""
 
 
 def enough_tries(num_steps: int, chance: float, failure: float) -> int:
-    """The least number of tries of which too few are accepted with that chance.
+    """Return the least number of tries of which too few are accepted with that chance.
 
     Raises:
         ValueError: There are more than anyone would make.
@@ -256,28 +256,27 @@ def enough_tries(num_steps: int, chance: float, failure: float) -> int:
         low, high = (low, middle) if serves(middle) else (middle, high)
     if high > _MOST_TRIES:
         raise ValueError(
-            f"AlternatingSampler: {num_steps} steps would need {high} tries; at most "
-            f"{_MOST_TRIES} are made. Use a larger distance or regularizer, or a "
-            "potential that is less steep."
+            f"AlternatingSampler: {num_steps} steps need {high} tries, more than "
+            f"{_MOST_TRIES}. Use a larger distance or regularizer."
         )
     return high
 
 
 def _far(plan: ProximalPlan) -> float:
-    """The chance with which one point $y$ may come farther than the reach."""
-    return plan.share / (2 * plan.num_steps)
+    """Return the chance with which one point $y$ may come farther than the reach."""
+    return plan.failure / (2 * plan.num_steps)
 
 
 def finite_part(tree: PyTree) -> PyTree:
-    """The tree with zero in place of NaN and infinite values."""
+    """Replace NaN and infinite values by zero."""
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), tree)
 
 
 def multiple(scale: Any, tree: PyTree) -> PyTree:
-    """The tree times a number, in its dtypes."""
+    """Return the tree times a number, in its dtypes."""
     return jax.tree.map(lambda v: jnp.asarray(scale, v.dtype) * v, tree)
 
 
 def plus(tree: PyTree, scale: Any, other: PyTree) -> PyTree:
-    """The tree plus a multiple of another."""
+    """Return the tree plus a multiple of another."""
     return optax.tree.add(tree, multiple(scale, other))

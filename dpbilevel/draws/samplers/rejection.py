@@ -1,4 +1,4 @@
-"""A proximal oracle that looks at single terms of a sum."""
+"""Proximal oracle that looks at single terms of a sum."""
 
 import dataclasses
 import math
@@ -18,16 +18,16 @@ from .base import AbstractSumPotential, Regularity
 from .proximal import (
     AbstractProximalOracle,
     Attempt,
-    ProximalLaw,
     ProximalPlan,
+    ProximalTarget,
 )
 
 _CLIP = 0.5
-_MOST_STAGES = 64
+_MOST_STAGES = 63
 
 
 class StochasticRejection(AbstractProximalOracle):
-    r"""Accepts by an unbiased estimate that a few random terms give.
+    r"""Oracle that accepts by an unbiased estimate from a few random terms.
 
     For $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x - c\|^2$, a try draws $x, z$ from
     $\gamma \propto e^{-m \|x - c\|^2 / 2 - \|x - y\|^2 / (2 \eta)}$ on the set, random
@@ -40,20 +40,20 @@ class StochasticRejection(AbstractProximalOracle):
     and accepts $x$ with probability $\rho / 2$. As every $|\Delta_j| \le 1/2$, $\rho$
     lies in $[0, 2]$ always.
 
-    **Law.** Given $x$ and $z$, with $u = \frac{1}{n} \sum_j \Delta_j$, $E \rho = e^u$;
-    without clipping the exponent would be $v = \frac{1}{n} \sum_j (u_j(z) - u_j(x))$
-    and the law of an accepted $x$ exact. Dividing both densities by the larger of their
-    masses,
+    **Distribution.** Given $x$ and $z$, with $u = \frac{1}{n} \sum_j \Delta_j$, $E \rho
+    = e^u$; without clipping the exponent would be $v = \frac{1}{n} \sum_j (u_j(z) -
+    u_j(x))$ and the distribution of an accepted $x$ exact. Dividing both densities by
+    the larger of their masses,
 
     $$TV \le \frac{E |e^u - e^v|}{E e^v} \le E |e^u - e^v|,$$
 
     as $E e^v \ge e^{E v} = 1$. Let $W_j = (|u_j(z) - u_j(x)| - \frac12)^+$ and $\bar W$
     be their mean. $|u - v| \le \bar W$ and $\max(u, v) \le \frac12 + \bar W$, so that
     $|e^u - e^v| \le \sqrt e \, \bar W e^{\bar W} \le \sqrt e \, \frac1n \sum_j W_j
-    e^{W_j}$ by convexity. The law of $(x, z)$ is $(m + 1/\eta)$-strongly log-concave
-    and $u_j(z) - u_j(x)$ has mean zero and is $\sqrt2 G$-Lipschitz in $(x, z)$, hence
-    $P(W_j > w) \le 2 e^{-(1/2 + w)^2 / (2 \sigma^2)}$ with $\sigma^2 = 2 G^2 \eta / (1
-    + m \eta)$, and integrating $(1 + w) e^w$ against that,
+    e^{W_j}$ by convexity. The distribution of $(x, z)$ is $(m + 1/\eta)$-strongly
+    log-concave and $u_j(z) - u_j(x)$ has mean zero and is $\sqrt2 G$-Lipschitz in $(x,
+    z)$, hence $P(W_j > w) \le 2 e^{-(1/2 + w)^2 / (2 \sigma^2)}$ with $\sigma^2 = 2 G^2
+    \eta / (1 + m \eta)$, and integrating $(1 + w) e^w$ against that,
 
     $$TV \le 2 \sqrt e \, e^{-1 / (8 \sigma^2)} \Bigl(\frac1c + \frac1{c^2}\Bigr),
     \qquad c = \frac{1}{2 \sigma^2} - 1 > 0 .$$
@@ -82,23 +82,17 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Where $\sigma^2 = 1/8$, or the squared diameter if that is less."""
+        r"""Return $\eta$ of $\sigma^2 = 1/8$, or less: the squared diameter."""
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
-                "StochasticRejection: needs a sum of terms with a known Lipschitz "
-                "constant (num_terms and term_lipschitz of the Regularity). Use "
-                "ConvexEnvelope for any other potential."
+                "StochasticRejection: needs num_terms and term_lipschitz of the "
+                "Regularity. Use ConvexEnvelope for a potential that is no such sum."
             )
-        if not 0 <= lipschitz < math.inf:
+        if not 0 <= lipschitz < math.inf or regularity.error > 0:
             raise ValueError(
-                "StochasticRejection: term_lipschitz must be finite, got "
-                f"{lipschitz}. Clip the terms or use ConvexEnvelope."
-            )
-        if regularity.error > 0:
-            raise ValueError(
-                "StochasticRejection: the values of the terms must be exact, got "
-                f"error={regularity.error}. Use ConvexEnvelope."
+                "StochasticRejection: needs exact terms and a finite term_lipschitz, "
+                f"got {lipschitz} and error={regularity.error}. Use ConvexEnvelope."
             )
         most = restricted.diameter(feasible, regularity.dimension) ** 2
         variance = 1 / (16 * lipschitz**2) if lipschitz > 0 else math.inf
@@ -108,26 +102,24 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """The stages are cut where that costs at most a quarter of `plan.share`."""
-        stages = self.stages
-        if stages is None:
-            stages = next(
-                a
-                for a in range(1, _MOST_STAGES)
-                if plan.num_steps * _cut(a) <= plan.share / 4 or a == _MOST_STAGES - 1
-            )
+        """Cut the stages at a cost of at most a quarter of `plan.failure`."""
+        stages, allowed = self.stages or 1, plan.failure / 4
+        if self.stages is None:
+            while plan.num_steps * _cut(stages) > allowed and stages < _MOST_STAGES:
+                stages += 1
         draw_tries = self.enough_draw_tries(plan)
         return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
 
     @override
     def serves(self, plan: ProximalPlan) -> bool:
-        """Where values are exact: all that is fixed is counts."""
-        known = plan.regularity
-        return None not in (known.num_terms, known.term_lipschitz) and known.error == 0
+        """Check that values are exact: all that is fixed is counts."""
+        potential = plan.regularity
+        terms = potential.num_terms, potential.term_lipschitz
+        return None not in terms and potential.error == 0
 
     @override
     def bias(self, plan: ProximalPlan) -> float:
-        """The bound of the class on the effect of clipping and of cutting."""
+        """Return the bound of the class on the effect of clipping and of cutting."""
         deviation, _, _ = self.gaussian(plan)
         variance = 2 * (deviation * (plan.regularity.term_lipschitz or 0.0)) ** 2
         cut = 0.0 if self.stages is None else _cut(self.stages)
@@ -145,7 +137,7 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""$\gamma$ has the mean $y / (1 + m \eta)$, variance $\eta / (1 + m \eta)$."""
+        r"""Return mean $y / (1 + m \eta)$, variance $\eta / (1 + m \eta)$."""
         weight = 1 / (1 + plan.regularity.quadratic * plan.step_size)
         away, feasible = 0.0, plan.feasible  # how far zero is from a ball
         if isinstance(feasible, Ball) and feasible.center is not None:
@@ -155,27 +147,25 @@ class StochasticRejection(AbstractProximalOracle):
 
     @override
     def evaluations(self) -> tuple[float, int]:
-        r"""$2 (e - 1)$ values of terms on average, twice the stages at most."""
+        """Count $2 (e - 1)$ values of terms on average, twice the stages at most."""
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
     @override
-    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
-        r"""The mean of $\gamma$.
+    def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
+        r"""Return the mean of $\gamma$.
 
         Raises:
             TypeError: The potential is no sum.
         """
-        if not isinstance(law.potential, AbstractSumPotential):
-            raise TypeError(
-                "StochasticRejection: the potential must be an AbstractSumPotential, "
-                f"got {type(law.potential).__name__}. Use ConvexEnvelope."
-            )
-        return law.potential.middle(y, law.step_size)
+        if not isinstance(target.potential, AbstractSumPotential):
+            text = "StochasticRejection: needs an AbstractSumPotential, got"
+            raise TypeError(f"{text} {type(target.potential).__name__}.")
+        return target.potential.middle(y, target.step_size)
 
     @override
-    def attempt(self, law, y, common, *, key) -> Attempt:
-        """All stages at once, those that were not needed left out."""
-        (potential, feasible, step_size), stages = law, self.stages or 1
+    def attempt(self, target, y, common, *, key) -> Attempt:
+        """Compute all stages at once, and leave out those that were not needed."""
+        (potential, feasible, step_size), stages = target, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
         deviation = (step_size / (1 + potential.quadratic * step_size)) ** 0.5
@@ -199,7 +189,7 @@ class StochasticRejection(AbstractProximalOracle):
 
 
 def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
-    r"""Which are reached: stage $a + 1$ from stage $a$ with probability $1/(1 + a)$."""
+    """Draw the stages reached: after stage $a$ the next with $1/(1 + a)$."""
     # P(E > log(1 + a)) = 1 / (1 + a) for an exponential E.
     bars = jnp.log1p(jnp.arange(1, stages + 1).astype(dtype))
     onward = standard_exponential((stages,), dtype, key=key) > bars
@@ -207,6 +197,6 @@ def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
 
 
 def _cut(stages: int) -> float:
-    """What the stages beyond the last can add to the mean of rho."""
+    """Return the largest effect of the stages beyond the last on the mean of rho."""
     first = math.exp((stages + 1) * math.log(_CLIP) - math.lgamma(stages + 2))
     return first / (1 - _CLIP / (stages + 2))

@@ -36,7 +36,7 @@ def restricted_normal(
     *,
     key: PRNGKey,
 ) -> PyTree:
-    r"""One point with density proportional to $e^{-\|x - a\|^2 / (2 s^2)}$ on the set.
+    r"""Draw one point with density $\propto e^{-\|x - a\|^2 / (2 s^2)}$ on the set.
 
     That is a box (or a product of boxes), which needs one try, a ball, or a simplex, on
     which the density refers to the volume of its hyperplane. The mean $a$ may be
@@ -45,9 +45,9 @@ def restricted_normal(
     Raises:
         ValueError: A set of another kind.
     """
-    point, found = tried_normal(feasible, mean, deviation, tries, key=key)
+    point, accepted = tried_normal(feasible, mean, deviation, tries, key=key)
     fallback = feasible.project(mean)
-    return jax.tree.map(lambda v, a: jnp.where(found, v, a), point, fallback)
+    return jax.tree.map(lambda v, a: jnp.where(accepted, v, a), point, fallback)
 
 
 def tried_normal(
@@ -58,10 +58,10 @@ def tried_normal(
     *,
     key: PRNGKey,
 ) -> tuple[PyTree, Bool[Array, ""]]:
-    """The point of the first accepted try, and whether there is one.
+    """Return the point of the first accepted try, and whether there is one.
 
     Arguments are those of `restricted_normal`; given that a try was accepted the point
-    has exactly the law that is asked for.
+    has exactly the distribution that is asked for.
 
     Raises:
         ValueError: A set of another kind.
@@ -93,7 +93,7 @@ def tried_normal(
 
 
 def check_set(feasible: AbstractSet) -> None:
-    """Refuses a set that no draw here serves.
+    """Check that the set is a box, a ball or a simplex.
 
     Raises:
         ValueError: Neither box, ball nor simplex.
@@ -105,14 +105,13 @@ def check_set(feasible: AbstractSet) -> None:
     boxes = all(isinstance(part, Box) for part in parts)
     if not boxes and not isinstance(feasible, Ball | Simplex):
         raise ValueError(
-            "restricted_normal: draws on a Box, a product of boxes, a Ball or a "
-            f"Simplex, got {type(feasible).__name__}. Replace the set by one of these "
-            "that holds it, or use a sampler that needs projections only."
+            "restricted_normal: the set must be a Box, a product of boxes, a Ball or a "
+            f"Simplex, got {type(feasible).__name__}. Use one that contains it."
         )
 
 
 def diameter(feasible: AbstractSet, dimension: int) -> float:
-    """The diameter, of a box with plain numbers as bounds too."""
+    """Return the diameter, of a box with plain numbers as bounds too."""
     if (
         isinstance(feasible, Box)
         and np.ndim(feasible.lower) == np.ndim(feasible.upper) == 0
@@ -125,7 +124,7 @@ def diameter(feasible: AbstractSet, dimension: int) -> float:
 def acceptance(
     feasible: AbstractSet, dimension: int, deviation: float, reach: float
 ) -> float:
-    r"""A lower bound on the chance that one try of `restricted_normal` is accepted.
+    r"""Bound the chance that one try of `restricted_normal` is accepted, from below.
 
     1 on boxes. On the simplex, with $d$ coordinates and scale $S$, whatever the mean,
 
@@ -160,7 +159,7 @@ def acceptance(
 def reach(
     feasible: AbstractSet, dimension: int, deviation: float, probability: float
 ) -> float:
-    r"""How far from a ball a point of it comes by $\mathcal N(0, \sigma^2 I)$ noise.
+    r"""Bound how far $\mathcal N(0, \sigma^2 I)$ noise takes a point from a ball.
 
     Farther with at most the given probability: with the ball at zero, $\|x + \sigma
     \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$, and each of the two is
@@ -177,7 +176,7 @@ def reach(
 
 
 def _ball(offset, radius, tries, key):
-    r"""Tries in the ball of radius $r$ at zero, in units of the deviation.
+    r"""Return tries in the ball of radius $r$ at zero, in units of the deviation.
 
     With $A = \|a\|$, $u = a / A$ and $x = x_1 u + w$, $w \perp u$, $Q = \|w\|^2$: the
     marginal density of $w$ is proportional to $e^{-Q/2 + \psi(Q)}$ with $\psi(Q) =
@@ -209,7 +208,7 @@ def _ball(offset, radius, tries, key):
 
 
 def _tangent(length, radius, size):
-    r"""The $q$ with $q = (d - 1) / (1 + 2 \theta(q))$ by bisection, and $\theta(q)$."""
+    r"""Solve $q = (d - 1) / (1 + 2 \theta(q))$ for $q$, and return $\theta(q)$."""
 
     def slope_at(q):
         half = jnp.sqrt(radius**2 - q)
@@ -237,14 +236,14 @@ def _tangent(length, radius, size):
 
 
 def _simplex(mean, deviation, scale, tries, key):
-    r"""Tries on $\{w \ge 0, \sum_i w_i = S\}$.
+    r"""Return tries on $\{w \ge 0, \sum_i w_i = S\}$.
 
-    A common shift $\lambda$ of the mean leaves the law as it is. All coordinates but
-    that of the largest mean, $j$, are proposed as normal values conditioned on being
-    non-negative; $w_j$ is what they leave of $S$, and the try is accepted with
-    probability $f_j(w_j) / \sup f_j$, which is the law exactly, at any $\lambda$. The
-    one at which $E \sum_i w_i = S$ is found by bisection: there tries are accepted
-    often.
+    A common shift $\lambda$ of the mean leaves the distribution as it is. All
+    coordinates but that of the largest mean, $j$, are proposed as normal values
+    conditioned on being non-negative; $w_j$ is what they leave of $S$, and the try is
+    accepted with probability $f_j(w_j) / \sup f_j$, which is the distribution exactly,
+    at any $\lambda$. The one at which $E \sum_i w_i = S$ is found by bisection: there
+    tries are accepted often.
     """
     keys = derive(key, "proposal", "accept")
     size, dtype = mean.shape[0], mean.dtype
@@ -281,7 +280,7 @@ def _simplex(mean, deviation, scale, tries, key):
 
 
 def _ball_acceptance(dimension: int, radius: float, reach: float) -> float:
-    r"""The least acceptance over all means with $A \le r + $ reach, all in deviations.
+    r"""Return the least acceptance over means with $A \le r + $ reach, in deviations.
 
     Let $Z(A)$ be the probability of the ball and $B(A) = \min_\theta
     \sup_Q (\psi_A(Q) + \theta Q) - \frac{d-1}{2} \log(1 + 2 \theta)$ the logarithm of

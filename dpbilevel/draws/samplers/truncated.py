@@ -32,7 +32,7 @@ def truncated_normal(
     *,
     key: PRNGKey,
 ) -> Float[Array, " n"]:
-    r"""Independent $\mathcal N(a_i, s^2)$ values, each conditioned on $[l_i, u_i]$.
+    r"""Draw independent $\mathcal N(a_i, s^2)$ values, conditioned on $[l_i, u_i]$.
 
     Ends may be infinite, and an interval may be a point: the value is in $[l_i, u_i]$.
     By inversion: an interval that holds the mean is split there and a side chosen by
@@ -48,8 +48,8 @@ def truncated_normal(
     shape, dtype = low.shape, low.dtype
     mass_left, mass_right = _central(-low), _central(high)
     total = mass_left + mass_right
-    share = jnp.where(total > 0, mass_right / jnp.where(total > 0, total, 1), 1)
-    coin = jnp.exp(-standard_exponential(shape, dtype, key=key_side)) < share
+    chance = jnp.where(total > 0, mass_right / jnp.where(total > 0, total, 1), 1)
+    coin = jnp.exp(-standard_exponential(shape, dtype, key=key_side)) < chance
     right = (low >= 0) | ((high > 0) & coin)
     near = jnp.maximum(jnp.where(right, low, -high), 0)
     far = jnp.where(right, high, -low)
@@ -57,18 +57,19 @@ def truncated_normal(
     distance = deviation * tail_distance(near, far - near, exponential)
     inside = (low < 0) & (high > 0)
     anchor = jnp.where(inside, mean, jnp.where(right, lower, upper))
-    drawn = jnp.where(right, anchor + distance, anchor - distance)
-    return jnp.clip(drawn, lower, upper)
+    return jnp.clip(
+        jnp.where(right, anchor + distance, anchor - distance), lower, upper
+    )
 
 
 def tail_distance(
     near: Float[Array, "..."], width: Float[Array, "..."], exponential: Array
 ) -> Float[Array, "..."]:
-    r"""The $t$ in $[0, w]$ with $\Lambda_z(t) = E'$, an $E$ held below $\Lambda_z(w)$.
+    r"""Solve $\Lambda_z(t) = E'$ for $t$ in $[0, w]$, an $E$ held below $\Lambda_z(w)$.
 
     From the end $z \ge 0$ that is `near`; the width $w \ge 0$ may be infinite. For
     standard exponential $E$, $E' = -\log(1 - (1 - e^{-E})(1 - e^{-\Lambda_z(w)}))$ has
-    their law conditioned on $E \le \Lambda_z(w)$.
+    their distribution conditioned on $E \le \Lambda_z(w)$.
     """
     last = tail_exponent(near, width)
     missing = jnp.expm1(-exponential) * -jnp.expm1(-last)  # in (-1, 0]
@@ -90,7 +91,7 @@ def tail_distance(
 def tail_exponent(
     near: Float[Array, "..."], distance: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    r"""$\Lambda_z(t)$ for $z, t \ge 0$; 2048 or more for any $t$ beyond 64."""
+    r"""Return $\Lambda_z(t)$ for $z, t \ge 0$; 2048 or more for any $t$ beyond 64."""
     t = jnp.minimum(distance, _WIDEST)
     ratio = mills_ratio(near + t) / mills_ratio(near)
     return near * t + t**2 / 2 - jnp.log(ratio)
@@ -99,7 +100,7 @@ def tail_exponent(
 def log_probability(
     mean: Float[Array, "..."], half_width: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    r"""$\log P(|Z + a| \le h)$ of a standard normal $Z$, with $a \ge 0$ and $h > 0$."""
+    r"""Return $\log P(|Z + a| \le h)$ of a normal $Z$, with $a \ge 0, h > 0$."""
     near = jnp.maximum(mean - half_width, 0)
     scale = jnp.log(mills_ratio(near)) - near**2 / 2 - 0.5 * math.log(2 * math.pi)
     beside = scale + jnp.log(-jnp.expm1(-tail_exponent(near, 2 * half_width)))
@@ -110,7 +111,7 @@ def log_probability(
 
 
 def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    r"""$R(x) = S(x) / \varphi(x)$ for $x \ge 0$.
+    r"""Return $R(x) = S(x) / \varphi(x)$ for $x \ge 0$.
 
     By the continued fraction $1 / (x + 1 / (x + 2 / (x + \dots)))$ from 5 on.
     """
@@ -124,5 +125,5 @@ def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _central(x):
-    """The probability between 0 and x, or zero for a negative x."""
+    """Return the probability between 0 and x, or zero for a negative x."""
     return 0.5 * erf(jnp.maximum(x, 0) * math.sqrt(0.5))

@@ -1,4 +1,4 @@
-r"""What a score is: computed from records, sealed before it leaves.
+r"""Interface of scores: computed from records, sealed before they leave.
 
 The modules here read records: mean losses of clipped range, and objectives of two
 levels whose sensitivity constants prove.
@@ -23,13 +23,13 @@ from ..samplers.base import AbstractPotential, Regularity
 
 DrawProblem = BilevelProblem | FiniteSum
 
-# What the error of computed values may add to a spread.
+# The fractions that errors of solves and rounding may add to a spread.
 SOLVES, ROUNDING = 0.01, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractScore(abc.ABC):
-    """A score of a problem, with one measure of its sensitivity.
+    """Score of a problem, with one measure of its sensitivity.
 
     Args:
         problem: The problem.
@@ -43,7 +43,7 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """One record's share per role, as in `BoundedScore`; inside a program too.
+        """Return the contribution of one record per role, as in `BoundedScore`.
 
         A spread counts the errors of scores that are computed in `dtype`.
 
@@ -53,35 +53,35 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
-        """What is known of the score as a potential, besides convexity. On the host."""
+        """Return what is known of the score, besides convexity. On the host."""
 
     @property
     def basis(self) -> Basis:
-        """What the contributions rest on."""
+        """Basis of the contributions."""
         return Basis.CONSTANTS
 
     @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
-        """What all this rests on, in the words of the report."""
+        """Assumptions of the guarantee, in the words of the report."""
 
     @abc.abstractmethod
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
-        """The score itself. NON-PRIVATE."""
+        """Return the score itself. NON-PRIVATE."""
 
     def bounded(
         self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
-        """The score, sealed; `dtype` is what was planned for, if that is coarser."""
+        """Seal the score; `dtype` is what was planned for, if that is coarser."""
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
-        share = sum(self.contributions(dtype).values())
+        contribution = sum(self.contributions(dtype).values())
         raw = self.potential(data, start)
-        return BoundedScore(raw, share, self.measure, self.basis)
+        return BoundedScore(raw, contribution, self.measure, self.basis)
 
 
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
-    """Refuses a dtype in which computed scores are too far off.
+    """Refuse a dtype in which computed scores are too far off.
 
     Raises:
         ValueError: Four errors are more than 6 % of what a record changes without them.
@@ -98,16 +98,15 @@ def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
 
 
 def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
-    """Refuses a loss that is coarser than what errors are planned for.
+    """Refuse a loss that is coarser than what errors are planned for.
 
     Raises:
         ValueError: At `(*points, record)` it has a coarser dtype than the points.
     """
-    found = jax.eval_shape(loss, *points, one_record(records)).dtype
-    wanted = jnp.result_type(*jax.tree.leaves(points))
-    if jnp.finfo(found).bits < jnp.finfo(wanted).bits:
+    dtype = jax.eval_shape(loss, *points, one_record(records)).dtype
+    planned = jnp.result_type(*jax.tree.leaves(points))
+    if jnp.finfo(dtype).bits < jnp.finfo(planned).bits:
         raise ValueError(
-            f"a loss of dtype {found} is coarser than the starting point, {wanted}, "
-            "which errors of scores are planned for; compute the loss in the dtype of "
-            "its arguments, and give records of it."
+            f"a loss of dtype {dtype} is coarser than the planned {planned} of the "
+            "initial point. Compute the loss, and give records, in that dtype."
         )

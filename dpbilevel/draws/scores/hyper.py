@@ -30,21 +30,21 @@ _COMPUTED = (
 
 @dataclasses.dataclass(frozen=True)
 class HyperObjective(AbstractScore):
-    r"""$\Phi(x) = F(x, y^*(x))$, with $y^*$ found by a fixed number of steps.
+    r"""Hyper-objective $\Phi(x) = F(x, y^*(x))$, with $y^*$ from a number of steps.
 
     One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$
-    and by $2 B / n_f$, with $B$ how far one loss may be from itself at another point,
-    by constants or by clipping to $[0, B]$; a lower record by $S_{low} D$ and by $2
-    L_{fy} d$, with $d$ how far it moves $y^*$. The error $e$ of a computed value, from
-    the inner solve and from rounding, adds $4 e$ to each.
+    and by $2 B / n_f$, where one loss changes by at most $B$ between two points, by
+    constants or by clipping to $[0, B]$. A lower record moves them by at most $S_{low}
+    D$ and by $2 L_{fy} d$, where it moves $y^*$ by at most $d$. The error $e$ of a
+    computed value, from the inner solve and from rounding, adds $4 e$ to each.
 
     Args:
         problem: A `BilevelProblem` with a certificate.
         measure: As in `AbstractScore`.
         sizes: The planned sizes.
-        clip_range: What losses are clipped to, or `None`.
+        clip_range: The range $B$ that losses are clipped to, or `None`.
         uniform: Whether the lower level is solved by as many steps at every point as at
-            the worst one: points that depend on records must not show in a trip count.
+            the worst one. Points that depend on records must not show in a trip count.
     """
 
     clip_range: Any = None
@@ -81,7 +81,7 @@ class HyperObjective(AbstractScore):
 
     @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
-        """Solves the lower level anew at every point."""
+        """Return a potential that solves the lower level anew at every point."""
         x, y = start
         dtype = derivatives.common_dtype((x, y))
         check_loss_dtype(
@@ -102,13 +102,13 @@ class HyperObjective(AbstractScore):
         )
 
     def _error(self, dtype: DTypeLike) -> Number:
-        """How far a computed value may be off."""
+        """Return how far a computed value may be off."""
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
             largest += 2 * self._reach()
-        solved = self._target(dtype) + self._rounding(self._bounds(), dtype)
+        solution = self._target(dtype) + self._rounding(self._bounds(), dtype)
         rounding = sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
-        return self._slope() * solved + rounding
+        return self._slope() * solution + rounding
 
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
@@ -117,7 +117,7 @@ class HyperObjective(AbstractScore):
         return self._certificate().bounds(self.sizes)
 
     def spreads(self) -> tuple[Any, Any]:
-        """How far apart an upper and a lower record move exact scores."""
+        """Return how far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
         # Also where losses are cut: cutting sets no two values further apart.
         n = self.sizes.upper
@@ -130,49 +130,49 @@ class HyperObjective(AbstractScore):
         return upper, _least(bounds.lower * diameter, lower)
 
     def _range(self) -> Number:
-        """How far an upper loss may be from itself at another point."""
+        """Return how far an upper loss may be from itself at another point."""
         return self._reach() if self.clip_range is None else self.clip_range
 
     def _half(self) -> Number:
-        """The norm that upper losses are cut at: about those at a reference, or $B/2$.
+        """Return the clip norm of upper losses about a reference, or $B/2$.
 
         The reference may be at either end of their range.
         """
         return self._range() if self.clip_range is None else self._range() / 2
 
     def _reach(self) -> Number:
-        """The same by constants."""
+        """Return `_range` by constants."""
         second = self._certificate().second_order
         return self._between(second.upper_x, second.upper_y)
 
     def _spread_reach(self) -> Number:
-        """Half of how far the difference of two losses may be from itself."""
+        """Return half of how far the difference of two losses may be from itself."""
         second = self._certificate().second_order
         return self._between(second.upper_x_spread, second.upper_y_spread)
 
     def _between(self, slope_x: Any, slope_y: Any) -> Number:
-        """How far a function of these slopes may be from itself at another point."""
+        """Bound the change of a function of these slopes from one point to another."""
         second = self._certificate().second_order
         reach = 2 * slope_y * second.solution_radius
         return reach + slope_x * self.problem.x_set.diameter if slope_x else reach
 
     def _slope(self) -> float:
-        """The Lipschitz constant in y of the mean of clipped losses, and public term.
+        """Return the Lipschitz constant in y of the computed upper objective.
 
-        Clipping leaves that of every record as it is, but not what cancels in a mean:
-        a public term is at most twice as steep as the bound on the whole.
+        Clipping keeps the constant of every record, but not what cancels in a mean. A
+        public term is at most twice as steep as the bound on the sum.
         """
         slope = self._certificate().second_order.upper_y
         return slope if self.problem.upper_public is None else 3 * slope
 
     def _lipschitz(self) -> Number:
-        """That of the score in x: where losses are clipped, terms may cancel less."""
+        """Return the Lipschitz constant of the score in x, for clipped losses too."""
         if self.clip_range is None or self.problem.upper_public is None:
             return self._bounds().gradient
         return 3 * self._certificate().second_order.upper_total
 
     def _target(self, dtype: DTypeLike) -> float:
-        """How far a lower solution may be off, beyond rounding."""
+        """Return how far a lower solution may be off, beyond rounding."""
         bounds = self._bounds()
         rounding = float(self._rounding(bounds, dtype))
         if self.measure == "slope":
@@ -181,15 +181,14 @@ class HyperObjective(AbstractScore):
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
     def _most_steps(self, dtype: DTypeLike) -> int:
-        """What the worst point takes, on the host."""
+        """Return the number of steps at the worst point. On the host."""
         metric = self._certificate().metric(self.problem, self.sizes, None, None)
         count = _steps(metric, self._target(dtype))
         if not count <= sensitivities.MOST_STEPS:
             raise ValueError(
-                f"ExponentialMechanism: the constants ask for {count:.3g} steps to "
-                "solve the lower level at a point, and at most "
-                f"{sensitivities.MOST_STEPS} are made. Raise the strong convexity "
-                "(mu_g) by a larger public penalty."
+                f"ExponentialMechanism: the lower level needs {count:.3g} steps at a "
+                f"point, more than {sensitivities.MOST_STEPS}. Raise the strong "
+                "convexity (mu_g) by a larger public penalty."
             )
         return int(count)
 
@@ -198,29 +197,26 @@ class HyperObjective(AbstractScore):
 
 
 def _least(first: Any, second: Any) -> Number:
-    """The smaller of two numbers, on the host or in a program."""
+    """Return the smaller of two numbers, on the host or in a program."""
     known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
     return min(first, second) if known else jnp.minimum(first, second)
 
 
-class _SolvedAnew(AbstractPotential):
-    """A potential whose lower level is solved at every point, from `y0`."""
+def _hypergradient(potential: "_Objective | _Norm", x: PyTree) -> PyTree:
+    """Return the hypergradient; the lower level is solved anew, from `y0`."""
+    problem, sizes = potential.problem, potential.sizes
+    certificate = certified.certificate_of(problem)
+    bounds = certificate.bounds(sizes, x)
+    steps = sensitivities.step_counts(certificate, sizes)
+    arguments = problem, potential.data, x, potential.y0, sizes
+    return certified.hypergradient(*arguments, bounds, steps)
 
+
+class _Objective(AbstractPotential):
     problem: BilevelProblem
     data: Levels
     y0: PyTree
     sizes: Sizes = eqx.field(static=True)
-
-    def hypergradient(self, x: PyTree) -> PyTree:
-        certificate = certified.certificate_of(self.problem)
-        bounds = certificate.bounds(self.sizes, x)
-        steps = sensitivities.step_counts(certificate, self.sizes)
-        return certified.hypergradient(
-            self.problem, self.data, x, self.y0, self.sizes, bounds, steps
-        )
-
-
-class _Objective(_SolvedAnew):
     reference: PyTree
     half: Any
     centered: bool = eqx.field(static=True)  # about the losses at the reference
@@ -251,17 +247,17 @@ class _Objective(_SolvedAnew):
 
     @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
-        # Points that need as many steps as their neighbours wait for nobody.
+        # Points are sorted by their steps, as those of one batch wait for the longest.
         order = jnp.argsort(jax.vmap(self._steps)(xs))
         values = super().many(jax.tree.map(lambda v: v[order], xs))
         return jnp.zeros_like(values).at[order].set(values)
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        return self(x), self.hypergradient(x)
+        return self(x), _hypergradient(self, x)
 
     def _solution(self, x: PyTree) -> PyTree:
-        """The lower solution, found from zero in the certificate's metric."""
+        """Solve the lower level from zero, in the certificate's metric."""
         metric = self._metric(x)
         means = derivatives.Means(self.problem, self.data, self.sizes)
         roots = jax.tree.map(jnp.sqrt, metric.diagonal)
@@ -288,14 +284,14 @@ class _Objective(_SolvedAnew):
 
 
 def _steps(metric: Metric, target: float) -> Number:
-    """How many steps leave an error of at most `target` in y."""
+    """Return how many steps leave an error of at most `target` in y."""
     error = target * metric.least**0.5
     return metric.spectrum.accelerated_steps(metric.radius, error)
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientNorm(AbstractScore):
-    r"""$\|x - \Pi_X(x - \nabla \Phi(x))\|$: zero at the stationary points of the set.
+    r"""Gradient mapping $\|x - \Pi_X(x - \nabla \Phi(x))\|$, zero at stationary points.
 
     In the interior, as far as a unit step does not leave the set, that is the norm of
     the hypergradient; where the set's boundary holds a step back, it is smaller. A
@@ -313,8 +309,8 @@ class GradientNorm(AbstractScore):
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         certificate, rounding = self._certificate(), self._rounding(dtype)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
-        shares = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
-        return {"upper": shares.upper + rounding, "lower": shares.lower + rounding}
+        halves = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
+        return {"upper": halves.upper + rounding, "lower": halves.lower + rounding}
 
     @override
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
@@ -330,37 +326,42 @@ class GradientNorm(AbstractScore):
 
     @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
-        """Computes the hypergradient anew at every point."""
+        """Return a potential that computes the hypergradient anew at every point."""
         return _Norm(self.problem, data, start[1], self.sizes)
 
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
 
     def _rounding(self, dtype: DTypeLike) -> Number:
-        """Of the projection of a step that leaves the set, a few roundings."""
+        """Bound the rounding of the projection of a step that leaves the set."""
         if isinstance(self.problem.x_set, Euclidean):
             return 0.0
-        far = self.problem.x_set.reach
-        if isinstance(far, float) and math.isinf(far):
+        reach = self.problem.x_set.reach
+        if isinstance(reach, float) and math.isinf(reach):
             raise ValueError(
                 "ExponentialMechanism: the gradient mapping on an unbounded "
-                f"x_set={self.problem.x_set} rounds without bound; use a bounded set, "
-                "or Euclidean()."
+                f"x_set={self.problem.x_set} has no bound on its rounding. Use a "
+                "bounded set, or Euclidean()."
             )
         gradient = self._certificate().bounds(self.sizes).gradient
-        return 8 * float(jnp.finfo(dtype).eps) * (far + gradient)
+        return 8 * float(jnp.finfo(dtype).eps) * (reach + gradient)
 
 
-class _Norm(_SolvedAnew):
+class _Norm(AbstractPotential):
+    problem: BilevelProblem
+    data: Levels
+    y0: PyTree
+    sizes: Sizes = eqx.field(static=True)
+
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        value = self.hypergradient(x)
+        value = _hypergradient(self, x)
         step = optax.tree.sub(x, value)
         back = optax.tree.sub(step, self.problem.x_set.project(step))
         return optax.tree.norm(optax.tree.add(value, back))
 
 
 def _gradient_error(certificate: AbstractCertificate, sizes, dtype) -> Number:
-    """How far a computed hypergradient may be off."""
+    """Return how far a computed hypergradient may be off."""
     bounds = certificate.bounds(sizes)
     steps = sensitivities.step_counts(certificate, sizes)
     error = sensitivities.solve_error(bounds, steps)

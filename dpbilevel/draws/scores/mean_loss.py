@@ -1,4 +1,4 @@
-"""The score of a one-level problem: its mean loss."""
+"""Score of a one-level problem: its mean loss."""
 
 import dataclasses
 import math
@@ -26,16 +26,15 @@ from .base import AbstractScore, check_error, check_loss_dtype
 
 # A public term is cut at this many times the range of the losses.
 _PUBLIC = 8
-# How many values are added in any order.
-_GROUP = 64
-# By how much a declared range is exceeded before it is enforced, more than by rounding:
-# a loss may reach it, and at the limit itself derivatives would be cut too.
+_GROUP = 64  # values that are added in any order
+# A declared range is enforced beyond it by more than rounding: at the limit itself
+# clipping would cut derivatives, too.
 _BEYOND = 1 + 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanLoss(AbstractScore):
-    r"""The objective of a one-level problem.
+    r"""Objective of a one-level problem.
 
     With a range $B$ every loss is clipped to $[0, B]$, so that one record moves the
     mean by less than $B / n$ whatever the loss is. Otherwise $G$, declared, bounds the
@@ -52,7 +51,7 @@ class MeanLoss(AbstractScore):
 
     @override
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """$B / n$ or $G D / n$; as a slope $G^d / n$."""
+        """Return $B / n$ or $G D / n$; as a slope $G^d / n$."""
         reach = self._reach()
         if self.measure == "slope":
             return {RECORDS: self._slope() / self.sizes}
@@ -113,7 +112,7 @@ class MeanLoss(AbstractScore):
         return self.measure == "spread" and self.clip_range is not None
 
     def _reach(self) -> Number:
-        """How far a loss may be from itself at another point."""
+        """Return how far a loss may be from itself at another point."""
         if self._clipped:
             return self.clip_range
         if self.measure == "slope":
@@ -122,7 +121,7 @@ class MeanLoss(AbstractScore):
 
     @override
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
-        """A clipped mean for a spread, a sum of terms for a slope."""
+        """Return a clipped mean for a spread, a sum of terms for a slope."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
         check_loss_dtype(self.problem.loss, (start,), batch.records)
         reach = self._reach()
@@ -136,43 +135,41 @@ class MeanLoss(AbstractScore):
     def _check_public(self) -> None:
         if self.problem.public is not None:
             raise ValueError(
-                "FiniteSum: a regularized draw needs the slope of its potential, and "
-                "that of a public term is not declared. Leave public out; a quadratic "
-                "one is RegularizedExponentialMechanism(regularizer=)."
+                "FiniteSum: a regularized draw needs the slope of the public term. "
+                "Leave public out, or give "
+                "RegularizedExponentialMechanism(regularizer=)."
             )
 
     def _declared(self) -> float:
         if self.problem.lipschitz is None:
             raise ValueError(
-                "FiniteSum: a draw needs the Lipschitz constant of the loss, "
-                "FiniteSum(lipschitz=G), or its range: "
-                "ExponentialMechanism(Grid(...), clip_range=B) clips losses to [0, B]."
+                "FiniteSum: a draw needs the range of the loss. Give "
+                "FiniteSum(lipschitz=G) or ExponentialMechanism(..., clip_range=B)."
             )
         return self.problem.lipschitz
 
     def _slope(self) -> float:
-        """Half the Lipschitz constant of the difference of two losses."""
-        spread, whole = self.problem.lipschitz_spread, self._declared()
-        return whole if spread is None else spread
+        """Return half the Lipschitz constant of the difference of two losses."""
+        spread, lipschitz = self.problem.lipschitz_spread, self._declared()
+        return lipschitz if spread is None else spread
 
     def _diameter(self):
         diameter = self.problem.w_set.diameter
         if isinstance(diameter, float) and math.isinf(diameter):
             raise ValueError(
-                f"FiniteSum: w_set={self.problem.w_set} is unbounded, so that losses "
-                "are; an exponential mechanism draws from a bounded set, such as "
-                "dpbilevel.sets.Ball(r)."
+                f"FiniteSum: w_set={self.problem.w_set} is unbounded, and a draw needs "
+                "a bounded set. Use for instance dpbilevel.sets.Ball(r)."
             )
         return diameter
 
 
 def unit_of(dtype: DTypeLike) -> float:
-    """The largest relative error of rounding to a dtype."""
+    """Return the largest relative error of rounding to a dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
 def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, Any]:
-    """One record's share of a mean of clipped losses, and the error of computing it.
+    """Return a record's contribution to a clipped mean, and its rounding error.
 
     Losses are clipped to an interval of length `reach`; `public` is whether the mean
     has a public term, by `public_part`.
@@ -181,12 +178,12 @@ def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, 
         ValueError: The dtype is too coarse.
     """
     # Clipped values lie on a grid; the mean, its multiple and the draw round.
-    own = 4 * unit_of(dtype) * (1 + _PUBLIC * public) * reach
-    share = reach * (1 + 2.0**-20) / n
-    # What a record's own rounding moves is part of its share: four scores', for a
-    # spread that is one share under add-or-remove-one.
-    check_error(own, share, dtype, "use fewer records")
-    return share + 4 * own, own + 2.0**-24 * reach
+    rounding = 4 * unit_of(dtype) * (1 + _PUBLIC * public) * reach
+    contribution = reach * (1 + 2.0**-20) / n
+    # The rounding of four scores is part of the contribution, as a spread is a single
+    # contribution under add-or-remove-one.
+    check_error(rounding, contribution, dtype, "use fewer records")
+    return contribution + 4 * rounding, rounding + 2.0**-24 * reach
 
 
 def public_part(
@@ -195,10 +192,11 @@ def public_part(
     start: PyTree,
     half: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """The public term, if any, against that at the start, cut at a multiple of a range.
+    """Return the public term less its value at the start, cut at a multiple of a range.
 
-    It reads no data, so cutting it costs no privacy; uncut, it would decide how its sum
-    with a mean loss is rounded. `half` the range is in the dtype of the result.
+    It reads no data, so that the cut costs no privacy. Without the cut a large term
+    would decide how its sum with a mean loss is rounded. `half` the range is in the
+    dtype of the result.
     """
     if public is None:
         return jnp.zeros_like(half)
@@ -208,17 +206,17 @@ def public_part(
 
 
 def _sum(values: Float[Array, " n"]) -> Float[Array, ""]:
-    """The sum, in groups of groups, so that few additions follow each other."""
+    """Sum in groups of groups, so that few additions follow each other."""
     while len(values) > _GROUP:
         padded = jnp.pad(values, (0, -len(values) % _GROUP))
         groups = jnp.sum(padded.reshape(-1, _GROUP), axis=1)
-        # Or a compiler adds all in one go, in an order of its own.
+        # Otherwise a compiler may add all of them in an order of its choice.
         values = jax.lax.optimization_barrier(groups)
     return jnp.sum(values)
 
 
 def _roundings(n: int) -> int:
-    """How many additions follow each other in `_sum`, at most."""
+    """Return how many additions follow each other in `_sum`, at most."""
     count = 0
     while n > _GROUP:
         count, n = count + _GROUP, -(-n // _GROUP)
@@ -237,10 +235,10 @@ class _ClippedMean(AbstractPotential):
         half = jnp.asarray(self.half)
 
         def value(record):
-            found = loss(x, record)
+            at_x = loss(x, record)
             if self.centered:
-                return found - loss(self.start, record)
-            return found - half.astype(found.dtype)
+                return at_x - loss(self.start, record)
+            return at_x - half.astype(at_x.dtype)
 
         mean = clipped_mean(value, self.batch, clip_norm=half, precision="grid")
         total = unsealed(mean)
@@ -262,18 +260,19 @@ class _Terms(AbstractSumPotential):
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        """A tangent below the mean, where some gradients are not finite, too.
+        """Return a tangent below the mean, also if some gradients are not finite.
 
-        Such a record counts without slope and lower by all that its loss may fall.
+        Such a record has no slope, and a value lower by the most that its loss may
+        fall.
         """
 
         def tangent(record):
             value, slope = jax.value_and_grad(self._loss)(x, record)
-            known = [jnp.isfinite(v).all() for v in jax.tree.leaves(slope)]
-            known = jnp.stack(known).all()
+            finite = [jnp.isfinite(v).all() for v in jax.tree.leaves(slope)]
+            finite = jnp.stack(finite).all()
             lower = value - jnp.asarray(self.half).astype(value.dtype)
-            slope = jax.tree.map(lambda v: jnp.where(known, v, 0), slope)
-            return jnp.where(known, value, lower), slope
+            slope = jax.tree.map(lambda v: jnp.where(finite, v, 0), slope)
+            return jnp.where(finite, value, lower), slope
 
         values, slopes = jax.vmap(rowwise("FiniteSum", tangent))(self.data)
         n = self.num_terms
