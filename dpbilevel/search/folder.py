@@ -20,7 +20,7 @@ from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
 from ..runs.process_zero import on_process_zero
 from ..runs.resume import check_empty, check_same_run, finish_run, resume_run
-from .problem import BlackBox
+from .base import BlackBox
 
 _PATTERN = "evaluation-*.SECRET"
 _NOTICE = (

@@ -14,14 +14,12 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.report import PrivacyReport
 from ..sets import Box
-from .ask_tell import AskTell
-from .base import AbstractAskTellSolver
+from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining
 from .folder import recorded
 from .gibo import GradientInformativeBO
-from .problem import BlackBox
-from .ranges import Categorical, Range
-from .space import Space
+from .loop import AskTell
+from .space import Categorical, Range, Space
 from .study import StudyTrials
 
 if TYPE_CHECKING:

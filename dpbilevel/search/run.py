@@ -21,9 +21,8 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs.checkpoint import Checkpoint
 from ..runs.resume import first_checkpoint
-from .base import AbstractAskTellSolver
+from .base import AbstractAskTellSolver, BlackBox
 from .folder import fingerprint
-from .problem import BlackBox
 
 _COPIES = (
     "no copy of the folder goes on with other losses: each one that does is one more "

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.spent import PrivacyWarning
 from ..privacy.report import rounded_up
 from ..runs import spending
-from .ask_tell import AskTell
+from .loop import AskTell
 
 # User attributes of trials.
 _RELEASE = "release"  # identifies the search of a release

@@ -27,8 +27,8 @@ from ..privacy.noise import derive
 from ..privacy.queries import Query
 from ..privacy.sampling.base import FullBatch
 from ..privacy.selection import Selection
-from .best_run import BestRun, check_enough
 from .losses import centered
+from .repeat_and_select import BestRun, check_enough
 
 BEST = "model of the least validation loss"
 

@@ -11,9 +11,8 @@ import pytest
 from sklearn.linear_model import Ridge
 
 from dpbilevel.core.columns import Column
-from dpbilevel.search.default_losses import default_losses
 from dpbilevel.search.rounds import _checked
-from dpbilevel.search.row_losses import RowLosses
+from dpbilevel.search.row_losses import RowLosses, default_losses
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge
 from dpbilevel.sklearn.declared import index_of, numbers
 

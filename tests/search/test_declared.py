@@ -116,7 +116,9 @@ def test_the_report_has_a_row_for_the_trainings_and_survives_json():
     assert again == report
     assert report.status is dpb.privacy.Status.CONDITIONAL
     assert "11 x training: declared, 200 steps of noise multiplier 6 on" in str(again)
-    assert "nobody has a record among those that are trained on" in str(again)
+    assert "nobody has a record in both the training and the evaluation data" in str(
+        again
+    )
 
 
 def test_a_delta_that_is_large_for_the_training_records_is_warned_of():

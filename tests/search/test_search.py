@@ -517,8 +517,8 @@ def test_progress_tells_steps_and_evaluations_and_no_loss(capsys):
 
 def test_the_report_says_what_a_black_box_must_keep_to(whole):
     texts = whole[NAME].report.assumptions
-    assert "every record moves its own loss only, at every point" in texts
-    assert any("training data, is not protected" in text for text in texts)
+    assert any("every record changes its own loss only" in text for text in texts)
+    assert any("training data and other inputs" in text for text in texts)
 
 
 def test_the_result_file_holds_released_and_public_values(kept, tmp_path):
