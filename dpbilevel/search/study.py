@@ -130,7 +130,7 @@ class StudyTrials:
                 trial, or as `AskTell`.
         """
         index = len(search.noisy_losses[1])
-        number = self._begun(index, params)
+        number = self._start_trial(index, params)
         state, value = self._states.FAIL, None
         try:
             trial, failed = self._trial_class(params, number), False
@@ -147,7 +147,7 @@ class StudyTrials:
                 raise trial.refused
             search.tell([losses])
             if failed:
-                if self._shows:
+                if self._shows:  # its released loss has a failed trial
                     self._failed.add(index)
             elif self._shows:
                 state = self._states.COMPLETE
@@ -167,29 +167,32 @@ class StudyTrials:
             released: Parameters with their noisy losses, in the order of releases.
         """
         trials = self._study.get_trials(deepcopy=False)
-        kept = [v for v in trials if v.state != self._states.FAIL]
-        there = {trial.user_attrs.get(_RELEASE) for trial in kept}
+        present = {
+            trial.user_attrs.get(_RELEASE)
+            for trial in trials
+            if trial.state != self._states.FAIL
+        }
         for index, (params, value) in enumerate(released):
-            said = self._attributes(index, shown=True)
-            if said[_RELEASE] not in there and index not in self._failed:
+            attributes = self._attributes(index, shown=True)
+            if attributes[_RELEASE] not in present and index not in self._failed:
                 trial = self._optuna.trial.create_trial(
                     params=params,
                     distributions=self._distributions,
                     value=value,
-                    user_attrs=said,
+                    user_attrs=attributes,
                 )
                 self._study.add_trial(trial)
         waits = self._cost | {_RELEASE: f"{self._name}-answer"}
-        if not released and waits[_RELEASE] not in there:
+        if not released and waits[_RELEASE] not in present:
             waits["loss"] = f"{_UNKNOWN}; evaluate on public records alone"
             self._study.enqueue_trial(answer, user_attrs=waits)
 
-    def _begun(self, index: int, params: dict[str, Any]) -> int:
-        """Return the number of a trial that runs: a queued one or a new one."""
-        said = self._attributes(index, shown=self._shows)
+    def _start_trial(self, index: int, params: dict[str, Any]) -> int:
+        """Start a queued trial or a new one, and return its number."""
+        attributes = self._attributes(index, shown=self._shows)
         if self._queue:
             trial = self._queue.pop(0)
-            for name, text in said.items():
+            for name, text in attributes.items():
                 trial.set_user_attr(name, text)
             return trial.number
         running = self._states.RUNNING
@@ -199,11 +202,11 @@ class StudyTrials:
             state=running,
             params=params if self._shows else {},
             distributions=self._distributions if self._shows else {},
-            user_attrs=said,
+            user_attrs=attributes,
         )
         self._study.add_trial(trial)
-        found = self._study.get_trials(deepcopy=False, states=(running,))
-        return next(trial.number for trial in reversed(found) if self._owns(trial))
+        trials = self._study.get_trials(deepcopy=False, states=(running,))
+        return next(trial.number for trial in reversed(trials) if self._owns(trial))
 
     def _owns(self, trial: Any) -> bool:
         return str(trial.user_attrs.get(_RELEASE)).startswith(self._name)
