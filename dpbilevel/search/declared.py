@@ -74,10 +74,7 @@ class DeclaredTraining:
 
     @classmethod
     def gdp(
-        cls,
-        mu: float,
-        num_records: int,
-        people: People | str = People.OVERLAPPING,
+        cls, mu: float, num_records: int, people: People | str = People.OVERLAPPING
     ) -> Self:
         r"""Return a $\mu$-GDP training under replace-one, such as one of `NoisyGD`.
 

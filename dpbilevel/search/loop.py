@@ -4,12 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float
 
-from .. import _checks
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
@@ -141,8 +140,6 @@ def searched(
             for losses in evaluations(points):
                 rounds.tell([losses])
                 show(rounds.done, evaluations=next(count))
-    for remark in rounds.remarks:
-        _checks.warn(f"{owner}: {remark}")
     assert rounds.solution is not None
     return rounds.solution
 
@@ -184,8 +181,6 @@ class AskTell:
         evaluations, and other uses of the losses, are not covered.
     """
 
-    _owner: ClassVar[str] = "AskTell"  # in errors and warnings
-
     def __init__(
         self,
         problem: BlackBox,
@@ -198,7 +193,7 @@ class AskTell:
         folder: Path | str | None = None,
     ):
         plan = planned(
-            self._owner,
+            "AskTell",
             problem,
             solver,
             w0,
@@ -208,7 +203,6 @@ class AskTell:
             folder=folder,
         )
         self._rounds = Rounds(plan, folder)
-        self._warn()
 
     def ask(self) -> Float[np.ndarray, "k d"]:
         """Return the points to evaluate next, float64; none when the search is done.
@@ -220,9 +214,7 @@ class AskTell:
                 one was forked, or the folder's lock file was deleted or replaced.
             OSError: The disk refuses.
         """
-        points = self._rounds.ask()
-        self._warn()
-        return points
+        return self._rounds.ask()
 
     def tell(self, losses: Sequence[Float[np.ndarray, " n"]]) -> None:
         """Take losses at the points of `ask`, in their order.
@@ -241,7 +233,6 @@ class AskTell:
             OSError: The disk refuses.
         """
         self._rounds.tell(losses)
-        self._warn()
 
     @property
     def result(self) -> Solution | None:
@@ -274,7 +265,3 @@ class AskTell:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _warn(self) -> None:
-        while self._rounds.remarks:
-            _checks.warn(f"{self._owner}: {self._rounds.remarks.pop(0)}")

@@ -15,15 +15,7 @@ from ..privacy.abstract_release import AbstractRelease
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from .base import AbstractAskTellSolver, Proposal, SearchProblem
-from .candidates import (
-    LOSS,
-    box_of,
-    check_starts,
-    ends,
-    start_of,
-    starts_of,
-    uniform,
-)
+from .candidates import LOSS, box_of, check_starts, ends, start_of, starts_of, uniform
 from .gp import solve_both
 from .kernels import RBF, cast
 from .losses import loss_query, noisy_loss

@@ -18,7 +18,8 @@ from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining
 from .folder import recorded
 from .gibo import GradientInformativeBO
-from .loop import AskTell
+from .rounds import Rounds
+from .run import planned
 from .space import Categorical, Range, Space
 from .study import DROP, StudyTrials
 
@@ -157,12 +158,19 @@ def optimize_study(
         trainings_after,
     )
     trials = StudyTrials(_OWNER, study, distributions, optuna)
-    start = np.zeros(space.coordinates)
     try:
         solver = _with_queue(solver, trials, space, folder)
-        with _Search(
-            problem, solver, start, key=key, budget=budget, folder=folder
-        ) as search:
+        run = planned(
+            _OWNER,
+            problem,
+            solver,
+            np.zeros(space.coordinates),
+            key=key,
+            budget=budget,
+            precision="grid",
+            folder=folder,
+        )
+        with Rounds(run, folder) as search:
             trials.begin(search, solver.shows_every_loss, folder)
             while len(points := search.ask()):
                 for point in points:
@@ -181,15 +189,9 @@ def optimize_study(
     return answer
 
 
-class _Search(AskTell):
-    """The search of a study."""
-
-    _owner = _OWNER
-
-
-def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:
+def _answer(search: Rounds, space: "_StudySpace", catches: bool) -> StudyAnswer:
     """Return the released answer of a finished search."""
-    solution, report = search.result, search.report
+    solution, report = search.solution, search.report
     assert solution is not None
     assert report is not None
     if catches:

@@ -60,7 +60,7 @@ class BestRun(eqx.Module):
         self,
         w: PyTree,
         value: Float[Array, ""],
-        law: Repetitions,
+        repetitions: Repetitions,
         num_runs: int,
         *,
         key: PRNGKey,
@@ -70,11 +70,11 @@ class BestRun(eqx.Module):
         Args:
             w: The answer of the run.
             value: Its noisy loss, released.
-            law: The distribution of K.
+            repetitions: The distribution of K.
             num_runs: The number of runs that are made.
             key: A typed key, from which K is drawn at the first run.
         """
-        sample = number_of_runs(law, num_runs, key=key)
+        sample = number_of_runs(repetitions, num_runs, key=key)
         repeats = jnp.where(self.t == 0, sample, self.repeats)
         better = (self.t < repeats) & (value < self.best_value)  # among the first K
         best = _where(better, w, self.best)
@@ -90,9 +90,11 @@ def _where(condition, first, second):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
 
 
-def number_of_runs(law: Repetitions, most: int, *, key: PRNGKey) -> Int[Array, ""]:
+def number_of_runs(
+    repetitions: Repetitions, most: int, *, key: PRNGKey
+) -> Int[Array, ""]:
     """Sample K, at most `most`, without reading records."""
-    beyond = law.beyond(most - 1)
+    beyond = repetitions.beyond(most - 1)
     with double_precision():
         sample = standard_exponential((), jnp.float64, key=key)
         # K > k if and only if a uniform number is below P(K > k).
@@ -100,21 +102,21 @@ def number_of_runs(law: Repetitions, most: int, *, key: PRNGKey) -> Int[Array, "
         return jnp.sum(sample > limits, dtype=jnp.int32)
 
 
-def check_enough(owner: str, law: Repetitions, num_steps: int) -> None:
+def check_enough(owner: str, repetitions: Repetitions, num_steps: int) -> None:
     """Check that K rarely exceeds the number of runs.
 
     Raises:
         ValueError: The probability is above 1/1000; the message names a sufficient
             number.
     """
-    chance = law.beyond(num_steps)[-1]
-    if chance > _FAILURE:
-        beyond = law.beyond(num_steps + int(500 * law.mean))
+    probability = repetitions.beyond(num_steps)[-1]
+    if probability > _FAILURE:
+        beyond = repetitions.beyond(num_steps + int(500 * repetitions.mean))
         enough = int(np.argmax(beyond < 1e-9))
         raise ValueError(
             f"{owner}: more than num_steps={num_steps} repetitions have probability "
-            f"{chance:.2g}, which is part of delta. Lower the mean, or give "
-            f"num_steps={enough}: with mean={law.mean:.6g} and shape={law.shape:.6g} "
+            f"{probability:.2g}, which is part of delta. Lower the mean, or give "
+            f"num_steps={enough}: with mean={repetitions.mean:.6g} and shape={repetitions.shape:.6g} "
             "the probability is then below 1e-9."
         )
 
@@ -198,8 +200,10 @@ class RepeatAndSelect(
             self.clip_range,
             key=key_select,
         )
-        law, most = self.repetitions, self.num_steps
-        return state.after(proposal.points[0], value, law, most, key=key_repeats)
+        repetitions, most = self.repetitions, self.num_steps
+        return state.after(
+            proposal.points[0], value, repetitions, most, key=key_repeats
+        )
 
     @override
     def released(self, state: BestRun) -> Float[Array, " d"]:
@@ -251,5 +255,5 @@ class RepeatAndSelect(
 
     def _selection(self, sizes: int) -> Selection:
         queries = (loss_query(self.clip_range, sizes),)
-        law, most = self.repetitions, self.num_steps
-        return Selection(BEST, 1, queries, self.release_noise, law, most)
+        repetitions, most = self.repetitions, self.num_steps
+        return Selection(BEST, 1, queries, self.release_noise, repetitions, most)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from .. import _checks
 from ..core.columns import Column, elements
 from ..core.solution import Solution, divergence
 from ..core.spent import begun
@@ -58,7 +59,6 @@ class Rounds:
 
     Attributes:
         solution: The released solution; `None` until the search is finished.
-        remarks: Warnings for the user, from released values.
         done: Number of steps made.
 
     Raises:
@@ -69,7 +69,6 @@ class Rounds:
     def __init__(self, run: Run, folder: Path | str | None):
         self.solution: Solution | None = None
         self._noisy: NoisyLosses | None = None  # set if an earlier run finished
-        self.remarks: list[str] = []
         self._run, self._saved = run, run.first
         self._round: _Round | None = None
         self._folder: Folder | None = None
@@ -105,9 +104,9 @@ class Rounds:
             return
         solution, self._noisy = result
         self.solution = dataclasses.replace(solution, report=run.report)
-        self.remarks.append(
-            f"{path} holds a finished run, whose result is returned without any "
-            "evaluation. Give a new folder for a new run, which is a second release."
+        _checks.warn(
+            f"{run.owner}: {path} holds a finished run, whose result is returned "
+            "without any evaluation. Give a new folder for a second release."
         )
 
     def __enter__(self) -> "Rounds":
@@ -291,10 +290,12 @@ class Rounds:
             solution = solution_of(run.problem, run.solver, self._saved)
         if self._folder is not None:
             self._folder.finish(solution, self.noisy_losses)
-        remarks = run.solver.remark(state), divergence(int(solution.rejected_updates))
-        self.remarks += [remark for remark in remarks if remark is not None]
         self.solution = dataclasses.replace(solution, report=run.report)
         self.close()
+        remarks = run.solver.remark(state), divergence(int(solution.rejected_updates))
+        for remark in remarks:
+            if remark is not None:  # a function of released values
+                _checks.warn(f"{run.owner}: {remark}")
 
 
 def _checked(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:

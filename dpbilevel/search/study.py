@@ -12,7 +12,7 @@ import numpy as np
 from ..core.spent import PrivacyWarning
 from ..privacy.report import rounded_up
 from ..runs import spending
-from .loop import AskTell
+from .rounds import Rounds
 
 # User attributes of trials.
 _RELEASE = "release"  # identifies the search of a release
@@ -83,7 +83,7 @@ class StudyTrials:
             if queue_again:
                 self._study.enqueue_trial(dict(trial.params), trial.user_attrs)
 
-    def begin(self, search: AskTell, shows: bool, folder: Path | str | None) -> None:
+    def begin(self, search: Rounds, shows: bool, folder: Path | str | None) -> None:
         """Name the search, and warn if the study holds releases of another one.
 
         Args:
@@ -106,7 +106,7 @@ class StudyTrials:
             if trial.state == self._states.RUNNING and self._owns(trial):
                 # Its process was killed: the lock of the folder excludes others.
                 self._study.tell(trial.number, state=self._states.FAIL)
-        if others and search.result is None:
+        if others and search.solution is None:
             warnings.warn(
                 f"{self._owner}: the study holds released values of an earlier search. "
                 "If this one reads the same records, the epsilons and deltas add up.",
@@ -118,7 +118,7 @@ class StudyTrials:
         self,
         objective: Callable[[Any], Any],
         params: dict[str, Any],
-        search: AskTell,
+        search: Rounds,
         *,
         num_records: int,
         exceptions: tuple[type[Exception], ...],
