@@ -116,8 +116,8 @@ def check_enough(owner: str, repetitions: Repetitions, num_steps: int) -> None:
         raise ValueError(
             f"{owner}: more than num_steps={num_steps} repetitions have probability "
             f"{probability:.2g}, which is part of delta. Lower the mean, or give "
-            f"num_steps={enough}: with mean={repetitions.mean:.6g} and shape={repetitions.shape:.6g} "
-            "the probability is then below 1e-9."
+            f"num_steps={enough} with mean={repetitions.mean:.6g} and "
+            f"shape={repetitions.shape:.6g}: then it is below 1e-9."
         )
 
 
