@@ -109,7 +109,8 @@ class StudyTrials:
         if others and search.solution is None:
             warnings.warn(
                 f"{self._owner}: the study holds released values of an earlier search. "
-                "If this one reads the same records, the epsilons and deltas add up.",
+                "This one is a further release: for the same records, the epsilons and "
+                "deltas add up.",
                 PrivacyWarning,
                 stacklevel=3,
             )

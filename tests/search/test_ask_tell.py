@@ -325,7 +325,7 @@ def test_losses_in_the_folder_are_the_owners_alone(tmp_path):
     [
         (np.full((1, 29), SECRET), ValueError, r"shape \(30,\), got shape \(29,\)"),
         (np.full(30, SECRET), ValueError, r"got shape \(\)"),
-        (np.full((13, 30), SECRET), ValueError, r"at 13 points, where ask\(\) .* 12;"),
+        (np.full((13, 30), SECRET), ValueError, r"at 13 points, but ask\(\) .* 12\."),
         (np.zeros((0, 30)), ValueError, "at 0 points"),
         (np.full((1, 30), SECRET, complex), TypeError, "complex128"),
         (np.full((1, 30), SECRET).astype(str), TypeError, "real numbers"),

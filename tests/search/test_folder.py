@@ -169,7 +169,7 @@ def test_evaluations_of_a_step_in_progress_are_the_owners_alone(tmp_path):
     assert [p.name for p in kept] == [f"evaluation-0-{j}.SECRET" for j in range(3)]
     assert {p.stat().st_mode & 0o777 for p in kept} == {0o600}
     kept[1].write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"is damaged; delete it, and its point is"):
+    with pytest.raises(ValueError, match=r"is damaged. Delete it, and its point is"):
         search("random_search", folder=tmp_path)
     kept[1].unlink()
     losses = Counted()
@@ -198,7 +198,7 @@ def test_losses_kept_at_another_point_are_not_used(tmp_path):
     file = tmp_path / "evaluation-0-0.SECRET"
     with file.open("wb") as out:
         np.savez(out, point=np.zeros(2), losses=np.zeros(30))
-    with pytest.raises(ValueError, match="holds the losses at another point"):
+    with pytest.raises(ValueError, match="holds losses at another point"):
         search("random_search", folder=tmp_path)
 
 
@@ -240,7 +240,7 @@ def test_two_searches_at_once_in_a_folder_are_refused(tmp_path):
 
 
 def test_a_folder_needs_a_budget(tmp_path):
-    with pytest.raises(ValueError, match="folder= keeps the report"):
+    with pytest.raises(ValueError, match="folder= records the report"):
         search(folder=tmp_path, budget=None)
     with pytest.raises(ValueError, match=r"calibrate\(problem, solver, budget"):
         search(budget=None)

@@ -402,7 +402,7 @@ def test_single_precision_is_refused_with_the_remedy():
         # One record more would be a state of another shape, and an error.
         (
             {"neighbours": ADD_OR_REMOVE},
-            "use Neighbours.REPLACE_ONE",
+            "Use Neighbours.REPLACE_ONE",
         ),
     ],
 )

@@ -151,7 +151,7 @@ class Beside(RegressorMixin, BaseEstimator):
 
 
 def test_losses_that_depend_on_other_rows_with_one_choice_alone_are_refused():
-    with pytest.raises(ValueError, match="one validation record would move"):
+    with pytest.raises(ValueError, match="one validation record would change"):
         searched(Beside(), {"kind": Categorical(["own", "beside"])})
     searched(Beside(), {"kind": Categorical(["own", "alone"])})  # the control
 
@@ -246,7 +246,7 @@ def test_wrong_entries_are_named(make, error, words):
 def test_descent_is_refused_with_categories():
     solver = dpb.search.GradientInformativeBO(3, 1.0, step_size=0.1)
     budget = dpb.PrivacyBudget(1.0, 1e-6)
-    with pytest.raises(ValueError, match=r"'kernel' has none of; give no solver"):
+    with pytest.raises(ValueError, match=r"'kernel' has not. Give no solver"):
         searched(SVR(), KERNELS, solver=solver, budget=budget)
 
 
