@@ -25,15 +25,14 @@ from ..privacy.noise import PRNGKey, check_key, root_key
 from ..sets import Box
 from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining, check_fits, check_search
-from .default_solver import default_solver
+from .defaults import default_losses, default_solver
 from .gibo import GradientInformativeBO
-from .loop import searched
+from .loop import run_search
 from .row_losses import (
     RowLosses,
     check_jobs,
     check_validation,
     count,
-    default_losses,
     evaluations,
 )
 from .space import Categorical, Range, Space
@@ -211,7 +210,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             training=self.training,
             trainings_after=1,  # `best_estimator_`
         )
-        result = searched(
+        result = run_search(
             problem,
             solver,
             jnp.zeros(space.coordinates),

@@ -220,7 +220,7 @@ class Folder:
             file.unlink()
 
 
-def recorded(folder: Path) -> dict[str, Any] | None:
+def read_run(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the run in a folder; `None` if none can be read."""
     file = folder / checkpoint.SEARCH
     try:

@@ -225,10 +225,10 @@ class GradientInformativeBO(
             points = portfolio.points(
                 problem.w_set, state.w, self.kernel.reach, key=key
             )
-            return _padded(Proposal(points, jnp.asarray(len(points), jnp.int32)), rows)
+            return _pad(Proposal(points, jnp.asarray(len(points), jnp.int32)), rows)
 
         def near(state, key):
-            return _padded(self._ask_near(problem, state, key), rows)
+            return _pad(self._ask_near(problem, state, key), rows)
 
         return jax.lax.cond(state.t == 0, starts, near, state, key)
 
@@ -400,7 +400,7 @@ class GradientInformativeBO(
         return History(points[chosen], losses[:, chosen], valid[chosen])
 
 
-def _padded(proposal: Proposal, rows: int) -> Proposal:
+def _pad(proposal: Proposal, rows: int) -> Proposal:
     """Return a proposal with `rows` rows; those beyond `count` are not evaluated."""
     points = proposal.points
     more = jnp.broadcast_to(points[:1], (rows - len(points), points.shape[1]))

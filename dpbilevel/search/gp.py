@@ -82,12 +82,12 @@ class GradientPosterior(eqx.Module):
         The value is infinite if rounding errors made the trace negative or NaN.
         """
         across = self.kernel.covariance(self.points, points, self.theta)
-        known = _solve(self.root, _masked(across, self.mask, mask))
+        known = _solve(self.root, _mask(across, self.mask, mask))
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
         rest = 1 - known.T @ self.ones  # the constant at the new points
         right = jnp.concatenate([slope, rest[:, None]], axis=1)  # one solve for both
-        gained = _explained(
+        gained = _quadratic_form(
             _covariance(among, mask, self.nugget), jnp.where(mask[:, None], right, 0)
         )
         cross, variance = self._correction
@@ -162,17 +162,17 @@ def solve_both(
     return solutions[:, :-1], solutions[:, -1]
 
 
-def _masked(matrix, rows, columns):
+def _mask(matrix, rows, columns):
     return jnp.where(rows[:, None] & columns[None], matrix, 0)
 
 
 def _covariance(matrix, mask, nugget):
     """Return the matrix plus the nugget; the identity on rows that are no points."""
-    return _masked(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
+    return _mask(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
 
 
 @jax.custom_jvp
-def _explained(matrix, right):
+def _quadratic_form(matrix, right):
     r"""Return $R^\top A^{-1} R$, with derivatives by one more triangular solve.
 
     Derivatives of a factorization take several solves at once; see `solve_both`.
@@ -181,8 +181,8 @@ def _explained(matrix, right):
     return half.T @ half
 
 
-@_explained.defjvp
-def _explained_jvp(primals, tangents):
+@_quadratic_form.defjvp
+def _quadratic_form_jvp(primals, tangents):
     matrix, right = primals
     root = jnp.linalg.cholesky(matrix)
     half = _solve(root, right)

@@ -18,7 +18,7 @@ from ..runs.progress import check_bar, step_bar
 from .base import AbstractAskTellSolver, BlackBox
 from .folder import NoisyLosses
 from .rounds import Rounds
-from .run import planned
+from .run import plan_run
 
 # A function from points to all records' losses at each of them, in their order.
 Evaluations = Callable[[Float[np.ndarray, "k d"]], Iterable[Any]]
@@ -102,7 +102,7 @@ def minimize(
         assert problem.losses is not None
         return map(problem.losses, points)  # copies, which a black box may change
 
-    solution = searched(
+    solution = run_search(
         problem,
         solver,
         w0,
@@ -116,7 +116,7 @@ def minimize(
     return solution if trajectory else dataclasses.replace(solution, trajectory=None)
 
 
-def searched(
+def run_search(
     problem: BlackBox,
     solver: AbstractAskTellSolver,
     w0: Any,
@@ -130,7 +130,7 @@ def searched(
     """Return the solution of `minimize`, with its trajectory."""
     if progress:
         check_bar(f"{owner}: progress=True")
-    run = planned(owner, problem, solver, w0, folder=folder, **options)
+    run = plan_run(owner, problem, solver, w0, folder=folder, **options)
     count = itertools.count(1)
     with (
         Rounds(run, folder) as rounds,
@@ -192,7 +192,7 @@ class AskTell:
         precision: Precision = "grid",
         folder: Path | str | None = None,
     ):
-        plan = planned(
+        plan = plan_run(
             "AskTell",
             problem,
             solver,

@@ -45,11 +45,11 @@ def clipped_loss(
     """
     rows, present = unpacked(losses)
     width = cast(clip_range, rows)
-    batch, fun = Batch(rows, present, float(size)), centered(width)
+    batch, fun = Batch(rows, present, float(size)), clip_and_center(width)
     return clipped_mean(fun, batch, clip_norm=width / 2, precision=precision)
 
 
-def centered(clip_range: Number) -> Callable[[Array], Array]:
+def clip_and_center(clip_range: Number) -> Callable[[Array], Array]:
     """Return the function that clips a loss to $[0, B]$ and subtracts $B / 2$."""
 
     def center(loss):
@@ -85,8 +85,8 @@ def noisy_loss(
         key: A typed key for this release alone.
     """
     rows, present = unpacked(losses)
-    funs = {RECORDS: centered(clip_range)}
-    value = release.apply(funs, _packed(rows[:, 0], present), key=key)
+    funs = {RECORDS: clip_and_center(clip_range)}
+    value = release.apply(funs, _pack(rows[:, 0], present), key=key)
     value = value.astype(proposal.points.dtype)
     value += cast(clip_range, value) / 2  # back in [0, B]
     if problem.public is None:
@@ -117,7 +117,7 @@ def score_of_candidates(
 
     def score(row):
         point, column = row
-        mean = clipped_loss(_packed(column, present), clip_range, size, "grid")
+        mean = clipped_loss(_pack(column, present), clip_range, size, "grid")
         return unsealed(mean) + public_part(public, point, start, half)
 
     scores = jax.lax.map(score, (points, rows.T))
@@ -125,7 +125,7 @@ def score_of_candidates(
     return BoundedScore(_CandidateScore(scores), spread, "spread", Basis.CLIPPED)
 
 
-def _packed(rows: Array, present: Array | None) -> Losses:
+def _pack(rows: Array, present: Array | None) -> Losses:
     """Invert `unpacked`."""
     return rows if present is None else Padded(rows, present)
 

@@ -16,10 +16,10 @@ from ..privacy.report import PrivacyReport
 from ..sets import Box
 from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining
-from .folder import recorded
+from .folder import read_run
 from .gibo import GradientInformativeBO
 from .rounds import Rounds
-from .run import planned
+from .run import plan_run
 from .space import Categorical, Range, Space
 from .study import DROP, StudyTrials
 
@@ -160,7 +160,7 @@ def optimize_study(
     trials = StudyTrials(_OWNER, study, distributions, optuna)
     try:
         solver = _with_queue(solver, trials, space, folder)
-        run = planned(
+        run = plan_run(
             _OWNER,
             problem,
             solver,
@@ -182,7 +182,7 @@ def optimize_study(
                         exceptions=exceptions,
                     )
     finally:
-        begun = folder is not None and recorded(Path(folder)) is not None
+        begun = folder is not None and read_run(Path(folder)) is not None
         trials.give_up(queue_again=not begun)
     answer = _answer(search, space, bool(exceptions))
     trials.finish(answer.params, list(answer.trials))
@@ -229,7 +229,7 @@ def _with_queue(
     A resumed run keeps the queued points that it began with.
     """
     has_starts = hasattr(solver, "starts")
-    before = None if folder is None else recorded(Path(folder))
+    before = None if folder is None else read_run(Path(folder))
     starts = getattr(solver, "starts", None)
     starts = np.zeros((0, space.coordinates)) if starts is None else np.asarray(starts)
     if before is not None:

@@ -215,7 +215,7 @@ class Rounds:
                 f"{owner}: tell takes one row of {n} losses for each point, got "
                 f"{type(losses).__name__}. Give a list of rows or an array."
             ) from None
-        rows = [_checked(owner, row, n) for row in vectors]
+        rows = [_check_losses(owner, row, n) for row in vectors]
         if not 0 < len(rows) <= len(current.open):
             raise ValueError(
                 f"{owner}: got losses at {len(rows)} points, but ask() returns "
@@ -298,7 +298,7 @@ class Rounds:
                 _checks.warn(f"{run.owner}: {remark}")
 
 
-def _checked(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
+def _check_losses(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
     """Return the losses at a point; errors name shapes and types, never a value."""
     try:
         column = Column.of(value)  # entry by entry: one may be no number

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from joblib import Parallel, delayed
-from sklearn.base import is_classifier, is_regressor
 from threadpoolctl import threadpool_limits
 
 from .. import _checks
-from ..core.columns import Column, elements, table_of
+from ..core.columns import Column
 from .loop import Evaluations
 
 _TRIED = 64  # training rows on which losses must not depend on each other
@@ -260,69 +259,6 @@ class RowLosses:
                 f"{count(y)} rows, got shape {losses.shape}."
             )
         return losses / self.unit
-
-
-def default_losses(
-    estimator: Any, training_targets: Any
-) -> tuple[Losses, float | None]:
-    """Return the default loss of an estimator, and its bound or `None`.
-
-    The loss is half the Brier score or the 0-1 loss of classifiers, and the squared
-    error of regressors in units of the variance of the training targets.
-
-    Raises:
-        ValueError: The estimator is neither, or the targets of a classifier have
-            several columns.
-    """
-    if is_classifier(estimator):
-        if np.ndim(training_targets) != 1:
-            raise ValueError(
-                "PrivateSearch: the default losses of a classifier need one label per "
-                f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
-                "give losses(estimator, X, y)."
-            )
-        probabilities = hasattr(estimator, "predict_proba")
-        return _brier_loss if probabilities else zero_one_loss, 1.0
-    if is_regressor(estimator):
-        scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
-        return lambda fitted, X, y: _square(fitted.predict(X), y) / scale, None
-    raise ValueError(
-        f"PrivateSearch: {type(estimator).__name__} is no classifier and no regressor; "
-        "give losses(estimator, X, y)."
-    )
-
-
-def _brier_loss(fitted, X, y):
-    """Return half the squared distance between probabilities and class, in [0, 1].
-
-    The Brier score is proper like the log loss, and bounded: clipping a log loss, which
-    few rows dominate, can reverse an order of means. All probabilities of a class
-    without training rows are zero.
-    """
-    probabilities = fitted.predict_proba(X)
-    matches = _labels(y)[:, None] == np.asarray(fitted.classes_)[None, :]
-    unknown = ~np.any(matches, axis=1)
-    return np.sum((probabilities - matches) ** 2, axis=1) / 2 + unknown / 2
-
-
-def zero_one_loss(fitted: Any, X: Any, y: Any) -> Float[np.ndarray, " n"]:
-    """Return 1 for rows whose class is not the prediction, else 0."""
-    return (_labels(fitted.predict(X)) != _labels(y)).astype(float)
-
-
-def _labels(y):
-    """Return labels as objects: in an array one label could change the type of all."""
-    return Column.of(y).entries.astype(object)
-
-
-def _square(prediction, y):
-    # Row by row: shapes (n,) and (n, 1) would broadcast to all pairs of records.
-    shape = (count(y), -1)
-    rows = elements(y)
-    table = None if rows is None else table_of(rows)
-    targets = Column.of(y) if table is None else Column(table, "objects")
-    errors = np.reshape(prediction, shape) - targets.numbers().reshape(shape)
-    return np.mean(errors**2, axis=1)
 
 
 def evaluations(losses: Callable[[np.ndarray], Any], n_jobs: int | None) -> Evaluations:

@@ -52,7 +52,7 @@ class Run:
     first: Checkpoint
 
 
-def planned(
+def plan_run(
     owner: str,
     problem: BlackBox,
     solver: AbstractAskTellSolver,

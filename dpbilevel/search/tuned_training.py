@@ -27,7 +27,7 @@ from ..privacy.noise import derive
 from ..privacy.queries import Query
 from ..privacy.sampling.base import FullBatch
 from ..privacy.selection import Selection
-from .losses import centered
+from .losses import clip_and_center
 from .repeat_and_select import BestRun, check_enough
 
 BEST = "model of the least validation loss"
@@ -171,7 +171,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     def _value(self, problem, data, x, y, *, key) -> Float[Array, ""]:
         """Return the noisy validation loss."""
-        center = centered(self.clip_range)
+        center = clip_and_center(self.clip_range)
         losses = {"upper": lambda record: center(problem.upper(x, y, record))}
         release = self._selection(problem, self.sizes)
         value = release.apply(losses, data, key=key)

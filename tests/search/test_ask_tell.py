@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused_without_a_loss_and_nothing_is_taken(
 @pytest.mark.parametrize("odd", [None, "text", [1.0, 2.0]])
 def test_a_loss_that_is_no_number_is_the_worst_and_leaves_the_others(odd):
     def loss_of(first):
-        return rounds._checked("owner", [first, 0.25, 2**60 + 1], 3)
+        return rounds._check_losses("owner", [first, 0.25, 2**60 + 1], 3)
 
     np.testing.assert_array_equal(loss_of(odd), [np.inf, 0.25, 2.0**60])
     np.testing.assert_array_equal(loss_of(0.5), [0.5, 0.25, 2.0**60])

@@ -190,5 +190,5 @@ def test_what_is_no_training_is_refused(arguments, message):
 
 def test_other_events_are_refused():
     event = dp_accounting.LaplaceDpEvent(1.0)
-    with pytest.raises(ValueError, match="LaplaceDpEvent is not supported. Give"):
+    with pytest.raises(ValueError, match=r"LaplaceDpEvent is not supported\. Give"):
         DeclaredTraining.of_event(event, 10)

@@ -8,7 +8,7 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 
 import dpbilevel as dpb
-from dpbilevel.search.default_solver import default_solver
+from dpbilevel.search.defaults import default_solver
 from dpbilevel.search.space import Space
 from tests.search.test_private_search import BUDGET, SPACE, TRAINING, searched
 
