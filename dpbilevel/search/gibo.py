@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
@@ -28,7 +27,7 @@ from ..privacy.releases import Release
 from ..privacy.sampling.base import FullBatch
 from .base import AbstractAskTellSolver, Proposal, SearchProblem
 from .design import choose_batch
-from .gp import GradientPosterior, gradient_posterior
+from .gp import GradientPosterior, History, gradient_posterior, record_gradient
 from .kernels import RBF, AbstractKernel, cast
 from .portfolio import Portfolio, relative
 from .random_search import Choice
@@ -36,39 +35,6 @@ from .random_search import Choice
 # Earlier points nearer than this to a later one, in units of the kernel's reach, are
 # dropped: they only make the algebra ill-conditioned.
 _NEARBY = 1e-3
-
-
-class History(NamedTuple):
-    """Evaluated points and all records' losses there; `mask` marks the used columns."""
-
-    points: Float[Array, "m d"]
-    losses: Float[Array, "n m"]
-    mask: Bool[Array, " m"]
-
-    def with_latest(self, proposal: Proposal, losses: Float[Array, "n q"]) -> "History":
-        """Return the history with further points before the earlier ones."""
-        order = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
-        used = order < proposal.count
-        losses = jnp.where(used[None], losses.astype(self.losses.dtype), 0)
-        return History(
-            jnp.concatenate([proposal.points, self.points]),
-            jnp.concatenate([losses, self.losses], axis=1),
-            jnp.concatenate([used, self.mask]),
-        )
-
-
-def record_gradient(
-    posterior: GradientPosterior, mask: Bool[Array, " m"]
-) -> Callable[[Array], Array]:
-    """Return the function from a record's losses to its posterior mean gradient."""
-
-    def gradient(losses):
-        finite = jnp.isfinite(losses)
-        largest = jnp.max(jnp.where(finite & mask, losses, -jnp.inf))
-        largest = jnp.where(jnp.isfinite(largest), largest, 0)
-        return posterior.weights @ jnp.where(finite, losses, largest)
-
-    return gradient
 
 
 class _State(eqx.Module):

@@ -4,11 +4,15 @@ The process is a function of mean zero plus an unknown constant: a common offset
 losses, whose gradient is zero, is no evidence of a slope.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .base import Proposal
 from .kernels import AbstractKernel, cast
 
 Scalar = Float[Array, ""]
@@ -147,6 +151,39 @@ def gradient_posterior(
     explained, ones = solve_both(root, slope, mask.astype(theta.dtype))
     inputs = kernel, theta, points, mask, nugget, precision
     return GradientPosterior(*inputs, root, explained, ones, kernel.prior(theta))
+
+
+class History(NamedTuple):
+    """Evaluated points and all records' losses there; `mask` marks the used columns."""
+
+    points: Float[Array, "m d"]
+    losses: Float[Array, "n m"]
+    mask: Bool[Array, " m"]
+
+    def with_latest(self, proposal: Proposal, losses: Float[Array, "n q"]) -> "History":
+        """Return the history with further points before the earlier ones."""
+        order = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
+        used = order < proposal.count
+        losses = jnp.where(used[None], losses.astype(self.losses.dtype), 0)
+        return History(
+            jnp.concatenate([proposal.points, self.points]),
+            jnp.concatenate([losses, self.losses], axis=1),
+            jnp.concatenate([used, self.mask]),
+        )
+
+
+def record_gradient(
+    posterior: GradientPosterior, mask: Bool[Array, " m"]
+) -> Callable[[Array], Array]:
+    """Return the function from a record's losses to its posterior mean gradient."""
+
+    def gradient(losses):
+        finite = jnp.isfinite(losses)
+        largest = jnp.max(jnp.where(finite & mask, losses, -jnp.inf))
+        largest = jnp.where(jnp.isfinite(largest), largest, 0)
+        return posterior.weights @ jnp.where(finite, losses, largest)
+
+    return gradient
 
 
 def solve_both(

@@ -15,8 +15,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core.loop import scan_steps
 from dpbilevel.privacy.noise import derive, step_keys
-from dpbilevel.search.gibo import History, record_gradient
-from dpbilevel.search.gp import gradient_posterior
+from dpbilevel.search.gp import History, gradient_posterior, record_gradient
 from tests.cases import Audited, Case, planned
 from tests.problems import IN_BOX, LOWER
 

@@ -118,9 +118,7 @@ def test_protected_training_records_decide_about_no_refusal(tmp_path):
     searched(training=TRAINED, losses=picky)
     with pytest.raises(ValueError, match=r"fails on training rows: training rows are"):
         searched(losses=picky)  # the control
-    with pytest.raises(
-        ValueError, match=r"a later call trains again, .*Give no folder"
-    ):
+    with pytest.raises(ValueError, match=r"a later call trains again,"):
         searched(training=TRAINED, losses=squares, folder=tmp_path / "a")
     other = dpb.search.DeclaredTraining.gdp(0.1, 50)
     with pytest.raises(ValueError, match="num_records=50, but X has 60 rows"):
