@@ -28,7 +28,7 @@ from sklearn.svm import SVC
 from threadpoolctl import threadpool_limits
 
 import dpbilevel as dpb
-from dpbilevel.search.default_losses import default_losses
+from dpbilevel.search.defaults import default_losses
 from dpbilevel.search.space import Space
 
 from .paths import ROOT

@@ -1,16 +1,21 @@
-"""Solvers that see losses at points and no derivatives: the ask/tell contract."""
+"""Losses that are only evaluated, and the ask/tell contract of solvers for them."""
 
 import abc
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from .._checks import Count, check_fields
+from ..core.problem import AbstractOneLevel
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import People
@@ -18,17 +23,95 @@ from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.per_example.structure import rowwise
 from ..privacy.records.rows import Padded, unpacked
-from .declared import TRAINING, Trainings
-from .problem import BlackBox, SearchProblem
+from ..sets import AbstractSet, Box
+from .declared import TRAINING, DeclaredTraining, Trainings
 
 State = TypeVar("State")
 
 
+class BlackBox(AbstractOneLevel):
+    r"""Minimize $\frac{1}{n} \sum_i L(\theta, z_i)$ from values of $L$ alone.
+
+    Args:
+        losses: Function of a point, a float64 array of shape `(d,)`, that returns the
+            losses of all $n$ records there, of shape `(n,)`. It may train a model with
+            these hyperparameters and return every validation record's loss. It is
+            called on the host, outside every trace. `None` if losses are evaluated
+            elsewhere, for `AskTell`. Static.
+        num_records: $n$, public. Static.
+        w_set: Set of points: a `Box` with finite ends, or any set for
+            `GradientInformativeBO`.
+        records: Text that identifies the records, their order and what is evaluated on
+            them, such as a hash. It is needed with a `folder`, and compared before an
+            interrupted run continues. SECRET. Static.
+        evaluates: Public description of `losses`, stored in a folder with the result.
+            A folder with another description is refused. Static.
+        training: Releases of one training, if `losses` trains privately on other
+            records, such as `DeclaredTraining([(1.1, 0.01, 1_000)],
+            num_records=50_000)`. The ledger counts every training that a search may
+            run, and the budget covers it. Static.
+        trainings_after: Number of trainings on the same records after the search, such
+            as that of the final model. They are counted too. Static.
+
+    Privacy:
+        The privacy unit is one record: one row of what `losses` returns, the same row
+        at every point, also after an interruption. A record must change its own loss
+        only: losses that are standardized, centred or ranked over records break the
+        guarantee, and cannot be detected here. Evaluations must keep no state. The
+        other inputs of `losses`, above all training data, are protected only if
+        `training` declares it.
+    """
+
+    losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] | None = (
+        eqx.field(static=True)
+    )
+    num_records: Count = eqx.field(static=True)
+    w_set: AbstractSet = Box(-1.0, 1.0)
+    records: str = eqx.field(static=True, default="", repr=False)
+    evaluates: str = eqx.field(static=True, default="", repr=False)
+    training: DeclaredTraining | None = eqx.field(static=True, default=None)
+    trainings_after: int = eqx.field(static=True, default=0)
+    public: ClassVar[None] = None  # as in `FiniteSum`
+
+    def __check_init__(self):
+        check_fields(self)
+        if self.trainings_after != 0:
+            _checks.count("BlackBox", trainings_after=self.trainings_after)
+        if self.training is not None:
+            _checks.instance("BlackBox", DeclaredTraining, training=self.training)
+        for name in ("records", "evaluates"):
+            value = getattr(self, name)
+            if not isinstance(value, str):  # not shown: it may be the records
+                raise TypeError(
+                    f"BlackBox: {name} must be text, got an instance of "
+                    f"{type(value).__name__}. Give for instance "
+                    "hashlib.sha256(X.tobytes()).hexdigest()."
+                )
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """Return zeros: the problem has no public term."""
+        return optax.tree.zeros_like(w)
+
+    @override
+    def sizes_of(self, data: PyTree = None, people: People | str | None = None) -> int:
+        return self.num_records
+
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Raise `TypeError`: only `minimize` and `AskTell` run a black box."""
+        raise TypeError(
+            "BlackBox: calls Python between steps, which no compiled loop can; run it "
+            "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."
+        )
+
+
+SearchProblem = FiniteSum | BlackBox
+
+
 class Proposal(eqx.Module):
-    """The points at which a step wants all records' losses."""
+    """Points at which a step needs the losses of all records."""
 
     points: Float[Array, "q d"]
-    count: Int[Array, ""]  # losses are evaluated at the first so many, at least 0
+    count: Int[Array, ""]  # number of points to evaluate, the first ones
 
 
 class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
@@ -46,12 +129,12 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 
     @property
     def most_evaluations(self) -> int | None:
-        """How many a run makes at most; `None` where that depends on the dimension."""
+        """Largest number of evaluations of a run; `None` if the dimension decides."""
         return self.num_steps
 
     @abc.abstractmethod
     def ask(self, problem: SearchProblem, state: State, *, key: PRNGKey) -> Proposal:
-        """The next points: a function of released values, public ones and the key."""
+        """Return the next points: a function of released and public values, and key."""
 
     @abc.abstractmethod
     def tell(
@@ -63,25 +146,25 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         *,
         key: PRNGKey,
     ) -> State:
-        """The next state; all that is read of `losses` is released by a mechanism.
+        """Return the next state, after a release of what is needed of `losses`.
 
         Args:
-            problem: Its set and public term are read.
+            problem: The problem; its set and public term are read.
             state: The state that proposed.
             proposal: The points.
-            losses: One row a record, one column a point, infinity for NaN; columns
+            losses: One row per record, one column per point, infinity for NaN; columns
                 from `proposal.count` on hold zeros.
-            key: A typed key of its own.
+            key: A typed key for this release alone.
         """
 
     def remark(self, state: State) -> str | None:
-        """What `minimize` warns of at the end, from released values, or `None`."""
+        """Return a warning for the end of a run, from released values, or `None`."""
 
     def noisy_losses(self, state: State) -> tuple[Array, Array]:
         """Return the points whose noisy losses were released so far, and these losses.
 
-        One row a point, of shapes `(k, d)` and `(k,)`, in the order of their releases;
-        none for a solver that releases no loss.
+        Their shapes are `(k, d)` and `(k,)`, in the order of the releases; k is 0 for
+        solvers that release no loss.
         """
         del state
         return jnp.zeros((0, 0)), jnp.zeros(0)
@@ -98,7 +181,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
     def releases(
         self, problem: SearchProblem, sizes: int
     ) -> tuple[AbstractRelease, ...]:
-        """What a run releases of the losses.
+        """Return the releases that a run makes of the losses.
 
         Args:
             problem: The problem.
@@ -107,7 +190,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 
     @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        """Its own releases, and the trainings that the problem declares.
+        """Return the releases of the losses and the declared trainings.
 
         Raises:
             ValueError: There is no public bound on the number of trainings.
@@ -123,45 +206,47 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         return Ledger(releases, training.people, assumptions)
 
     def charged_trainings(self) -> int:
-        """How many trainings are charged besides `releases`: one an evaluation.
+        """Return the number of trainings besides `releases`: one per evaluation.
 
         Raises:
             ValueError: There is no public bound on the number of evaluations.
         """
         if self.most_evaluations is None:
             raise ValueError(
-                "BlackBox: training is charged once for every evaluation, so there "
-                "must be a public bound on their number; give the solver batch= or "
-                "max_batch=."
+                "BlackBox: every evaluation counts one training, so their number needs "
+                "a public bound; give the solver batch= or max_batch=."
             )
         return self.most_evaluations
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """What a guarantee on a black box assumes."""
+        """Return the assumptions of a guarantee for a black box."""
         if not isinstance(problem, BlackBox):
             return ()
         rows = (
-            "every record moves its own loss only, at every point",
-            "unprotected: how long an evaluation takes, which may depend on records, "
-            "as where a model refuses one",
+            "every record changes its own loss only, at every point: what evaluates "
+            "the losses treats each record alone and keeps no state between points",
+            "unprotected: the time of an evaluation, which may depend on records, for "
+            "example if an estimator rejects one",
         )
-        if problem.training is None:
+        training = problem.training
+        if training is None:
             return (
                 *rows,
-                "what the losses are computed from besides the records, such as "
-                "training data, is not protected",
+                "training data and other inputs of the losses are not protected",
             )
-        apart = problem.training.people is People.DISJOINT
+        some = (
+            "nobody has" if training.people is People.DISJOINT else "anybody may have"
+        )
         return (
             *rows,
-            f"every training, at any point, is as declared: {problem.training}",
-            f"{'nobody has' if apart else 'somebody may have'} a record among those "
-            "that are trained on and one among those that are evaluated",
+            "every training, at any point, is as declared, and no record decides "
+            f"whether it fails: {training}",
+            f"{some} a record in both the training and the evaluation data",
         )
 
 
 def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
-    """Every record's loss at every point proposed, zero elsewhere; `Padded` as data."""
+    """Return all records' losses at the proposed points, zero elsewhere."""
     records, present = unpacked(data)
     _checks.leading_axis("data", records)
 
@@ -170,9 +255,9 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
 
         def evaluated():
             loss = rowwise("SearchProblem", functools.partial(problem.loss, point))
-            found = jax.vmap(loss)(records)
-            # No worse, and a run that is debugged must not stop where a loss is NaN.
-            return jnp.where(jnp.isnan(found), jnp.inf, found)
+            losses = jax.vmap(loss)(records)
+            # As bad as NaN, but jax_debug_nans does not raise because of one record.
+            return jnp.where(jnp.isnan(losses), jnp.inf, losses)
 
         shape = jax.eval_shape(evaluated)
         return jax.lax.cond(
@@ -182,6 +267,6 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
         )
 
     indices = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
-    # One after another: a `cond` that is vectorized evaluates both of its branches.
+    # Not vmap, under which `cond` evaluates both of its branches.
     losses = jax.lax.map(at_one, (proposal.points, indices)).T
     return losses if present is None else Padded(losses, present)

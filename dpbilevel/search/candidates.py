@@ -11,19 +11,19 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..privacy.noise import PRNGKey
 from ..sets import Box
-from .problem import SearchProblem
+from .base import SearchProblem
 
 LOSS = "mean loss"
 
 
 def box_of(owner: str, problem: SearchProblem) -> Box:
-    """The box that `owner` searches.
+    """Return the box of a problem.
 
     Raises:
-        ValueError: Its set is no box, or has an end at infinity.
+        ValueError: The set is no box, or has an end at infinity.
     """
     box = problem.w_set
-    if not isinstance(box, Box) or not math.isfinite(_widest(box)):
+    if not isinstance(box, Box) or not _is_finite(box):
         raise ValueError(
             f"{owner}: draws candidates from a box with finite ends, got w_set={box}; "
             "give the problem w_set=dpbilevel.sets.Box(lower, upper)."
@@ -32,10 +32,10 @@ def box_of(owner: str, problem: SearchProblem) -> Box:
 
 
 def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d"]:
-    """The start, projected onto the box that `owner` searches.
+    """Return the initial point, projected onto the box of the problem.
 
     Raises:
-        ValueError: It is not one vector.
+        ValueError: The initial point is not one vector.
     """
     if getattr(w0, "ndim", None) != 1:
         raise ValueError(
@@ -70,24 +70,24 @@ def check_starts(owner: str, starts: Any, **most: int) -> None:
     Raises:
         ValueError: There are more; `most` names the field that limits them.
     """
-    own = 0 if starts is None else len(starts)
+    number = 0 if starts is None else len(starts)
     for name, limit in most.items():
-        if own > limit:
+        if number > limit:
             raise ValueError(
-                f"{owner}: {name}={limit} are too few for {own} starts; give "
-                f"{name}={own} or more."
+                f"{owner}: {name}={limit} are too few for {number} starts; give "
+                f"{name}={number} or more."
             )
 
 
 def uniform(
     box: Box, like: Float[Array, " d"], count: int, *, key: PRNGKey
 ) -> Float[Array, "count d"]:
-    """Points drawn uniformly from a box: from a public law, whatever the records are.
+    """Sample points uniformly from a box, without reading records.
 
     Args:
         box: The box.
-        like: A point of the shape and dtype that is wanted.
-        count: How many.
+        like: A point of the shape and dtype of the samples.
+        count: Number of points.
         key: A typed key for this draw alone.
     """
     lower, upper = ends(box, like)
@@ -98,11 +98,11 @@ def uniform(
 def ends(
     box: Box, like: Float[Array, " d"]
 ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-    """The two corners of a box, in the shape and dtype of the point `like`."""
+    """Return two opposite corners of a box, in the shape and dtype of `like`."""
     largest = jnp.full_like(like, jnp.finfo(like.dtype).max)
     return box.project(-largest), box.project(largest)
 
 
-def _widest(box: Box) -> float:
+def _is_finite(box: Box) -> bool:
     leaves = [v for v in jax.tree.leaves((box.lower, box.upper)) if _checks.concrete(v)]
-    return max((float(np.max(np.abs(np.asarray(v)))) for v in leaves), default=0.0)
+    return all(math.isfinite(np.max(np.abs(np.asarray(v)))) for v in leaves)

@@ -1,4 +1,4 @@
-"""Private training by other programs, charged in the ledger of a search as declared."""
+"""Declared private training by other programs, counted in the ledger of a search."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -20,32 +20,31 @@ _TRAINING_RECORDS = "training records"
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredTraining:
-    r"""What one private training by another program releases.
+    r"""Releases of one private training by another program.
 
     Args:
         history: The phases of one training, each `(noise_multiplier, sample_rate,
-            num_steps)`, as `accountant.history` of Opacus has them: in each of
-            `num_steps` steps every record is in the batch with the chance
-            `sample_rate`, independently of the others, and the sum of the batch's
-            clipped gradients gets Gaussian noise of `noise_multiplier` times the clip
-            norm. A rate of 1 stands for full batches.
+            num_steps)`, as in `accountant.history` of Opacus: in each of `num_steps`
+            steps every record is in the batch with probability `sample_rate`,
+            independently of the others, and the sum of the batch's clipped gradients
+            gets Gaussian noise of `noise_multiplier` times the clip norm. A rate of 1
+            means full batches.
         num_records: The number of training records, public.
-        people: `"overlapping"` where a person may have a record among those that are
-            trained on and one among those that are evaluated, `"disjoint"` where no
-            person has.
+        people: `"overlapping"` if a person may have records in both the training and
+            the evaluation data, `"disjoint"` if nobody has.
 
     Raises:
-        ValueError: No phase, or numbers that no training has.
+        ValueError: There is no phase, or its numbers are out of range.
 
     Privacy:
-        A declaration cannot be checked here, and the status of the report is never
-        better than `CONDITIONAL`. It has to hold for every training that the search may
-        run: where noise, rate or number of steps depend on the point, declare the least
-        noise, the largest rate and the most steps. Every training has to draw noise and
-        batches of its own: one fixed seed would repeat them. Batches of a fixed size,
-        or of shuffled records, are not those of a chance. A record that is replaced
-        changes the sum of a batch by at most twice the clip norm. Nor may a training
-        raise an error because of one record, such as one with a missing number.
+        A declaration cannot be checked here, so the status of the report is at most
+        `CONDITIONAL`. It has to hold for every training that the search may run: if
+        noise, rate or number of steps depend on the point, declare the least noise, the
+        largest rate and the most steps. Every training has to sample its own noise and
+        batches, without a fixed seed. Batches of a fixed size or of shuffled records
+        are not Poisson batches. A replaced record changes the sum of a batch by at most
+        twice the clip norm. No record may make a training raise an error, for example
+        by a missing number.
     """
 
     history: tuple[tuple[float, float, int], ...]
@@ -63,7 +62,7 @@ class DeclaredTraining:
         owner = type(self).__name__
         phases = tuple(_phase(owner, phase) for phase in history)
         if not phases:
-            raise ValueError(f"{owner}: history names no phase of a training.")
+            raise ValueError(f"{owner}: history has no phase.")
         _checks.count(owner, num_records=num_records)
         allowed = [People.OVERLAPPING, People.DISJOINT]
         if people not in allowed:
@@ -75,12 +74,9 @@ class DeclaredTraining:
 
     @classmethod
     def gdp(
-        cls,
-        mu: float,
-        num_records: int,
-        people: People | str = People.OVERLAPPING,
+        cls, mu: float, num_records: int, people: People | str = People.OVERLAPPING
     ) -> Self:
-        r"""A training that is $\mu$-GDP under replace-one, such as one of `NoisyGD`.
+        r"""Return a $\mu$-GDP training under replace-one, such as one of `NoisyGD`.
 
         Args:
             mu: $\mu$.
@@ -98,22 +94,22 @@ class DeclaredTraining:
         num_records: int,
         people: People | str = People.OVERLAPPING,
     ) -> Self:
-        """A training whose event dp-accounting describes, as jax_privacy's does.
+        """Return a training with an event of dp-accounting, as jax_privacy gives it.
 
         Args:
-            event: Gaussian releases, with Poisson batches or full ones, and
-                compositions of such; multipliers are noise over the clip norm.
+            event: Gaussian releases with Poisson or full batches, or compositions of
+                these; multipliers are noise over the clip norm.
             num_records: As in the class.
             people: As in the class.
 
         Raises:
-            ValueError: Another event is among them.
+            ValueError: The event has a part of another type.
         """
         return cls(_history(event, 1), num_records, people)
 
     @property
     def event(self) -> "dp_accounting.DpEvent":
-        """That of one training; multipliers are relative to replace-one."""
+        """Event of one training; multipliers are relative to replace-one."""
         phases = []
         for multiplier, rate, steps in self.history:
             single = dp_accounting.GaussianDpEvent(
@@ -125,7 +121,7 @@ class DeclaredTraining:
         return dp_accounting.ComposedDpEvent(phases)
 
     def __str__(self) -> str:
-        """The phases in words."""
+        """Return the phases in words."""
         return ", then ".join(
             f"{steps} {'step' if steps == 1 else 'steps'} of noise multiplier "
             f"{multiplier:.4g} on "
@@ -139,15 +135,15 @@ class Trainings(AbstractRelease):
     """`count` trainings of a black box, each as declared.
 
     Args:
-        mechanism: What one of them releases.
+        mechanism: Releases of one training.
         basis: A declaration.
 
     Privacy:
-        As if all models were released, which is an adaptive composition with what is
-        released of the losses: a loss reads the training records by its model alone,
-        and a training the others by released points alone. Whoever has a record on both
-        sides is charged for both, disjoint people for one of them. Runs of a selection
-        must stay secret, so there a training is part of what is selected instead.
+        All models count as released, in adaptive composition with the releases of the
+        losses: a loss reads training records by its model alone, and a training reads
+        evaluation records by released points alone. A person with records on both sides
+        is charged for both, disjoint people for one of them. Runs of a selection must
+        stay secret, so there a training is part of the selection instead.
     """
 
     mechanism: DeclaredTraining
@@ -165,20 +161,20 @@ class Trainings(AbstractRelease):
 
     @override
     def check(self, budget: PrivacyBudget) -> None:
-        """Refuses trainings that cost more than the budget before anything else does.
+        """Check that the trainings alone are within the budget.
 
         Raises:
-            ValueError: They do.
+            ValueError: They are not.
         """
         alone = Ledger((self,), self.mechanism.people)
         if alone.delta(budget.epsilon) <= budget.delta:
             return
-        found = alone.epsilon(budget.delta) if budget.delta else float("inf")
+        epsilon = alone.epsilon(budget.delta) if budget.delta else float("inf")
         raise ValueError(
-            f"calibrate: {self.count} declared trainings, the most that this search "
-            f"may run, cost epsilon = {found:.4g} at delta = {budget.delta:.3g} by "
-            f"themselves, more than the budget of {budget.epsilon:.4g}; train with "
-            "more noise or fewer steps, or give the search fewer evaluations."
+            f"calibrate: up to {self.count} declared trainings cost epsilon = "
+            f"{epsilon:.4g} at delta = {budget.delta:.3g}, more than the budget of "
+            f"{budget.epsilon:.4g}. Train with more noise or fewer steps, or give the "
+            "search fewer evaluations."
         )
 
     @override
@@ -200,53 +196,52 @@ class Trainings(AbstractRelease):
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        apart = people is People.DISJOINT
+        disjoint = people is People.DISJOINT
         event = dp_accounting.SelfComposedDpEvent(self.mechanism.event, self.count)
-        yield _TRAINING_RECORDS if apart else RECORDS, event
+        yield _TRAINING_RECORDS if disjoint else RECORDS, event
 
 
 def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> None:
-    """Refuses fits of an estimator that are not those declared.
+    """Check that the fits of an estimator are those declared.
 
     Raises:
         ValueError: There is a folder, or another number of training records.
     """
     if folder is not None:
         raise ValueError(
-            "PrivateSearch.fit: training is charged once for every fit, but with "
-            "folder= a later call trains again; give no folder, or search a BlackBox "
-            "by dpbilevel.search.minimize and train the answer yourself."
+            "PrivateSearch.fit: with folder= a later call trains again, which is not "
+            "counted in training=. Give no folder, or search a BlackBox by "
+            "dpbilevel.search.minimize and train the answer yourself."
         )
     if training.num_records != num_records:
         raise ValueError(
             "PrivateSearch.fit: training declares num_records="
-            f"{training.num_records}, but X has {num_records} rows; declare the "
+            f"{training.num_records}, but X has {num_records} rows. Declare the "
             "training of these records."
         )
 
 
 def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> None:
-    """Refuses a search of an estimator that would not be as declared.
+    """Check that a search of an estimator is as declared.
 
     Raises:
         TypeError: `training` is no declaration.
         ValueError: Losses or their units would be taken from training records, or all
-            fits would draw the same noise.
+            fits would have the same noise.
     """
     owner = "PrivateSearch"
     _checks.instance(owner, DeclaredTraining, training=training)
     if solver is None or losses is None:
         raise ValueError(
-            f"{owner}: with training the training records are protected, so neither "
-            "losses nor their units may be taken from them; give losses=, and solver= "
-            "with a clip norm that is known to suit them."
+            f"{owner}: training= protects the training records, so no losses or scales "
+            "are computed from them. Give losses=, and solver= with a suitable clip "
+            "range or clip norm."
         )
     for name, value in estimator.get_params().items():
         if name.split("__")[-1] == "random_state" and value is not None:
             raise ValueError(
-                f"{owner}: {name} is set, so that all private trainings would draw "
-                "the same noise, and a difference of two models would be without any; "
-                f"leave {name}=None."
+                f"{owner}: {name} is set, so that all private trainings would have the "
+                f"same noise, which differences of models cancel. Leave {name}=None."
             )
 
 
@@ -266,7 +261,7 @@ def _phase(owner: str, phase: Any) -> tuple[float, float, int]:
 
 
 def _history(event, count: int) -> tuple[tuple[float, float, int], ...]:
-    """The phases of an event that happens `count` times."""
+    """Return the phases of `count` repetitions of an event."""
     match event:
         case dp_accounting.NoOpDpEvent():
             return ()
@@ -282,6 +277,6 @@ def _history(event, count: int) -> tuple[tuple[float, float, int], ...]:
         ):
             return ((multiplier, rate, count),)
     raise ValueError(
-        f"DeclaredTraining.of_event: {type(event).__name__} is not accounted for; "
-        "give Gaussian releases with full or Poisson batches, and compositions of them."
+        f"DeclaredTraining.of_event: {type(event).__name__} is not supported. Give "
+        "Gaussian releases with full or Poisson batches, and compositions of them."
     )

@@ -1,7 +1,7 @@
-r"""Where to evaluate next: few points that inform a gradient most.
+r"""Choice of the next evaluations: few points that inform a gradient most.
 
-Everything here is a function of points, a kernel and a key. Losses are no argument: the
-choice of points costs no privacy.
+Designs are functions of points, a kernel and a key. They do not read losses, so that
+the choice of points costs no privacy.
 """
 
 import equinox as eqx
@@ -15,22 +15,20 @@ from ..sets import AbstractSet
 from .gp import GradientPosterior, Scalar
 from .kernels import cast
 
-# Radii of the starts over those that are best without earlier points, and half the
-# side of the box around the iterate in which points are sought, in reaches.
+# Radii of structured designs, in units of the best radius without earlier points.
 _SCALES = (1.0, 0.5, 2.0)
-_HALF_SIDE = 2.0
-_TIE = 1e-6
-# A polish ends where a step lowers the trace by less than this share.
-_STALLED = 1e-5
+_HALF_SIDE = 2.0  # of the box of points around the iterate, in reaches of the kernel
+_TIE = 1e-6  # perturbation of the covariance that breaks ties of eigenvalues
+_STALLED = 1e-5  # relative decrease of the trace below which L-BFGS ends
 
 
 class Design(eqx.Module):
-    """Points to evaluate, and the uncertainty that they leave.
+    """Points to evaluate, and the uncertainty after their evaluation.
 
     Attributes:
-        points: One a row; only the first `count` are evaluated.
-        count: How many.
-        trace: The trace of the gradient's posterior covariance after them.
+        points: Points, one a row; only the first `count` are evaluated.
+        count: Number of points.
+        trace: Trace of the gradient's posterior covariance after the evaluations.
     """
 
     points: Float[Array, "q d"]
@@ -49,20 +47,21 @@ def choose_batch(
     at_least: int = 1,
     key: PRNGKey,
 ) -> Design:
-    r"""The smallest number of points that brings the trace to `tolerance`, and which.
+    r"""Return the smallest design that brings the trace to `tolerance`.
 
-    By bisection: the smallest trace that $b$ points can reach falls with $b$. A number
-    is tried by structured designs, then by L-BFGS on all coordinates together.
+    The number of points is found by bisection, because the smallest trace that $b$
+    points can reach decreases with $b$. For each number, structured designs are tried
+    and improved by L-BFGS on all coordinates together.
 
     Args:
-        posterior: What is known about the gradient, with its $\theta$.
-        feasible: Where points may lie.
-        tolerance: The trace to reach, in squared units of the gradient.
-        capacity: The most points, and the number of rows. Where not even they reach the
-            tolerance, all are used.
-        batch: Asks for just as many points, whatever the tolerance.
-        polish: The most L-BFGS steps per number tried.
-        at_least: The fewest points: zero lets a step go without any.
+        posterior: Posterior of the gradient at $\theta$.
+        feasible: Set of points.
+        tolerance: Limit of the trace, in squared units of the gradient.
+        capacity: The largest number of points, and the number of rows. If the tolerance
+            cannot be reached, all are used.
+        batch: A fixed number of points, whatever the tolerance.
+        polish: The largest number of L-BFGS steps per design.
+        at_least: The smallest number of points; zero allows an empty design.
         key: A typed key, for the orientation of the designs.
     """
     basis = _directions(posterior, key=key)
@@ -73,17 +72,16 @@ def choose_batch(
 
     def narrow(carry):
         low, high, design, _ = carry
-        # The last pass has one number left, and looks for the best points of it.
+        # The last pass has one number left, and finds its best points.
         final = low >= high
         count = jnp.where(final, high, (low + high) // 2)
         target = jnp.where(final, -jnp.inf, tolerance)
         start = _best_start(posterior, feasible, basis, height, count, capacity, design)
-        found = _polished(posterior, feasible, start, target, polish)
-        enough = found.trace <= tolerance
-        keep = enough | final
-        low = jnp.where(keep, low, count + 1)
-        high = jnp.where(keep, count, high)
-        design = jax.tree.map(lambda a, b: jnp.where(keep, a, b), found, design)
+        new = _polish(posterior, feasible, start, target, polish)
+        accept = (new.trace <= tolerance) | final
+        low = jnp.where(accept, low, count + 1)
+        high = jnp.where(accept, count, high)
+        design = jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, design)
         return low, high, design, final
 
     empty = jnp.broadcast_to(posterior.theta, (capacity, posterior.theta.size))
@@ -97,30 +95,30 @@ def choose_batch(
 
 
 def _directions(posterior: GradientPosterior, *, key: PRNGKey) -> Float[Array, "d d"]:
-    """Unit vectors, one a row, the least known part of the gradient first.
+    """Return orthonormal directions, one a row, with decreasing posterior variance.
 
-    Directions of which as much is known are turned at random: none is preferred in
-    step after step.
+    Directions of equal variance are rotated at random, so that none is preferred in
+    every step.
     """
     size = posterior.theta.size
-    # Its eigenvectors are uniform among all bases, and so are those of what is equal.
-    apart = jax.random.normal(key, (size, size), posterior.theta.dtype)
-    apart = _TIE * posterior.prior_trace / size * (apart + apart.T)
-    _, vectors = jnp.linalg.eigh(posterior.covariance + apart)
+    # The eigenvectors of this matrix are uniform among all bases.
+    random = jax.random.normal(key, (size, size), posterior.theta.dtype)
+    random = _TIE * posterior.prior_trace / size * (random + random.T)
+    _, vectors = jnp.linalg.eigh(posterior.covariance + random)
     return vectors[:, ::-1].T
 
 
 def _offsets(posterior, basis, height, count, capacity, pairs):
-    r"""Offsets of `count` points: opposite pairs, and the corners of a simplex.
+    r"""Return offsets of `count` points: opposite pairs, and corners of a simplex.
 
     With $r$ directions, $k$ of them spanned by pairs and the other $r - k$ by a
     simplex, there are $r + k + 1$ points; pairs inform most and simplices cost least.
     """
     size = posterior.theta.size
     row = jnp.arange(capacity, dtype=jnp.int32)
-    flat = jnp.clip(size - pairs, 0, count - 2 * pairs - 1)  # of the simplex
+    flat = jnp.clip(size - pairs, 0, count - 2 * pairs - 1)  # dimension of the simplex
     column = jnp.arange(size, dtype=jnp.int32)
-    # Corners in the coordinates of Helmert's contrasts, of length one.
+    # Corners in the coordinates of Helmert contrasts of length one.
     corner, axis = (row - 2 * pairs)[:, None], column[None] + 1
     entry = jnp.where(corner < axis, 1, jnp.where(corner == axis, -axis, 0))
     entry = jnp.where(axis <= flat, entry, 0).astype(basis.dtype)
@@ -129,7 +127,7 @@ def _offsets(posterior, basis, height, count, capacity, pairs):
     ratio = (flat + 1).astype(basis.dtype) / jnp.maximum(flat, 1).astype(basis.dtype)
     simplex = corners * jnp.sqrt(ratio) @ jnp.roll(basis, -pairs, axis=0)
     sign = jnp.where(row % 2 == 0, 1, -1).astype(basis.dtype)
-    # Points beyond two per direction stand further out.
+    # Points beyond two per direction have larger distances.
     shell = 1.5 ** (row // (2 * size)).astype(basis.dtype)
     opposite = (sign * shell)[:, None] * basis[(row // 2) % size]
     radius = posterior.kernel.radius(flat + 1, posterior.nugget)
@@ -137,8 +135,8 @@ def _offsets(posterior, basis, height, count, capacity, pairs):
     return jnp.where(is_corner[:, None], radius * simplex, height * opposite)
 
 
-def _best_start(posterior, feasible, basis, height, count, capacity, at_hand) -> Design:
-    """The best of some structured designs, and of the first points of another one."""
+def _best_start(posterior, feasible, basis, height, count, capacity, design) -> Design:
+    """Return the best of structured designs and the first points of `design`."""
     size = posterior.theta.size
     mixed = jnp.clip(count - size - 1, 0, size)
     pairs = jnp.stack([mixed, (count + 1) // 2])
@@ -147,7 +145,7 @@ def _best_start(posterior, feasible, basis, height, count, capacity, at_hand) ->
     )(pairs)
     scales = jnp.asarray(_SCALES, shapes.dtype)[:, None, None, None]
     structured = (scales * shapes[None]).reshape(-1, capacity, size)
-    earlier = (at_hand.points - posterior.theta[None])[None]
+    earlier = (design.points - posterior.theta[None])[None]
     offsets = jnp.concatenate([structured, earlier])
     starts = jax.vmap(lambda rows: _inside(posterior, feasible, rows))(offsets)
     mask = jnp.arange(capacity, dtype=jnp.int32) < count
@@ -157,26 +155,26 @@ def _best_start(posterior, feasible, basis, height, count, capacity, at_hand) ->
 
 
 def _inside(posterior, feasible, offsets):
-    """Points at these offsets, or mirrored and further away where that is outside."""
+    """Return points at offsets, mirrored and further away if they are outside."""
     theta = posterior.theta[None]
     points = theta + offsets
     nearest = jax.vmap(feasible.project)(points)
     crossed = jnp.any(jnp.abs(points - nearest) > 0, axis=1, keepdims=True)
-    # Twice as far, not to meet the point that stands there already.
+    # Twice as far, because another point may be at the mirror image.
     mirrored = theta + 2 * (2 * nearest - points - theta)
     return jnp.where(crossed, _project(posterior, feasible, mirrored), points)
 
 
 def _project(posterior, feasible, points):
-    """Into the box around the iterate, then onto the set, which keeps them there."""
+    """Project points onto the box around the iterate, then onto the set."""
     theta = posterior.theta[None]
     half = _HALF_SIDE * cast(posterior.kernel.reach, theta)
     boxed = jnp.clip(points, theta - half, theta + half)
     return jax.vmap(feasible.project)(boxed)
 
 
-def _polished(posterior, feasible, start: Design, target, steps: int) -> Design:
-    """Lowers the trace by L-BFGS until it reaches the target, or stalls."""
+def _polish(posterior, feasible, start: Design, target, steps: int) -> Design:
+    """Decrease the trace by L-BFGS until it reaches the target or stalls."""
     if steps == 0:
         return start
     mask = jnp.arange(len(start.points), dtype=jnp.int32) < start.count
@@ -196,14 +194,14 @@ def _polished(posterior, feasible, start: Design, target, steps: int) -> Design:
             slope, memory, points, value=value, grad=slope, value_fn=trace
         )
         points = optax.apply_updates(points, updates)
-        found = evaluate(points)
-        return number + 1, points, found, memory, found[0] > (1 - _STALLED) * value
+        new = evaluate(points)
+        return number + 1, points, new, memory, new[0] > (1 - _STALLED) * value
 
     def unfinished(carry):
         number, _, (value, _), _, stalled = carry
         return (number < steps) & (value > target) & ~stalled
 
-    # What optax computes relies on the promotion that users may have turned off.
+    # optax needs dtype and rank promotion, which users may have turned off.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         first = jnp.asarray(0, jnp.int32), start.points, evaluate(start.points)
         carry = *first, rule.init(start.points), jnp.asarray(False)

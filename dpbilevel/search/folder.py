@@ -1,4 +1,4 @@
-"""The folder of a search: its evaluations, its checkpoint and its result."""
+"""Folder of a search: its evaluations, checkpoint and result."""
 
 import dataclasses
 import enum
@@ -20,39 +20,38 @@ from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
 from ..runs.process_zero import on_process_zero
 from ..runs.resume import check_empty, check_same_run, finish_run, resume_run
-from .problem import BlackBox
+from .base import BlackBox
 
 _PATTERN = "evaluation-*.SECRET"
 _NOTICE = (
-    b"dpbilevel search 2. SECRET: it holds the key of the noise still to come and may "
-    b"hold losses of single records without noise. Keep it, or delete it; do not share "
-    b"it.\n"
+    b"dpbilevel search 2. SECRET: it holds the key of future noise and may hold losses "
+    b"of single records without noise. Keep it, or delete it; do not share it.\n"
 )
-# A folder has one search, so that its number in the spending record is this.
+# Number of the only search of a folder in the spending record.
 _NUMBER = 1
 
 Point = Float[np.ndarray, " d"]
-Losses = Float[np.ndarray, " n"]  # everyone's, at a point
-# Released: points, one a row, and the noisy mean losses there.
+Losses = Float[np.ndarray, " n"]  # of all records at a point
+# Released points, one a row, and the noisy mean losses there.
 NoisyLosses = tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]
 Result = tuple[Solution, NoisyLosses]
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """Keeps every evaluation as it is made and a checkpoint of every step. SECRET."""
+    """A folder with every evaluation and a checkpoint of every step. SECRET."""
 
-    path: Path  # under its lock
+    path: Path  # its lock is held
     check: Callable[[], None]  # raises if the lock was lost
     report: PrivacyReport
-    first: Checkpoint  # the run before its first step
+    first: Checkpoint  # before the first step
 
     @property
     def _public(self) -> dict[str, Any]:
         return self.first.fingerprint["run"]
 
     def result(self) -> Result | None:
-        """What a finished run released, if there is one: its noisy losses as well.
+        """Return the result of a finished run, or `None`.
 
         Raises:
             ValueError: Another run finished here, or its result is damaged.
@@ -71,30 +70,29 @@ class Folder:
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{file} is damaged or of another version of dpbilevel: {error}. Give "
-                "a new folder: a second release, on top of what this one cost."
+                "a new folder for a second release, whose cost adds up."
             ) from error
         on_process_zero(self._close)
         points = at.reshape(-1, value.size)  # also where there is none
         return Solution(value, path, rejected), (points, values)
 
     def begin(self) -> Checkpoint:
-        """The interrupted run, or a new one before its first step; both on record.
+        """Return the interrupted run, or a new one, and record its spending.
 
         Raises:
-            ValueError: The folder holds another run or something else, or the run would
-                take the total of folders above it over a limit.
+            ValueError: The folder holds another run or something else, or the total
+                spending would exceed a limit of a folder above it.
             OSError: The disk refuses.
         """
-        saved = self._resumed(on_process_zero(self._begun))
+        saved = self._resume(on_process_zero(self._checkpoint))
 
         def record() -> None:
             self._forget(saved.done)
             try:
                 odometer.begin(self.path, _NUMBER, self.report, self._public)
             except ValueError:
-                kept = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
-                if saved.done == 0 and not kept:
-                    # Nothing was evaluated: as if it had never begun.
+                begun = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
+                if saved.done == 0 and not begun:  # nothing was evaluated
                     checkpoint.remove(self.path)
                 raise
 
@@ -111,7 +109,7 @@ class Folder:
         """
         file = self._evaluation(step, number)
         content = self._by_holder(lambda: _content(file))
-        return None if content is None else _parsed(file, content, point)
+        return None if content is None else _parse(file, content, point)
 
     def keep_losses(
         self, step: int, number: int, point: Point, losses: Losses
@@ -123,12 +121,16 @@ class Folder:
             OSError: The disk refuses.
         """
         file = self._evaluation(step, number)
-        made = checkpoint.npz({"point": point, "losses": losses})
-        content = self._by_holder(lambda: _kept(file, made))
-        return _parsed(file, content or b"", point)
+        content = checkpoint.npz({"point": point, "losses": losses})
+
+        def write() -> bytes:
+            checkpoint.replace(file, content, mode=0o600)
+            return content
+
+        return _parse(file, self._by_holder(write) or b"", point)
 
     def keep(self, saved: Checkpoint) -> None:
-        """Replace the checkpoint, then forget the evaluations of the steps done.
+        """Replace the checkpoint, then delete the evaluations of finished steps.
 
         Raises:
             ValueError: The lock of the folder was lost.
@@ -146,7 +148,7 @@ class Folder:
 
         Args:
             solution: The released solution.
-            noisy: The points whose noisy losses were released, and these losses.
+            noisy: The released noisy losses, with their points.
 
         Raises:
             ValueError: The lock of the folder was lost.
@@ -180,46 +182,45 @@ class Folder:
     def _evaluation(self, step: int, number: int) -> Path:
         return self.path / f"evaluation-{step}-{number}.SECRET"
 
-    def _begun(self) -> bytes:
-        """The checkpoint to go on from, as on the disk."""
+    def _checkpoint(self) -> bytes:
+        """Return the content of the checkpoint, which is written if there is none."""
         file = self.path / checkpoint.NAME
         if not file.is_file():
             check_empty("folder", self.path)
             checkpoint.write(self.path, self.first, notice=_NOTICE)
         return file.read_bytes()
 
-    def _resumed(self, content: bytes | None) -> Checkpoint:
-        """The run that a checkpoint holds."""
+    def _resume(self, content: bytes | None) -> Checkpoint:
+        """Return the run of a checkpoint, checked to be this one."""
         file = self.path / checkpoint.NAME
         try:
             saved = checkpoint.parsed(file, content or b"", notice=_NOTICE)
         except ValueError:
             raise ValueError(
                 f"{file} is damaged or not of a search by this version of dpbilevel. "
-                "Give a new folder: a second release, on top of what this one cost. An "
-                "older copy would use noise again."
+                "Give a new folder for a second release, whose cost adds up; an older "
+                "copy would use noise again."
             ) from None
         records = (
-            "the records, their order, or what is evaluated on them (in a "
-            "PrivateSearch also the estimator, its losses, the space and the training "
-            "records)"
+            "the records, their order, or their evaluation (in a PrivateSearch also "
+            "the estimator, its losses, the space and the training records)"
         )
         return resume_run(self.path, saved, self.first, records)
 
     def _forget(self, done: int) -> None:
-        """Deletes the evaluations of steps before `done`."""
+        """Delete the evaluations of steps before `done`."""
         for file in self.path.glob(_PATTERN):
             if int(file.name.split("-")[1]) < done:
                 file.unlink()
 
     def _close(self) -> None:
-        """Ends a run whose result is written."""
+        """End a run whose result is written."""
         finish_run(self.path, _NUMBER)
         for file in self.path.glob(f"{_PATTERN}*"):
             file.unlink()
 
 
-def recorded(folder: Path) -> dict[str, Any] | None:
+def read_run(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the run in a folder; `None` if none can be read."""
     file = folder / checkpoint.SEARCH
     try:
@@ -227,22 +228,22 @@ def recorded(folder: Path) -> dict[str, Any] | None:
             return json.loads(file.read_bytes())["run"]
         return checkpoint.read(folder, notice=_NOTICE).fingerprint["run"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # what opens the folder says what is wrong with it
+        return None  # the error is raised when the folder is opened
 
 
-def _parsed(file: Path, content: bytes, point: Point) -> Losses:
-    """The losses of an evaluation at a point, as kept in a file."""
+def _parse(file: Path, content: bytes, point: Point) -> Losses:
+    """Return the losses of an evaluation at a point from the content of a file."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            kept, losses = arrays["point"], arrays["losses"]
+            stored, losses = arrays["point"], arrays["losses"]
     except Exception:
         raise ValueError(
-            f"{file} is damaged; delete it, and its point is evaluated again."
+            f"{file} is damaged. Delete it, and its point is evaluated again."
         ) from None
-    if not np.array_equal(kept, point):  # bit for bit
+    if not np.array_equal(stored, point):  # bit for bit
         raise ValueError(
-            f"{file} holds the losses at another point than the run asks for, "
-            "as after a change of hardware. Go on where the run began."
+            f"{file} holds losses at another point than the run needs, for example "
+            "after a change of hardware. Continue on the machine of the run."
         )
     return losses
 
@@ -251,16 +252,10 @@ def _content(file: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _kept(file: Path, losses: bytes) -> bytes:
-    """Writes losses and returns them; those of process 0 are those of the run."""
-    checkpoint.replace(file, losses, mode=0o600)
-    return losses
-
-
 def fingerprint(
     problem: BlackBox, solver, w0, budget: PrivacyBudget | None, report
 ) -> dict[str, Any]:
-    """What must not change between the parts of a run: `run`, public, and `records`."""
+    """Return what must not change in a resumed run: `run`, public, and `records`."""
     public = {
         "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
         "solver": solver,
@@ -276,7 +271,7 @@ def fingerprint(
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON has no form for, as something that it has; functions by their name."""
+    """Return a value as JSON can hold it; functions by their name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"class": type(value).__name__} | fields

@@ -1,34 +1,38 @@
-r"""Gradients under a Gaussian process, given evaluations.
+r"""Posterior of a gradient under a Gaussian process, given evaluations.
 
 The process is a function of mean zero plus an unknown constant: a common offset of all
 losses, whose gradient is zero, is no evidence of a slope.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .base import Proposal
 from .kernels import AbstractKernel, cast
 
 Scalar = Float[Array, ""]
 
-# A trace below minus this share of the prior one is a loss of precision.
-_LOST = 1e-8
+# A trace below minus this fraction of the prior trace is a rounding error.
+_ROUNDING = 1e-8
 
 
 class GradientPosterior(eqx.Module):
-    r"""The posterior of the gradient at $\theta$ by evaluations at some points.
+    r"""The posterior of the gradient at $\theta$, given evaluations at some points.
 
-    With $m$ points $D$, $K = k(D, D) + c_0 1 1^\top + \nu I$ and the slopes $G =
-    \nabla_\theta k(\theta, D)$, the gradient has posterior mean $W y$ with $W = G
-    K^{-1}$, the same linear map of everyone's losses, and covariance $\nabla k
-    \nabla^\top - G K^{-1} G^\top$, which does not depend on losses.
+    With $m$ points $D$, $K = k(D, D) + c_0 1 1^\top + \nu I$ and $G = \nabla_\theta
+    k(\theta, D)$, the gradient has posterior mean $W y$ with $W = G K^{-1}$, the same
+    linear map of the losses $y$ of every record, and covariance $\nabla k \nabla^\top -
+    G K^{-1} G^\top$, which does not depend on losses.
 
     Attributes:
         kernel: $k$.
-        theta: Where the gradient is sought.
-        points: One a row.
+        theta: Point of the gradient.
+        points: $D$, one point a row.
         mask: Which rows are points; the others change nothing.
         nugget: $\nu$, the variance of an evaluation's noise, rounding included.
         precision: $1 / c_0$, the inverse variance of the unknown constant.
@@ -52,60 +56,60 @@ class GradientPosterior(eqx.Module):
 
     @property
     def prior_trace(self) -> Scalar:
-        """The trace of the covariance before any evaluation."""
+        """Trace of the covariance before any evaluation."""
         return jnp.trace(self.total)
 
     @property
     def covariance(self) -> Float[Array, "d d"]:
-        """The posterior covariance of the gradient."""
-        shared, share = self._shared
+        """Posterior covariance of the gradient."""
+        cross, variance = self._correction
         known = self.explained.T @ self.explained
-        return self.total - known + shared[:, None] * shared[None] / share
+        return self.total - known + cross[:, None] * cross[None] / variance
 
     @property
     def trace(self) -> Scalar:
-        """Its trace; NaN where points are too close for the nugget."""
-        return self._trace_after(*self._shared, _square(self.explained))
+        """Trace of the covariance; NaN if points are too close for the nugget."""
+        return self._trace_after(*self._correction, _square(self.explained))
 
     @property
     def weights(self) -> Float[Array, "d m"]:
-        """$W$; its columns of rows that are no points are zero."""
-        shared, share = self._shared
-        explained = self.explained - self.ones[:, None] * (shared / share)[None]
+        """$W$, with zero columns for rows that are no points."""
+        cross, variance = self._correction
+        explained = self.explained - self.ones[:, None] * (cross / variance)[None]
         return _solve(self.root, explained, trans="T").T
 
     def trace_with(
         self, points: Float[Array, "b d"], mask: Bool[Array, " b"]
     ) -> Scalar:
-        """The trace after evaluations at further points, those rows that are in `mask`.
+        """Return the trace after evaluations at further points, the rows in `mask`.
 
-        Infinity where rounding left no trace, or a negative one.
+        The value is infinite if rounding errors made the trace negative or NaN.
         """
         across = self.kernel.covariance(self.points, points, self.theta)
-        known = _solve(self.root, _masked(across, self.mask, mask))
+        known = _solve(self.root, _mask(across, self.mask, mask))
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
-        rest = 1 - known.T @ self.ones  # of the constant at the new points
+        rest = 1 - known.T @ self.ones  # the constant at the new points
         right = jnp.concatenate([slope, rest[:, None]], axis=1)  # one solve for both
-        gained = _explained(
+        gained = _quadratic_form(
             _covariance(among, mask, self.nugget), jnp.where(mask[:, None], right, 0)
         )
-        shared, share = self._shared
+        cross, variance = self._correction
         trace = self._trace_after(
-            shared + gained[:-1, -1],
-            share + gained[-1, -1],
+            cross + gained[:-1, -1],
+            variance + gained[-1, -1],
             _square(self.explained) + jnp.trace(gained[:-1, :-1]),
         )
-        return jnp.where(trace >= -_LOST * self.prior_trace, trace, jnp.inf)
+        return jnp.where(trace >= -_ROUNDING * self.prior_trace, trace, jnp.inf)
 
     @property
-    def _shared(self) -> tuple[Float[Array, " d"], Scalar]:
-        """What the constant takes back of the gradient, by the rank-one update."""
+    def _correction(self) -> tuple[Float[Array, " d"], Scalar]:
+        """Rank-one correction of the gradient for the unknown constant."""
         return self.explained.T @ self.ones, self.precision + _square(self.ones)
 
-    def _trace_after(self, shared, share, explained) -> Scalar:
-        # Before any point nothing is shared, and a constant of variance zero never is.
-        return self.prior_trace - explained + _square(shared) / share
+    def _trace_after(self, cross, variance, explained) -> Scalar:
+        # The correction is zero before any point, and if the constant is known.
+        return self.prior_trace - explained + _square(cross) / variance
 
 
 def gradient_posterior(
@@ -117,17 +121,17 @@ def gradient_posterior(
     nugget: float | Scalar,
     constant: float | Scalar = 1e4,
 ) -> GradientPosterior:
-    """The posterior of the gradient at `theta`, whatever the losses were.
+    """Return the posterior of the gradient at `theta`, a function of points alone.
 
     Args:
-        kernel: As in `GradientPosterior`; not fitted to anyone's losses.
-        theta: Where the gradient is sought.
-        points: The points that were evaluated, one a row.
+        kernel: The kernel; not fitted to any record's losses.
+        theta: Point of the gradient.
+        points: The evaluated points, one a row.
         mask: Which rows are points; all rows when omitted.
-        nugget: The variance of an evaluation's noise, at least a little above zero.
-        constant: The variance of the unknown constant, in variances of the kernel.
-            Zero takes losses for centred; 1e4 leaves at most 1e-4 of the gradient that
-            a constant loss would feign.
+        nugget: The variance of an evaluation's noise, above zero.
+        constant: The variance of the unknown constant, in variances of the kernel. Zero
+            assumes centred losses; 1e4 leaves at most 1e-4 of the spurious gradient of
+            a constant loss.
 
     Raises:
         ValueError: `theta` is not in double precision.
@@ -135,9 +139,8 @@ def gradient_posterior(
     if jnp.result_type(theta) != jnp.float64:
         raise ValueError(
             "GradientInformativeBO: differences of nearby losses need float64, got a "
-            f"point of {jnp.result_type(theta).name}. Set jax.config.update("
-            "'jax_enable_x64', True), or run under jax.enable_x64(True), and give a "
-            "float64 w0; dpbilevel.search.minimize does both."
+            f"point of {jnp.result_type(theta).name}. Use dpbilevel.search.minimize, "
+            "or set jax.config.update('jax_enable_x64', True) and give a float64 w0."
         )
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)
@@ -145,52 +148,84 @@ def gradient_posterior(
     matrix = kernel.covariance(points, points, theta)
     root = jnp.linalg.cholesky(_covariance(matrix, mask, nugget))
     slope = jnp.where(mask[:, None], kernel.slope(theta, points), 0)
-    known = root, *solved(root, slope, mask.astype(theta.dtype))
-    given = kernel, theta, points, mask, nugget, precision
-    return GradientPosterior(*given, *known, kernel.prior(theta))
+    explained, ones = solve_both(root, slope, mask.astype(theta.dtype))
+    inputs = kernel, theta, points, mask, nugget, precision
+    return GradientPosterior(*inputs, root, explained, ones, kernel.prior(theta))
 
 
-def solved(
+class History(NamedTuple):
+    """Evaluated points and all records' losses there; `mask` marks the used columns."""
+
+    points: Float[Array, "m d"]
+    losses: Float[Array, "n m"]
+    mask: Bool[Array, " m"]
+
+    def with_latest(self, proposal: Proposal, losses: Float[Array, "n q"]) -> "History":
+        """Return the history with further points before the earlier ones."""
+        order = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
+        used = order < proposal.count
+        losses = jnp.where(used[None], losses.astype(self.losses.dtype), 0)
+        return History(
+            jnp.concatenate([proposal.points, self.points]),
+            jnp.concatenate([losses, self.losses], axis=1),
+            jnp.concatenate([used, self.mask]),
+        )
+
+
+def record_gradient(
+    posterior: GradientPosterior, mask: Bool[Array, " m"]
+) -> Callable[[Array], Array]:
+    """Return the function from a record's losses to its posterior mean gradient."""
+
+    def gradient(losses):
+        finite = jnp.isfinite(losses)
+        largest = jnp.max(jnp.where(finite & mask, losses, -jnp.inf))
+        largest = jnp.where(jnp.isfinite(largest), largest, 0)
+        return posterior.weights @ jnp.where(finite, losses, largest)
+
+    return gradient
+
+
+def solve_both(
     root: Float[Array, "m m"], matrix: Float[Array, "m d"], vector: Float[Array, " m"]
 ) -> tuple[Float[Array, "m d"], Float[Array, " m"]]:
-    """Solves with the lower triangular `root` for the columns of `matrix` and `vector`.
+    """Return the solutions with the lower triangular `root` of a matrix and a vector.
 
-    In one call: under `jax.vmap` jaxlib's triangular solves wait for threads of the
-    pool that they run in, and where two of them run at once on two cores, forever.
+    There is one call, because jaxlib's triangular solves under `jax.vmap` wait for
+    threads of their own pool: on two cores, two solves at once can deadlock.
     """
     right = jnp.concatenate([matrix, vector[:, None]], axis=1)
-    found = _solve(root, right)
-    return found[:, :-1], found[:, -1]
+    solutions = _solve(root, right)
+    return solutions[:, :-1], solutions[:, -1]
 
 
-def _masked(matrix, rows, columns):
+def _mask(matrix, rows, columns):
     return jnp.where(rows[:, None] & columns[None], matrix, 0)
 
 
 def _covariance(matrix, mask, nugget):
-    """With the nugget, and the identity on rows that are no points."""
-    return _masked(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
+    """Return the matrix plus the nugget; the identity on rows that are no points."""
+    return _mask(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
 
 
 @jax.custom_jvp
-def _explained(matrix, right):
-    r"""$R^\top A^{-1} R$, whose derivatives take one more triangular solve.
+def _quadratic_form(matrix, right):
+    r"""Return $R^\top A^{-1} R$, with derivatives by one more triangular solve.
 
-    Those of a factorization take several at once, which may wait for each other, see
-    `solved`.
+    Derivatives of a factorization take several solves at once; see `solve_both`.
     """
     half = _solve(jnp.linalg.cholesky(matrix), right)
     return half.T @ half
 
 
-@_explained.defjvp
-def _explained_moved(at, moves):
-    matrix, right = at
+@_quadratic_form.defjvp
+def _quadratic_form_jvp(primals, tangents):
+    matrix, right = primals
     root = jnp.linalg.cholesky(matrix)
     half = _solve(root, right)
     whole = _solve(root, half, trans="T")
-    turned = moves[1].T @ whole
-    return half.T @ half, turned + turned.T - whole.T @ moves[0] @ whole
+    turned = tangents[1].T @ whole
+    return half.T @ half, turned + turned.T - whole.T @ tangents[0] @ whole
 
 
 def _solve(root, right, trans="N"):

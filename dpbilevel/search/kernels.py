@@ -1,4 +1,4 @@
-"""Kernels: covariance functions of losses, with the derivatives that methods need."""
+"""Kernels: covariance functions of losses, with derivatives in closed form."""
 
 import abc
 from typing import Any
@@ -12,7 +12,7 @@ from .._checks import AbstractVar, Checked, Positive
 
 Scalar = Float[Array, ""]
 
-# Radii among which the best of a design is looked for, in length-scales.
+# Candidate radii of a design, in length-scales.
 _SHORTEST, _LONGEST, _TRIED = 1e-4, 3.0, 64
 
 
@@ -20,8 +20,8 @@ class AbstractKernel(Checked):
     """A covariance function of losses, with its derivatives in closed form.
 
     Attributes:
-        variance: The scale of the covariance, in squared units of the loss.
-        reach: The distance up to which evaluations inform a gradient.
+        variance: Scale of the covariance, in squared units of the loss.
+        reach: Distance up to which evaluations inform a gradient.
     """
 
     variance: AbstractVar[float]
@@ -31,31 +31,31 @@ class AbstractKernel(Checked):
     def covariance(
         self, a: Float[Array, "m d"], b: Float[Array, "k d"], near: Float[Array, " d"]
     ) -> Float[Array, "m k"]:
-        r"""$k(a_i, b_j)$.
+        r"""Return $k(a_i, b_j)$.
 
         Args:
             a: Points, one a row.
             b: Points.
-            near: Where distances must be precise: their rounding grows with the
-                distance to it.
+            near: A point near which distances are precise; rounding errors grow with
+                the distance to it.
         """
 
     @abc.abstractmethod
     def slope(
         self, theta: Float[Array, " d"], z: Float[Array, "m d"]
     ) -> Float[Array, "m d"]:
-        r"""$\nabla_\theta k(\theta, z_j)$, one a row; finite at $z_j = \theta$."""
+        r"""Return $\nabla_\theta k(\theta, z_j)$, one a row and always finite."""
 
     @abc.abstractmethod
     def prior(self, theta: Float[Array, " d"]) -> Float[Array, "d d"]:
-        r"""The covariance of $\nabla f(\theta)$ before any evaluation."""
+        r"""Return the covariance of $\nabla f(\theta)$ before any evaluation."""
 
     @abc.abstractmethod
     def radius(self, corners: Int[Array, ""], nugget: Scalar) -> Scalar:
-        r"""The distance of the corners of a regular simplex at which they inform most.
+        r"""Return the most informative radius of a regular simplex of points.
 
         Args:
-            corners: How many corners, at least two; two are a pair of opposite points.
+            corners: Number of corners, at least two; two are a pair of opposite points.
             nugget: The variance of the noise of an evaluation.
         """
 
@@ -68,11 +68,11 @@ class AbstractStationary(AbstractKernel):
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:
-        r"""$\varphi$."""
+        r"""Return $\varphi$."""
 
     @abc.abstractmethod
     def _decay(self, s: Array) -> Array:
-        r"""$-2 \varphi'$."""
+        r"""Return $-2 \varphi'$."""
 
     @property
     @override
@@ -83,20 +83,22 @@ class AbstractStationary(AbstractKernel):
     def covariance(self, a, b, near):
         a, b = ((v - near[None]) / cast(self.reach, v) for v in (a, b))
         squares = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None]
-        # Distances are differences: products rounded by default would swamp them.
+        # Distances are differences, which default matrix products round too coarsely.
         products = jnp.matmul(a, b.T, precision="highest")
-        distances = jnp.maximum(squares - 2 * products, 0)  # rounding leaves some below
+        distances = jnp.maximum(
+            squares - 2 * products, 0
+        )  # may be negative by rounding
         return cast(self.variance, a) * self._profile(distances)
 
     def slope(self, theta, z):
-        r"""$-\sigma^2 (-2\varphi')(s)\, (\theta - z_j) / \ell^2$."""
+        r"""Return $-\sigma^2 (-2\varphi')(s)\, (\theta - z_j) / \ell^2$."""
         offsets = (z - theta[None]) / cast(self.reach, z)
         decay = self._decay(jnp.sum(offsets * offsets, axis=1))
         scale = cast(self.variance, z) / cast(self.reach, z)
         return scale * decay[:, None] * offsets
 
     def prior(self, theta):
-        r"""$-2 \varphi'(0)\, \sigma^2 / \ell^2$ times the identity."""
+        r"""Return $-2 \varphi'(0)\, \sigma^2 / \ell^2$ times the identity."""
         scale = cast(self.variance, theta) / cast(self.reach, theta) ** 2
         unit = self._decay(jnp.zeros((), theta.dtype))
         return scale * unit * jnp.eye(theta.size, dtype=theta.dtype)
@@ -107,7 +109,7 @@ class AbstractStationary(AbstractKernel):
         noise = nugget / cast(self.variance, nugget)
         edge = 2 * corners / (corners - 1)  # squared, of a simplex of radius one
 
-        def explained(r):  # of a gradient, by a simplex alone with its noise
+        def explained(r):  # variance of a gradient that a simplex explains
             apparent = self._profile(jnp.zeros_like(r)) - self._profile(edge * r * r)
             return (r * self._decay(r * r)) ** 2 / (apparent + noise)
 
@@ -138,8 +140,8 @@ class RBF(AbstractStationary):
 class Matern52(AbstractStationary):
     r"""$k = \sigma^2 (1 + q + q^2/3) e^{-q}$, $q = \sqrt 5 \|\theta-\theta'\|/\ell$.
 
-    Twice differentiable in mean square; the roughest half-integer Matérn kernel for
-    which the method's theory holds.
+    Twice differentiable in mean square: the roughest half-integer Matérn kernel that
+    the theory of the method covers.
 
     Args:
         lengthscale: $\ell > 0$, in units of the parameters.
@@ -187,7 +189,7 @@ class Quadratic(AbstractKernel):
 
 
 def cast(value: Any, like: Array) -> Array:
-    """A number in the precision of an array."""
+    """Return a number in the dtype of an array."""
     return jnp.asarray(value, like.dtype)
 
 
@@ -199,7 +201,7 @@ def _matern(s: Array) -> Array:
 
 @_matern.defjvp
 def _matern_jvp(primals, tangents):
-    # The chain rule through the root would divide by zero at equal points.
+    # The chain rule through the square root divides by zero at equal points.
     return _matern(*primals), -_matern_decay(*primals) / 2 * tangents[0]
 
 

@@ -1,4 +1,4 @@
-"""Losses that were evaluated elsewhere: clipped, averaged and sealed."""
+"""Losses evaluated elsewhere: clipped, averaged and sealed."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,8 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.records.rows import Padded, unpacked
 from ..privacy.releases import AbstractNoisyRelease
 from ..privacy.sampling.base import Batch
-from .base import Proposal
+from .base import Proposal, SearchProblem
 from .kernels import cast
-from .problem import SearchProblem
 
 Losses = Array | Padded
 
@@ -32,37 +31,37 @@ Losses = Array | Padded
 def clipped_loss(
     losses: Losses, clip_range: Number, size: int, precision: Precision
 ) -> Bounded:
-    r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
+    r"""Return the sealed mean of losses clipped to $[0, B]$, minus $B / 2$.
 
     Args:
-        losses: One per record; of `Padded` ones those that are present.
+        losses: One loss per record; absent rows of `Padded` ones are ignored.
         clip_range: $B$.
         size: The planned number of records.
-        precision: How they are summed, as in `clipped_mean`.
+        precision: Precision of the sum, as in `clipped_mean`.
 
     Privacy:
         One record moves the mean by at most $B / n$ under replace-one, enforced by
         clipping.
     """
     rows, present = unpacked(losses)
-    reach = cast(clip_range, rows)
-    batch, fun = Batch(rows, present, float(size)), centered(reach)
-    return clipped_mean(fun, batch, clip_norm=reach / 2, precision=precision)
+    width = cast(clip_range, rows)
+    batch, fun = Batch(rows, present, float(size)), clip_and_center(width)
+    return clipped_mean(fun, batch, clip_norm=width / 2, precision=precision)
 
 
-def centered(clip_range: Number) -> Callable[[Array], Array]:
-    """A loss clipped to $[0, B]$, less $B / 2$."""
+def clip_and_center(clip_range: Number) -> Callable[[Array], Array]:
+    """Return the function that clips a loss to $[0, B]$ and subtracts $B / 2$."""
 
-    def of(loss):
-        reach = cast(clip_range, loss)
-        # NaN, as of a training that failed, is the worst there is.
-        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
+    def center(loss):
+        width = cast(clip_range, loss)
+        # NaN, for example of a failed training, is the worst loss.
+        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, width) - width / 2
 
-    return of
+    return center
 
 
 def loss_query(clip_range: Number, size: int) -> Query:
-    """The query of `noisy_loss`: losses in an interval of length $B$ about zero."""
+    """Return the query of `noisy_loss`: losses in an interval of length $B$ at 0."""
     return Query(RECORDS, size, clip_range / 2)
 
 
@@ -75,19 +74,19 @@ def noisy_loss(
     *,
     key: PRNGKey,
 ) -> Float[Array, ""]:
-    """The objective at the only point proposed, as one release: the clipped mean loss.
+    """Return the noisy objective at the only proposed point, as one release.
 
     Args:
-        release: What is charged; its query is `loss_query`.
-        problem: Its public term is added.
+        release: The release; its query is `loss_query`.
+        problem: The problem, whose public term is added.
         proposal: The point.
         losses: One row per record, one column.
         clip_range: $B$.
         key: A typed key for this release alone.
     """
     rows, present = unpacked(losses)
-    funs = {RECORDS: centered(clip_range)}
-    value = release.apply(funs, _packed(rows[:, 0], present), key=key)
+    funs = {RECORDS: clip_and_center(clip_range)}
+    value = release.apply(funs, _pack(rows[:, 0], present), key=key)
     value = value.astype(proposal.points.dtype)
     value += cast(clip_range, value) / 2  # back in [0, B]
     if problem.public is None:
@@ -103,31 +102,31 @@ def score_of_candidates(
     clip_range: Number,
     size: int,
 ) -> BoundedScore:
-    """A score of the indices of points: the clipped mean loss at each.
+    """Return the sealed score of the indices of points: the clipped mean loss at each.
 
     Args:
         losses: One row per record, one column per point.
         points: The points.
         public: The public term, or `None`.
-        start: Where the public term counts as zero.
+        start: The point at which the public term is defined as zero.
         clip_range: $B$, as in `clipped_loss`.
         size: The planned number of records.
     """
     rows, present = unpacked(losses)
     half = cast(clip_range, rows) / 2
 
-    def scored(row):
-        point, found = row
-        mean = clipped_loss(_packed(found, present), clip_range, size, "grid")
+    def score(row):
+        point, column = row
+        mean = clipped_loss(_pack(column, present), clip_range, size, "grid")
         return unsealed(mean) + public_part(public, point, start, half)
 
-    scores = jax.lax.map(scored, (points, rows.T))
-    share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
-    return BoundedScore(_CandidateScore(scores), share, "spread", Basis.CLIPPED)
+    scores = jax.lax.map(score, (points, rows.T))
+    spread, _ = spread_of(clip_range, size, rows.dtype, public is not None)
+    return BoundedScore(_CandidateScore(scores), spread, "spread", Basis.CLIPPED)
 
 
-def _packed(rows: Array, present: Array | None) -> Losses:
-    """The converse of `unpacked`."""
+def _pack(rows: Array, present: Array | None) -> Losses:
+    """Invert `unpacked`."""
     return rows if present is None else Padded(rows, present)
 
 

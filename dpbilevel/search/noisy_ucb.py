@@ -14,51 +14,43 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
-from .base import AbstractAskTellSolver, Proposal
-from .candidates import (
-    LOSS,
-    box_of,
-    check_starts,
-    ends,
-    start_of,
-    starts_of,
-    uniform,
-)
-from .gp import solved
+from .base import AbstractAskTellSolver, Proposal, SearchProblem
+from .candidates import LOSS, box_of, check_starts, ends, start_of, starts_of, uniform
+from .gp import solve_both
 from .kernels import RBF, cast
 from .losses import loss_query, noisy_loss
-from .problem import SearchProblem
 
 
 class _State(eqx.Module):
     w: Float[Array, " d"]
     points: Float[Array, "steps d"]
-    values: Float[Array, " steps"]  # released: noise included
+    values: Float[Array, " steps"]  # released, with noise
     t: Int[Array, ""]
 
 
 class NoisyUCB(
     AbstractAskTellSolver[_State], AbstractNoisySolver[SearchProblem, _State]
 ):
-    r"""Minimizes the lower confidence bound of a surrogate of noisy losses.
+    r"""Bayesian optimization by a lower confidence bound of noisy losses.
 
-    At every step the point is evaluated at which $m(w) - \beta s(w)$ is smallest among
-    random ones, half of them uniform in the problem's box and half near the best so
-    far; the mean of its losses, clipped to $[0, B]$, is released with Gaussian noise. A
-    Gaussian process with posterior mean $m$ and deviation $s$ is fitted to the released
-    values, with the variance of the privacy noise as its noise. The answer is the
-    evaluated point of the smallest $m$.
+    Every step evaluates the random point with the smallest $m(w) - \beta s(w)$ and
+    releases the mean of its losses, clipped to $[0, B]$, with Gaussian noise. Half of
+    the random points are uniform in the problem's box, half near the best point so far.
+    $m$ and $s$ are the posterior mean and standard deviation of a Gaussian process
+    fitted to the released values, whose noise variance is that of the privacy noise.
+    The answer is the evaluated point with the smallest $m$.
 
     Args:
         num_steps: The number of evaluations. Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
-        lengthscale: Of the squared exponential kernel, in sides of the box.
-        variance: Of the mean loss over the box, in squared units of the loss; public.
-            By default $(B / 4)^2$.
+        lengthscale: Length-scale of the squared exponential kernel, in sides of the
+            box.
+        variance: Public variance of the mean loss over the box, in squared units of the
+            loss; $(B / 4)^2$ by default.
         exploration: $\beta \ge 0$.
-        num_candidates: How many points a step chooses from. Static.
-        starts: Points that are evaluated first, one a row, such as good ones on public
-            data; at most `num_steps`.
+        num_candidates: Number of random points of a step. Static.
+        starts: Points to evaluate first, one a row, such as good ones on public data;
+            at most `num_steps`.
 
     Raises:
         ValueError: There are more starts than steps.
@@ -89,7 +81,7 @@ class NoisyUCB(
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         w = start_of("NoisyUCB", problem, w0)
-        # Rows without values hold the start: any point, left out by `_evaluated`.
+        # Rows without values hold any point; `_evaluated` masks them.
         points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
         values = jnp.zeros(self.num_steps, w.dtype)
         return _State(w, points, values, jnp.zeros((), jnp.int32))
@@ -101,13 +93,15 @@ class NoisyUCB(
         half = -(-self.num_candidates // 2)
         everywhere = uniform(box, state.w, half, key=key_everywhere)
         lower, upper = ends(box, state.w)
-        # Half of them near the best so far, at half a length scale.
+        # Half of the candidates are near the best point, at half a length-scale.
         away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
         step = cast(self.lengthscale / 2, state.w) * (upper - lower)
         near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
-        bound = mean - cast(self.exploration, mean) * deviation  # equal without values
+        bound = (
+            mean - cast(self.exploration, mean) * deviation
+        )  # constant without values
         point = candidates[jnp.argmin(bound)]
         starts = starts_of("NoisyUCB", self.starts, box, state.w)
         if len(starts):
@@ -125,8 +119,8 @@ class NoisyUCB(
             state.t + 1,
         )
         box = box_of("NoisyUCB", problem)
-        found, _ = self._posterior(box, state, state.points)  # not its noisy values
-        best = jnp.argmin(jnp.where(self._evaluated(state), found, jnp.inf))
+        mean, _ = self._posterior(box, state, state.points)
+        best = jnp.argmin(jnp.where(self._evaluated(state), mean, jnp.inf))
         return dataclasses.replace(state, w=state.points[best])
 
     @override
@@ -135,7 +129,7 @@ class NoisyUCB(
 
     @override
     def adversary_view(self, state: _State) -> PyTree:
-        """The best point, and all points with their noisy values."""
+        """Return the best point, and all points with their noisy losses."""
         return state.w, state.points, state.values
 
     @override
@@ -158,11 +152,11 @@ class NoisyUCB(
         return {LOSS: 1}
 
     def _evaluated(self, state: _State) -> Bool[Array, " steps"]:
-        """Which rows hold values."""
+        """Return which rows hold values."""
         return jnp.arange(self.num_steps, dtype=jnp.int32) < state.t
 
     def _posterior(self, box, state, points):
-        """Mean and deviation of the surrogate, in units of losses."""
+        """Return mean and standard deviation of the process, in units of losses."""
         lower, upper = ends(box, state.w)
         sides = jnp.maximum(upper - lower, jnp.finfo(lower.dtype).tiny)
         scale = cast(self.lengthscale, state.w) * sides
@@ -172,8 +166,8 @@ class NoisyUCB(
         # The standard deviation of the privacy noise, which is public.
         std = cast(self.release_noise.multiplier, amplitude)
         std *= cast(self.clip_range, amplitude)
-        share = loss_query(1.0, self.sizes).contribution
-        std *= cast(self.neighbours.contributions * share, amplitude)
+        unit = loss_query(1.0, self.sizes).contribution
+        std *= cast(self.neighbours.contributions * unit, amplitude)
         mean, deviation = posterior(
             state.points / scale[None],
             state.values / amplitude,
@@ -191,19 +185,18 @@ def posterior(
     at: Float[Array, "q d"],
     noise: Float[Array, ""],
 ) -> tuple[Float[Array, " q"], Float[Array, " q"]]:
-    r"""A Gaussian process with kernel $e^{-\|u - v\|^2 / 2}$ about the values' mean.
+    r"""Return posterior means and standard deviations of a Gaussian process.
+
+    The kernel is $e^{-\|u - v\|^2 / 2}$, and the prior mean is the mean of the values.
 
     Args:
-        points: Where values are known, in length scales.
-        values: The values, in amplitudes.
+        points: Points of the values, in length-scales.
+        values: The values, in units of the prior standard deviation.
         known: Which rows are in use.
-        at: Where to predict.
-        noise: The variance of the values' noise; a nugget is added to it.
-
-    Returns:
-        The posterior means and standard deviations.
+        at: Points of the predictions.
+        noise: Noise variance of the values; a nugget is added.
     """
-    # Without it equal points would leave no Cholesky factor in rounding.
+    # Without the nugget, equal points would have no Cholesky factor.
     nugget = jnp.finfo(points.dtype).eps ** 0.5
     both = known[:, None] & known[None, :]
     diagonal = jnp.where(known, noise + cast(nugget, noise), 1)
@@ -213,7 +206,7 @@ def posterior(
     factor = jnp.linalg.cholesky(covariance)
     cross = jnp.where(known[:, None], _kernel(points, at), 0)
     rest = jnp.where(known, values - center, 0)
-    half, weights = solved(factor, cross, rest)
+    half, weights = solve_both(factor, cross, rest)
     variance = jnp.maximum(1 - jnp.sum(half**2, axis=0), 0)
     return center + half.T @ weights, jnp.sqrt(variance)
 

@@ -1,4 +1,4 @@
-"""Private searches whose answers go into a study of Optuna."""
+"""Private searches that add their releases to a study of Optuna."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +14,14 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.report import PrivacyReport
 from ..sets import Box
-from .ask_tell import AskTell
-from .base import AbstractAskTellSolver
+from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining
-from .folder import recorded
+from .folder import read_run
 from .gibo import GradientInformativeBO
-from .problem import BlackBox
-from .ranges import Categorical, Range
-from .space import Space
-from .study import StudyTrials
+from .rounds import Rounds
+from .run import plan_run
+from .space import Categorical, Range, Space
+from .study import DROP, StudyTrials
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -32,19 +31,19 @@ if TYPE_CHECKING:
 _OWNER = "optimize_study"
 _EXCEPTIONS = (
     "unprotected: whether and where the objective raises an exception that catch= "
-    "names, after which every record counts as the worst; if that depends on a record, "
-    "it moves all losses at that point"
+    "names, after which every record has the worst loss; if that depends on a record, "
+    "it changes all losses at that point"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyAnswer:
-    """What a private study released.
+    """Releases of a private study.
 
     Attributes:
-        params: The parameters of the answer.
-        trials: The parameters of the points whose noisy losses were released, each with
-            its loss; none for solvers that release no loss.
+        params: Parameters of the answer.
+        trials: Parameters of the points whose noisy losses were released, each with its
+            loss; none for solvers that release no loss.
         report: The guarantee.
     """
 
@@ -68,7 +67,7 @@ def optimize_study(
     trainings_after: int = 0,
     catch: Iterable[type[Exception]] | type[Exception] = (),
 ) -> StudyAnswer:
-    """Run an objective of Optuna privately, and add what is released to its study.
+    """Run an objective of Optuna privately, and add the releases to its study.
 
     The objective returns the loss of every validation record, not their mean. As in
     `Study.optimize`, trials that were queued (`Study.enqueue_trial`) are evaluated
@@ -97,29 +96,29 @@ def optimize_study(
         solver: The solver, as in `minimize`, in one coordinate in [-1, 1] for each
             parameter. It cannot be `GradientInformativeBO` if there are categories.
             Queued trials need `RandomSearch` or `NoisyUCB`, whose number of evaluations
-            includes them; those that are too many go on waiting.
+            includes them; further ones stay in the queue.
         num_records: The number of validation records, public.
         budget: The guarantee for them, and with `training` for those trained on.
         key: One typed key.
-        folder: As in `AskTell`: a study that was interrupted goes on, with the queued
-            trials that it began with, and one that is done is not added to the study a
-            second time.
-        records: Text that tells the records from others, as in `BlackBox`; needed with
+        folder: As in `AskTell`: an interrupted study continues with the queued trials
+            of its beginning, and a finished one is not added to the study a second
+            time.
+        records: Text that identifies the records, as in `BlackBox`; needed with
             `folder`.
-        training: The releases that one call of the objective makes of other records
-            that it trains on, as in `BlackBox`.
+        training: Releases of the training in one call of the objective, as in
+            `BlackBox`.
         trainings_after: As in `BlackBox`.
-        catch: Exceptions of the objective, as in `Study.optimize`: the trial fails, the
-            point counts as the worst for every record, and the search goes on. Others
-            end the search.
+        catch: Exceptions of the objective, as in `Study.optimize`: the trial fails,
+            every record has the worst loss at this point, and the search continues.
+            Other exceptions end the search.
 
     Returns:
         The answer.
 
     Raises:
         ImportError: Optuna is missing.
-        TypeError: A distribution, or what the objective returns, is of another kind, or
-            `catch` has something else than exceptions.
+        TypeError: A distribution or the return value of the objective has another type,
+            or `catch` has something else than exceptions.
         ValueError: The study maximizes or has several objectives, a distribution has
             one value, the objective suggests a parameter that is not declared or from
             another distribution or raises `TrialPruned`, a queued trial does not fit,
@@ -130,25 +129,23 @@ def optimize_study(
         UserWarning: As `AskTell`.
 
     Privacy:
-        As `minimize`. No loss of a record and no mean of losses is written to the
-        study's storage: it holds released values alone, and how many evaluations there
-        were, which is fixed or follows from released values. Queued trials are taken to
-        be public. Not protected are the times of trials, and whether and at which trial
-        the objective raises an exception: the report says so if `catch` names any,
-        whose texts are not read. What the objective writes elsewhere is its own to keep
-        silent, and so is a study or a storage that it reaches by other ways than its
-        trial.
+        As `minimize`. The study's storage receives released values and the number of
+        evaluations, which is fixed or follows from released values; no loss of a record
+        and no mean of losses. Queued trials must be public. The times of trials are
+        unprotected, and so is whether and at which trial the objective raises an
+        exception: the report says so if `catch` names any. Their texts are not read.
+        The objective must not write losses elsewhere, or reach the study by other ways
+        than its trial.
     """
     optuna = _optuna()
     _check_study(study, optuna)
     _checks.instance(_OWNER, PrivacyBudget, budget=budget)
-    caught = _caught(catch)
+    exceptions = _exceptions(catch)
     space = _StudySpace(distributions, optuna)
     if space.categories and isinstance(solver, GradientInformativeBO):
         raise ValueError(
-            f"{_OWNER}: GradientInformativeBO follows slopes, which "
-            f"{space.categories[0]!r} has none of; take RandomSearch or "
-            "RepeatAndSelect."
+            f"{_OWNER}: GradientInformativeBO needs slopes, which the category "
+            f"{space.categories[0]!r} has not. Use RandomSearch or RepeatAndSelect."
         )
     of = ", ".join(f"{name}: {entry}" for name, entry in distributions.items())
     problem = BlackBox(
@@ -161,12 +158,19 @@ def optimize_study(
         trainings_after,
     )
     trials = StudyTrials(_OWNER, study, distributions, optuna)
-    start = np.zeros(space.coordinates)
     try:
         solver = _with_queue(solver, trials, space, folder)
-        with _Search(
-            problem, solver, start, key=key, budget=budget, folder=folder
-        ) as search:
+        run = plan_run(
+            _OWNER,
+            problem,
+            solver,
+            np.zeros(space.coordinates),
+            key=key,
+            budget=budget,
+            precision="grid",
+            folder=folder,
+        )
+        with Rounds(run, folder) as search:
             trials.begin(search, solver.shows_every_loss, folder)
             while len(points := search.ask()):
                 for point in points:
@@ -175,25 +179,19 @@ def optimize_study(
                         space.parameters(point),
                         search,
                         num_records=num_records,
-                        caught=caught,
+                        exceptions=exceptions,
                     )
     finally:
-        begun = folder is not None and recorded(Path(folder)) is not None
+        begun = folder is not None and read_run(Path(folder)) is not None
         trials.give_up(queue_again=not begun)
-    answer = _answer(search, space, bool(caught))
+    answer = _answer(search, space, bool(exceptions))
     trials.finish(answer.params, list(answer.trials))
     return answer
 
 
-class _Search(AskTell):
-    """The search of a study."""
-
-    _owner = _OWNER
-
-
-def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:
+def _answer(search: Rounds, space: "_StudySpace", catches: bool) -> StudyAnswer:
     """Return the released answer of a finished search."""
-    solution, report = search.result, search.report
+    solution, report = search.solution, search.report
     assert solution is not None
     assert report is not None
     if catches:
@@ -207,17 +205,17 @@ def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer
     return StudyAnswer(space.parameters(solution.value), tuple(trials), report)
 
 
-def _caught(catch: Any) -> tuple[type[Exception], ...]:
+def _exceptions(catch: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that `catch` names."""
     several = isinstance(catch, Iterable) and not isinstance(catch, type)
-    found: tuple[Any, ...] = tuple(catch) if several else (catch,)
-    for kind in found:
+    exceptions: tuple[Any, ...] = tuple(catch) if several else (catch,)
+    for kind in exceptions:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(
                 f"{_OWNER}: catch must be an exception class or several, such as "
                 f"(ValueError,), got {_checks.shown(kind)}."
             )
-    return found
+    return exceptions
 
 
 def _with_queue(
@@ -230,29 +228,25 @@ def _with_queue(
 
     A resumed run keeps the queued points that it began with.
     """
-    takes = hasattr(solver, "starts")
-    before = None if folder is None else recorded(Path(folder))
-    own = getattr(solver, "starts", None)
-    own = np.zeros((0, space.coordinates)) if own is None else np.asarray(own)
+    has_starts = hasattr(solver, "starts")
+    before = None if folder is None else read_run(Path(folder))
+    starts = getattr(solver, "starts", None)
+    starts = np.zeros((0, space.coordinates)) if starts is None else np.asarray(starts)
     if before is not None:
-        found = before["solver"].get("starts") or []
-        first = found[: max(0, len(found) - len(own))]
+        points = before["solver"].get("starts") or []
+        points = points[: max(0, len(points) - len(starts))]
     else:
-        count = trials.queued(own=takes)
-        if count and not takes:
+        count = trials.queued(answers=has_starts)
+        if count and not has_starts:
             raise ValueError(
                 f"{_OWNER}: {count} trials are queued, but {type(solver).__name__} "
-                "chooses all points by itself. Take RandomSearch or NoisyUCB, or drop "
-                "the first trial of the queue by "
-                "study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)."
+                f"takes no points. Use RandomSearch or NoisyUCB, or {DROP}."
             )
-        if not count:
-            return solver
-        room = max(0, (solver.most_evaluations or 0) - len(own))
-        first = [space.position(v) for v in trials.take(min(count, room))]
-    if not len(first):
+        room = max(0, (solver.most_evaluations or 0) - len(starts))
+        points = [space.position(v) for v in trials.take(min(count, room))]
+    if not len(points):
         return solver
-    starts = np.concatenate([np.asarray(first, float), own])
+    starts = np.concatenate([np.asarray(points, float), starts])
     fields: Any = {"starts": starts}
     return dataclasses.replace(solver, **fields)
 
@@ -265,13 +259,13 @@ class _StudySpace:
         if not distributions:
             raise ValueError(f"{_OWNER}: distributions names no parameter.")
         self._steps: dict[str, Any] = {}
-        self._known: dict[bytes, dict[str, Any]] = {}  # not rounded on the way
+        self._exact: dict[bytes, dict[str, Any]] = {}  # of queued trials
         entries = {}
         for name, entry in distributions.items():
-            kinds = optuna.distributions
-            known = (kinds.FloatDistribution, kinds.IntDistribution)
-            known += (kinds.CategoricalDistribution,)
-            if not isinstance(entry, known):
+            types = optuna.distributions
+            supported = (types.FloatDistribution, types.IntDistribution)
+            supported += (types.CategoricalDistribution,)
+            if not isinstance(entry, supported):
                 raise TypeError(
                     f"{_OWNER}: distributions[{name!r}] must be a FloatDistribution, "
                     "an IntDistribution or a CategoricalDistribution of "
@@ -279,7 +273,7 @@ class _StudySpace:
                 )
             if entry.single():
                 raise ValueError(
-                    f"{_OWNER}: {name!r} has one value; set it in the objective."
+                    f"{_OWNER}: {name!r} has one value. Set it in the objective."
                 )
             entries[name] = self._entry(name, entry)
         self._space = Space(entries)
@@ -293,18 +287,18 @@ class _StudySpace:
         whole = isinstance(low, int) and isinstance(high, int)
         if step is None or (whole and step == 1):
             return Range(low, high, log=distribution.log, integer=step is not None)
-        self._steps[name] = distribution  # by the number of the step
+        self._steps[name] = distribution  # searched by the index of the step
         return Range(0, round((high - low) / step), integer=True)
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
         """Return the parameters at a point."""
-        known = self._known.get(np.asarray(point, float).tobytes())
-        if known is not None:
-            return dict(known)
-        found = self._space.parameters(point)
+        exact = self._exact.get(np.asarray(point, float).tobytes())
+        if exact is not None:
+            return dict(exact)
+        values = self._space.parameters(point)
         for name, entry in self._steps.items():
-            found[name] = min(entry.low + found[name] * entry.step, entry.high)
-        return found
+            values[name] = min(entry.low + values[name] * entry.step, entry.high)
+        return values
 
     def position(self, parameters: dict[str, Any]) -> Float[np.ndarray, " d"]:
         """Return the point at parameters, which `parameters` maps back."""
@@ -312,7 +306,7 @@ class _StudySpace:
         for name, entry in self._steps.items():
             values[name] = round((values[name] - entry.low) / entry.step)
         point = self._space.position(values)
-        self._known[point.tobytes()] = parameters
+        self._exact[point.tobytes()] = parameters
         return point
 
 
@@ -321,7 +315,7 @@ def _check_study(study: Any, optuna: Any) -> None:
     if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
         raise ValueError(
             f"{_OWNER}: losses are minimized, but the study's directions are "
-            f"{[v.name for v in study.directions]}; give "
+            f"{[v.name for v in study.directions]}. Give "
             "optuna.create_study(direction='minimize')."
         )
 

@@ -1,4 +1,4 @@
-"""Public points of which a local search starts at the one that is drawn."""
+"""Private choice of the initial point of a local search, among public candidates."""
 
 import math
 from typing import Any
@@ -14,36 +14,36 @@ from ..draws.mechanisms import Exponential
 from ..privacy.noise import PRNGKey, derive
 from ..sets import AbstractSet, Box
 from .candidates import ends
-from .choice import Choice
 from .kernels import AbstractKernel, cast
+from .random_search import Choice
 
-_DIAGONAL = 19  # points whose coordinates are all at the same share of their ranges
-# How far other points are from those, in shares of the ranges.
+_DIAGONAL = 19  # points whose coordinates are all at the same fraction of their ranges
+# Distances of other points from these, as fractions of the ranges.
 _NEAR, _FAR = 0.05, 0.5
-# Mean losses that differ by this share of the clip range should be distinguished.
-_RESOLVED = 1 / 200
-# In place of an infinite epsilon, where there is no noise.
-_CERTAIN = 1e6
+# Differences of mean losses to resolve, as a fraction of the clip range.
+_RESOLUTION = 1 / 200
+# Epsilon of a draw without noise, in place of infinity.
+_NOISELESS = 1e6
 
 
 class Portfolio(Checked):
-    r"""Public starts of a local search, of which the first step draws one.
+    r"""Public initial points of a local search, one of which the first step draws.
 
-    The first points are the search's own start, the middle of the box, and `starts`;
-    then points of which every coordinate is at the same share of its range; the rest
-    are normal around a random one of these, by a twentieth to a half of the range. Of a
-    set that is no bounded box the part within two reaches of the start counts. A point
-    is drawn with a probability $\propto \exp(-k f(w))$ where $f$ is the mean, over
-    records, of the loss less the least one of the same record at any of the points,
-    clipped to $[0, B]$.
+    The first points are `w0`, the middle of the box, and `starts`. Then follow points
+    whose coordinates are all at the same fraction of their ranges. The others are
+    normal around random ones of these, with standard deviations of a twentieth to a
+    half of the range. If the set is no bounded box, the part within two reaches of `w0`
+    is used. A point is drawn with a probability $\propto \exp(-k f(w))$, where $f$ is
+    the mean over records of the loss minus the record's least loss at any of the
+    points, clipped to $[0, B]$.
 
     Args:
         size: $M$, the number of points, each with an evaluation; more cost no privacy.
             Static.
-        starts: Points of one's own, one a row, such as answers on public data; at most
+        starts: Points of your own, one a row, such as answers on public data; at most
             `size - 2`.
-        share: The largest share of the squared budget. A plan takes less where less
-            suffices to tell mean losses apart that are $B / 200$ apart.
+        share: Largest fraction of the squared budget for the draw. A plan takes less if
+            less suffices to resolve mean losses that differ by $B / 200$.
         clip_range: $B$; by default the solver's clip norm times the kernel's reach.
         mechanism: The mechanism and its epsilon.
 
@@ -51,8 +51,8 @@ class Portfolio(Checked):
         ValueError: There are more starts than points.
 
     Privacy:
-        One draw as in `Choice`: a record has a row of losses, from which its least one
-        is taken, and nothing else is read.
+        One draw, $\varepsilon$-DP without $\delta$, as in `RandomSearch`: the least
+        loss that is subtracted is that of the same record.
 
     References:
         McSherry and Talwar, "Mechanism design via differential privacy", FOCS 2007.
@@ -65,11 +65,11 @@ class Portfolio(Checked):
     mechanism: Exponential = Exponential()
 
     def __check_init__(self):
-        own = 0 if self.starts is None else len(self.starts)
-        if self.size < own + 2:
+        number = 0 if self.starts is None else len(self.starts)
+        if self.size < number + 2:
             raise ValueError(
-                f"Portfolio: size={self.size} points are too few for {own} starts, the "
-                f"start and the middle; give size={own + 2} or more."
+                f"Portfolio: size={self.size} points are too few for w0, the middle "
+                f"and {number} starts; give size={number + 2} or more."
             )
 
     def points(
@@ -80,61 +80,61 @@ class Portfolio(Checked):
         *,
         key: PRNGKey,
     ) -> Float[Array, "size d"]:
-        """The points: a function of public values and the key.
+        """Return the points, a function of public values and the key.
 
         Args:
             feasible: The set.
-            w0: The start.
-            reach: Of the kernel.
+            w0: The initial point of the search.
+            reach: The reach of the kernel.
             key: A typed key.
         """
         key_base, key_length, key_move = derive(key, "base", "length", "move")
         lower, upper = _range(feasible, w0, cast(reach, w0))
         width = upper - lower
-        shares = jnp.arange(1, _DIAGONAL + 1).astype(w0.dtype) / (_DIAGONAL + 1)
-        diagonal = lower[None] + shares[:, None] * width[None]
+        fractions = jnp.arange(1, _DIAGONAL + 1).astype(w0.dtype) / (_DIAGONAL + 1)
+        diagonal = lower[None] + fractions[:, None] * width[None]
         middle = (lower + upper) / 2
-        known = [w0[None], middle[None], diagonal]
+        fixed = [w0[None], middle[None], diagonal]
         if self.starts is not None:
-            known.insert(2, jnp.asarray(self.starts, w0.dtype))
-        known = jnp.concatenate(known)[: self.size]
-        rest = self.size - len(known)
-        base = jax.random.randint(key_base, (rest,), 0, len(known), jnp.int32)
+            fixed.insert(2, jnp.asarray(self.starts, w0.dtype))
+        fixed = jnp.concatenate(fixed)[: self.size]
+        rest = self.size - len(fixed)
+        base = jax.random.randint(key_base, (rest,), 0, len(fixed), jnp.int32)
         unit = jax.random.uniform(key_length, (rest, 1), w0.dtype)
         length = _NEAR * (_FAR / _NEAR) ** unit
         move = jax.random.normal(key_move, (rest, w0.size), w0.dtype)
-        around = known[base] + length * move * width[None]
-        points = jnp.clip(jnp.concatenate([known, around]), lower[None], upper[None])
+        around = fixed[base] + length * move * width[None]
+        points = jnp.clip(jnp.concatenate([fixed, around]), lower[None], upper[None])
         return jax.vmap(feasible.project)(points)
 
     def choice(self, clip_norm: Number, kernel: AbstractKernel) -> Choice:
-        """The draw, with the range of the losses that is given or follows."""
+        """Return the draw, with the default clip range if none is given."""
         clip_range: Any = self.clip_range
         if clip_range is None:
             clip_range = clip_norm * kernel.reach
         return Choice(self.size, clip_range, self.mechanism)
 
     def split(self, scale: Number, size: int | None) -> tuple[Number, Number]:
-        r"""The epsilon of the draw, and the noise multiplier of all that follows.
+        r"""Return the epsilon of the draw, and the noise multiplier of later releases.
 
-        Both together have the zero-concentrated privacy of a Gaussian release of
+        Together they have the zero-concentrated privacy of a Gaussian release of
         multiplier `scale`: $\varepsilon^2 / 4 + m^{-2} = $ `scale`$^{-2}$.
 
         Args:
-            scale: Their common noise multiplier.
+            scale: The noise multiplier of both together.
             size: The planned number of records.
         """
-        wanted = 2 * math.log(self.size) / _RESOLVED / size if size else _CERTAIN
+        wanted = 2 * math.log(self.size) / _RESOLUTION / size if size else _NOISELESS
         if _checks.concrete(scale) and scale == 0:
-            return min(wanted, _CERTAIN), 0.0
-        known = _checks.concrete(scale) and _checks.concrete(self.share)
-        smaller = min if known else jnp.minimum
+            return min(wanted, _NOISELESS), 0.0
+        concrete = _checks.concrete(scale) and _checks.concrete(self.share)
+        smaller = min if concrete else jnp.minimum
         epsilon = smaller(2 * self.share**0.5 / scale, wanted)
         return epsilon, (scale**-2 - epsilon**2 / 4) ** -0.5
 
 
 def relative(losses: Float[Array, "n m"]) -> Float[Array, "n m"]:
-    """Every record's losses less its own least one; infinity for those not finite."""
+    """Return losses minus each record's least one; infinity if not finite."""
     finite = jnp.isfinite(losses)
     least = jnp.min(jnp.where(finite, losses, jnp.inf), axis=1, keepdims=True)
     least = jnp.where(jnp.isfinite(least), least, 0)
@@ -142,7 +142,7 @@ def relative(losses: Float[Array, "n m"]) -> Float[Array, "n m"]:
 
 
 def _range(feasible, w0, reach):
-    """The corners of the box, or of the part of another set that is near the start."""
+    """Return two corners of the box, or of the part of another set near `w0`."""
     lower, upper = w0 - 2 * reach, w0 + 2 * reach
     if not isinstance(feasible, Box):
         return lower, upper

@@ -4,23 +4,121 @@ import dataclasses
 from typing import Self
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..core.solver import AbstractGaussianSolver
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.exact.floats import double_precision
+from ..privacy.noise import PRNGKey, derive, standard_exponential
 from ..privacy.per_example.clipping import Basis
 from ..privacy.selection import Repetitions, Selection
-from .base import AbstractAskTellSolver, Proposal
-from .best_run import BestRun, check_enough
+from .base import AbstractAskTellSolver, BlackBox, Proposal, SearchProblem
 from .candidates import LOSS, box_of, start_of, uniform
 from .declared import TRAINING, Trainings
 from .losses import loss_query, noisy_loss
-from .problem import BlackBox, SearchProblem
 
 BEST = f"point of the least {LOSS}"
+# Largest accepted probability that K exceeds the number of runs.
+_FAILURE = 1e-3
+
+
+class BestRun(eqx.Module):
+    """The best of the first $K$ runs of a fixed number, hidden until the last one.
+
+    Attributes:
+        w: The initial point until the last run, then the answer of the best run.
+        value: Zero until the last run, then the noisy loss of the best run.
+        best: Answer of the best run so far. SECRET like all fields below: it reveals K.
+        best_value: Noisy loss of the best run so far.
+        repeats: K.
+        t: Number of runs made.
+    """
+
+    w: PyTree
+    value: Float[Array, ""]
+    best: PyTree
+    best_value: Float[Array, ""]
+    repeats: Int[Array, ""]
+    t: Int[Array, ""]
+
+    @classmethod
+    def start(cls, w: PyTree, dtype: DTypeLike) -> Self:
+        """Return the state before the first run.
+
+        Args:
+            w: The initial point, which is the answer if K is zero.
+            dtype: Dtype of the losses.
+        """
+        infinite, zero = jnp.asarray(jnp.inf, dtype), jnp.zeros((), jnp.int32)
+        return cls(w, jnp.zeros((), dtype), w, infinite, zero, zero)
+
+    def after(
+        self,
+        w: PyTree,
+        value: Float[Array, ""],
+        repetitions: Repetitions,
+        num_runs: int,
+        *,
+        key: PRNGKey,
+    ) -> Self:
+        """Return the state after one more run.
+
+        Args:
+            w: The answer of the run.
+            value: Its noisy loss, released.
+            repetitions: The distribution of K.
+            num_runs: The number of runs that are made.
+            key: A typed key, from which K is drawn at the first run.
+        """
+        sample = number_of_runs(repetitions, num_runs, key=key)
+        repeats = jnp.where(self.t == 0, sample, self.repeats)
+        better = (self.t < repeats) & (value < self.best_value)  # among the first K
+        best = _where(better, w, self.best)
+        best_value = jnp.where(better, value, self.best_value)
+        # With K = 0 there is no value to show.
+        last = (self.t == num_runs - 1) & jnp.isfinite(best_value)
+        shown = _where(last, best, self.w)
+        shown_value = jnp.where(last, best_value, self.value)
+        return type(self)(shown, shown_value, best, best_value, repeats, self.t + 1)
+
+
+def _where(condition, first, second):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
+
+
+def number_of_runs(
+    repetitions: Repetitions, most: int, *, key: PRNGKey
+) -> Int[Array, ""]:
+    """Sample K, at most `most`, without reading records."""
+    beyond = repetitions.beyond(most - 1)
+    with double_precision():
+        sample = standard_exponential((), jnp.float64, key=key)
+        # K > k if and only if a uniform number is below P(K > k).
+        limits = jnp.asarray(-np.log(np.maximum(beyond, 1e-300)), jnp.float64)
+        return jnp.sum(sample > limits, dtype=jnp.int32)
+
+
+def check_enough(owner: str, repetitions: Repetitions, num_steps: int) -> None:
+    """Check that K rarely exceeds the number of runs.
+
+    Raises:
+        ValueError: The probability is above 1/1000; the message names a sufficient
+            number.
+    """
+    probability = repetitions.beyond(num_steps)[-1]
+    if probability > _FAILURE:
+        beyond = repetitions.beyond(num_steps + int(500 * repetitions.mean))
+        enough = int(np.argmax(beyond < 1e-9))
+        raise ValueError(
+            f"{owner}: more than num_steps={num_steps} repetitions have probability "
+            f"{probability:.2g}, which is part of delta. Lower the mean, or give "
+            f"num_steps={enough} with mean={repetitions.mean:.6g} and "
+            f"shape={repetitions.shape:.6g}: then it is below 1e-9."
+        )
 
 
 class RepeatAndSelect(
@@ -28,24 +126,24 @@ class RepeatAndSelect(
 ):
     r"""The best of $K$ random points by their noisy losses, with $K$ random.
 
-    One repetition draws a point uniformly from the problem's box and releases the mean
-    of its losses, clipped to $[0, B]$, with Gaussian noise. Of $K$ repetitions only the
-    best is released, with its noisy loss, at a little more privacy cost than one. There
-    are always `num_steps` evaluations, of which those after the first $K$ are ignored,
-    so that $K$ is not revealed. With a Poisson law $K$ may be zero; the answer is then
-    the start.
+    One repetition samples a point uniformly from the problem's box and computes the
+    mean of its losses, clipped to $[0, B]$, with Gaussian noise. Only the best of $K$
+    repetitions is released, with its noisy loss, at a privacy cost little above that of
+    one. There are always `num_steps` evaluations; those after the first $K$ are
+    ignored, so that $K$ is not revealed. If $K$ is zero, which a Poisson distribution
+    allows, the answer is the initial point.
 
     Args:
-        num_steps: The number of evaluations; far above `mean`, so that $K$ is larger
-            with a chance well below delta. Static.
+        num_steps: The number of evaluations; so far above `mean` that the probability
+            of a larger $K$ is well below delta. Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
         mean: The expected $K$, above 1. Static.
-        shape: Of the negative binomial law of $K$: 1 is geometric, 0 logarithmic,
-            `math.inf` Poisson, which needs the fewest steps. Static.
+        shape: Shape of the negative binomial distribution of $K$: 1 is geometric, 0
+            logarithmic, `math.inf` Poisson, which needs the fewest steps. Static.
 
     Raises:
-        ValueError: $P(K >$ `num_steps`$)$ is above 1/1000; the message names a number
-            of steps that serves.
+        ValueError: $P(K >$ `num_steps`$)$ is above 1/1000; the message names a
+            sufficient number of steps.
 
     Privacy:
         One selection among Gaussian releases of sensitivity $B / n$ under replace-one,
@@ -53,9 +151,8 @@ class RepeatAndSelect(
         accounted for by the smaller bound of its privacy profile and its Renyi
         divergences; composed with other releases, by the divergences
         (`docs/mathematics.md`, "Private selection"). $P(K >$ `num_steps`$)$ is added to
-        delta. Points are drawn from a public law and none is left out by its loss. All
-        runs but the best stay secret: their points, their losses and the models that
-        were trained there.
+        delta. Points are sampled without reading records, and none is left out by its
+        loss. All other runs must stay secret: their points, losses and models.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
@@ -75,7 +172,7 @@ class RepeatAndSelect(
 
     @property
     def repetitions(self) -> Repetitions:
-        """The law of the number of repetitions."""
+        """Distribution of the number of repetitions."""
         return Repetitions(self.mean, self.shape)
 
     @override
@@ -99,38 +196,40 @@ class RepeatAndSelect(
             self.clip_range,
             key=key_select,
         )
-        law, most = self.repetitions, self.num_steps
-        return state.after(proposal.points[0], value, law, most, key=key_repeats)
+        repetitions, most = self.repetitions, self.num_steps
+        return state.after(
+            proposal.points[0], value, repetitions, most, key=key_repeats
+        )
 
     @override
     def released(self, state: BestRun) -> Float[Array, " d"]:
-        """The start, and after the last step the answer."""
+        """Return the initial point, and after the last step the answer."""
         return state.w
 
     @override
     def adversary_view(self, state: BestRun) -> PyTree:
-        """The answer and its noisy loss."""
+        """Return the answer and its noisy loss."""
         return state.w, state.value
 
     @override
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
-        """Return the best run after the last step; none if nothing was repeated."""
+        """Return the best run after the last step; none if K is zero."""
         last = state.t == self.num_steps
         shown = int(last & jnp.isfinite(state.best_value))
         return state.w[None][:shown], state.value[None][:shown]
 
     @override
     def releases(self, problem: SearchProblem, sizes: int) -> tuple[Selection]:
-        """One selection; a declared training is part of every run."""
+        """Return one selection; a declared training is part of every run."""
         selection = self._selection(sizes)
         training = problem.training if isinstance(problem, BlackBox) else None
         if training is None:
             return (selection,)
         if any(rate < 1 for _, rate, _ in training.history):
             raise ValueError(
-                "RepeatAndSelect: training on Poisson batches is not accounted for "
-                "together with private selection; declare a training on full batches "
-                "or DeclaredTraining.gdp, or search by RandomSearch or NoisyUCB."
+                "RepeatAndSelect: private selection has no accounting for training on "
+                "Poisson batches. Declare full batches or DeclaredTraining.gdp, or use "
+                "RandomSearch or NoisyUCB."
             )
         run = (Trainings(TRAINING, 1, (), training),)
         basis = Basis.CONSTANTS
@@ -138,12 +237,12 @@ class RepeatAndSelect(
 
     @override
     def charged_trainings(self) -> int:
-        """None: those of its runs are part of what is selected."""
+        """Return 0: the selection counts the trainings of its runs."""
         return 0
 
     @override
     def with_noise(self, scale: Number) -> Self:
-        """Sets the multiplier of every repetition to `scale`."""
+        """Return a copy with noise multiplier `scale` in every repetition."""
         return dataclasses.replace(self, noise_multiplier=scale)
 
     @override
@@ -152,5 +251,5 @@ class RepeatAndSelect(
 
     def _selection(self, sizes: int) -> Selection:
         queries = (loss_query(self.clip_range, sizes),)
-        law, most = self.repetitions, self.num_steps
-        return Selection(BEST, 1, queries, self.release_noise, law, most)
+        repetitions, most = self.repetitions, self.num_steps
+        return Selection(BEST, 1, queries, self.release_noise, repetitions, most)

@@ -1,40 +1,46 @@
-"""Losses of an estimator's validation rows, each from its own row alone."""
+"""Losses of the rows of a table, each computed from its own row alone."""
 
 import contextlib
 import copy
 import functools
 import io
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from joblib import Parallel, delayed
+from threadpoolctl import threadpool_limits
 
+from .. import _checks
 from ..core.columns import Column
-from .refusals import Refusals
+from .loop import Evaluations
 
-_PROBED = 64  # training rows on which losses must not depend on each other
-_STEP = 0.3  # of the differences that tell the slope of a loss
-# Clipping at the median would ask what is better for most rows, not on average.
-_USUAL = 0.95
-_MOST = 0.99  # of losses that are not cut off
-_MASS = 0.5  # of the mean loss that is not
+_TRIED = 64  # training rows on which losses must not depend on each other
+_STEP = 0.3  # of the differences that estimate the slope of a loss
+# Clipping at the median would optimize most rows, not the mean.
+_GRADIENT_QUANTILE = 0.95
+_LOSS_QUANTILE = 0.99
+_MASS = 0.5  # fraction of the mean loss that clipping keeps
 
 Losses = Callable[[Any, Any, Any], Float[np.ndarray, " n"]]
 
 
 class RowLosses:
-    """Trains an estimator at a point and evaluates the loss of every row of others.
+    """Fits an estimator at a point and evaluates the loss of every row of a table.
 
     Args:
-        make: The estimator with the parameters at a point, not fitted.
+        make: Function that returns the unfitted estimator at a point.
         X: Training inputs.
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
-        middle: The middle of the branch of a point: estimators of one branch refuse the
-            same numbers.
-        largest: What no loss is above, where that is known.
+        bound: A public bound on the losses, or `None`.
+
+    Attributes:
+        unit: Number by which losses are divided.
+        quiet: Whether output and warnings about training rows are suppressed.
     """
 
     def __init__(
@@ -43,97 +49,145 @@ class RowLosses:
         X: Any,
         y: Any,
         losses: Losses,
-        middle: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
-        largest: float | None = None,
+        bound: float | None = None,
     ):
-        self.make, self.losses, self.middle = make, losses, middle
-        self.largest = largest
-        self.unit = 1.0  # what losses are divided by
+        self.make, self.losses, self.bound = make, losses, bound
+        self.unit, self.quiet = 1.0, False
         self.training = _sliceable(X), _sliceable(y)
-        self._refusals: dict[bytes, Refusals] = {}
-        self._tries = False  # numbers that are refused, on training rows
-        self.quiet = False  # whether nothing is printed of training rows either
 
     def fit(self, point: Float[np.ndarray, " d"]) -> Any:
-        """The estimator fitted to the training rows."""
-        table = _parts(self.training, _all(self.training))
+        """Return the estimator fitted to the training rows."""
+        table = _rows(self.training, np.arange(count(self.training[-1])))
         with _silence() if self.quiet else contextlib.nullcontext():
             return self.make(point).fit(*table)
 
     def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
-        """The losses of private rows as a function of the point, which never raises.
+        """Return the losses of private rows as a function of the point.
 
-        A row that the estimator or the losses refuse has the loss NaN, and where the
-        estimator cannot be fitted all have. Neither changes what others are computed
-        with: always as many rows, each in its place, by an estimator that saw none yet.
-        Nor do rows with numbers that are refused change how often there is a
-        prediction, once `check_row_independence` has tried them.
+        The function never raises. If the estimator or the losses raise on a row, its
+        loss is NaN; if the estimator cannot be fitted, all losses are NaN. Neither
+        changes the losses of other rows: every call reads as many rows, each in its
+        place, with a fresh copy of the estimator. Privacy: the number of predictions
+        depends on the rows, so the time is unprotected.
         """
-        private, judged = (_sliceable(X), _sliceable(y)), {}
-        return functools.partial(self._losses_at, private, judged)
+        return functools.partial(self._losses_at, (_sliceable(X), _sliceable(y)))
 
-    def _losses_at(self, private, judged, point):
-        """The losses of private rows; `judged` keeps which are judged in a branch."""
-        middle = self.middle(point)
+    def _losses_at(self, private, point):
+        losses = np.full(count(private[-1]), np.nan)
         try:
             fitted = self.fit(point)
-        except Exception:  # of the training rows, whatever the private ones are
-            return np.full(count(private[-1]), np.nan)
-        # What is said about a row would tell something about it.
-        with _silence():
-            branch = middle.tobytes()
-            if branch not in judged:
-                refused = self._refused(middle).rows(private)
-                judged[branch] = np.setdiff1d(_all(private), refused)
-            return self._judge(fitted, private, judged[branch])
-
-    def _refused(self, middle):
-        """The numbers that are refused in a branch, by its middle."""
-        branch = middle.tobytes()
-        if branch not in self._refusals:
-            self._refusals[branch] = Refusals.untried()
-            if self._tries:
-                with contextlib.suppress(Exception):  # cannot be fitted there
-                    self._try_numbers(middle, self.fit(middle))
-        return self._refusals[branch]
+        except Exception:  # depends on training rows only
+            return losses
+        rows = np.arange(len(losses))
+        with _silence():  # an output could reveal a row
+            values = self._with_copies(fitted, private, rows)
+            if values is None:
+                rows = self._valid(fitted, private, rows)
+                values = self._with_copies(fitted, private, rows) if len(rows) else None
+        if values is not None:
+            losses[rows] = values[rows]
+        return losses
 
     def check_row_independence(self, point: Float[np.ndarray, " d"]) -> None:
-        """Raises where a row's loss depends on the rows beside it: on training rows.
+        """Check on training rows that the loss of a row does not depend on other rows.
 
-        Each is judged beside others and beside copies of one; where they are numbers,
-        also with holes, and beside large ones. Then finds out what numbers are refused.
+        Other rows are replaced by copies of one row; rows of numbers are also tried
+        with missing values, and beside large values.
 
         Raises:
-            ValueError: It does, or the estimator or the losses fail there.
+            ValueError: Losses depend on other rows, or the estimator or the losses
+                fail.
         """
-        everyone = _all(self.training)[:_PROBED]
-        table = _parts(self.training, everyone)
+        table = _rows(self.training, np.arange(count(self.training[-1]))[:_TRIED])
         try:
             fitted = self.fit(point)
-            losses = self._losses_of(fitted, *_parts(table, everyone))
+            self._losses_of(fitted, *_rows(table, np.arange(count(table[-1]))))
         except Exception as error:
             raise ValueError(
                 f"PrivateSearch.fit: in the middle of the space, {self._shown(point)} "
-                f"fails on training rows: {str(error).rstrip('.')}. Where a parameter "
-                "is a whole number, give Range(..., integer=True), and where one has "
-                "a meaning with some categories only, when={...}."
+                f"fails on training rows: {str(error).rstrip('.')}. Give whole numbers "
+                "a Range(..., integer=True), and parameters of some categories only a "
+                "condition when={...}."
             ) from error
+        X, y = table
+        inputs = [X]
+        if _is_numeric(X):
+            inputs.append(X.copy())
+            places = np.arange(len(X))
+            inputs[1][places, places % X.shape[1]] = np.nan
         with _silence():
-            same = all(
-                _equal(losses, self._beside(fitted, table, kept), kept)
-                for kept in (everyone[::2], everyone[1::2], everyone[:1])
-            ) and all(self._same_beside(fitted, *table))
-        if not same:
+            independent = all(self._is_independent(fitted, (v, y)) for v in inputs)
+        if not independent:
             raise ValueError(
                 "PrivateSearch: losses of training rows change with the rows beside "
-                "them, so one validation record would move the losses of others. "
-                "Every row's loss must come from that row and the fitted estimator "
-                "alone: no scaling, ranking or mean over the rows given, and no random "
-                "numbers that rows share."
+                "them, so one validation record would change the losses of others. "
+                "Compute every loss from its own row and the fitted estimator, without "
+                "scaling, ranking, means or shared random numbers."
             )
-        self._tries = True
+
+    def gradient_scale(self, size: int) -> float:
+        """Return the 95 % quantile of gradient norms of training rows' losses.
+
+        Gradients are differences in the middle of a space of `size` coordinates. The
+        estimator is fitted to every other training row; losses are those of the rest.
+        The value is 1, with a warning, if no such quantile can be computed.
+        """
+        try:
+            sides = [
+                [self._held_out(s * _STEP * e) for s in (1, -1)] for e in np.eye(size)
+            ]
+        except Exception as error:  # such as a class that the other half alone has
+            return self._unknown(f"fitted to one half: {error}", "gradients")
+        slopes = np.asarray([(a - b) / (2 * _STEP) for a, b in sides])
+        norms = np.linalg.norm(slopes, axis=0)
+        scale = float(np.nanquantile(norms, _GRADIENT_QUANTILE))
+        if 1e-6 < scale < 1e6:
+            return scale
+        return self._unknown(f"most are below {scale:.3g}", "gradients")
+
+    def loss_scale(self, middles: Sequence[np.ndarray]) -> float:
+        """Return the bound of the losses, or a clip range from training rows.
+
+        The clip range is `clip_range_of` held-out losses in the middle of a branch, the
+        median over several branches. It is 1, with a warning, if there is none.
+
+        Args:
+            middles: The middles of the branches.
+        """
+        # Largest losses are those of confident errors: never clip below a bound.
+        if self.bound is not None:
+            return self.bound
+        scales, reason = [], ""
+        for middle in middles:
+            try:
+                scale = clip_range_of(self._held_out(middle))
+            except Exception as error:
+                reason = f"fitted to one half: {error}"
+                continue
+            reason = f"most are below {scale:.3g}"
+            scales += [scale] * (1e-6 < scale < 1e6)
+        if scales:
+            return sorted(scales)[(len(scales) - 1) // 2]
+        return self._unknown(reason, "losses")
+
+    def held_out_loss(self, point: Float[np.ndarray, " d"], worst: float) -> float:
+        """Return the mean loss of every other training row, fitted to the rest.
+
+        Args:
+            point: Parameters.
+            worst: The limit of losses, and the loss of rows that have none.
+        """
         with _silence():
-            self._try_numbers(self.middle(point), fitted)
+            try:
+                losses = self._held_out(point)
+            except Exception:
+                return worst
+        return float(np.mean(np.clip(np.nan_to_num(losses, nan=worst), 0, worst)))
+
+    def _held_out(self, point):
+        everyone = np.arange(count(self.training[-1]))
+        fitting, rest = (_rows(self.training, everyone[i::2]) for i in (0, 1))
+        return self._losses_of(self.make(point).fit(*fitting), *rest)
 
     def _shown(self, point):
         try:
@@ -141,181 +195,127 @@ class RowLosses:
         except Exception:  # a parameter that the estimator does not have there
             return "the estimator"
 
-    def _try_numbers(self, middle, fitted):
-        """Finds out what numbers are refused in a branch, on training rows."""
-        everyone = _all(self.training)[:_PROBED]
-        table = _parts(self.training, everyone)
-        self._refusals[middle.tobytes()] = Refusals.tried(
-            lambda n: _parts(table, np.resize(everyone, max(n, len(everyone)))),
-            lambda tables: self._try(fitted, *tables) is not None,
-        )
-
-    def usual_slope(self, size: int) -> float:
-        """What the gradient of a training row's loss is shorter than, 95 in 100.
-
-        In the middle of a space of `size` parameters, by differences, with the
-        estimator fitted to every other training row and losses of the rest; 1 where
-        there is nothing to estimate it from.
-        """
-        everyone = _all(self.training)
-
-        def at(point):
-            known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
-            return self._losses_of(self.make(point).fit(*known), *held)
-
-        try:
-            sides = [[at(s * _STEP * e) for s in (1, -1)] for e in np.eye(size)]
-        except Exception as error:  # such as a class that only the other half has
-            return self._unknown(f"fitted to one half: {error}", "steep", "gradients")
-        slopes = np.asarray([(a - b) / (2 * _STEP) for a, b in sides])
-        found = float(np.nanquantile(np.linalg.norm(slopes, axis=0), _USUAL))
-        if 1e-6 < found < 1e6:
-            return found
-        return self._unknown(
-            f"most have slopes below {found:.3g}", "steep", "gradients"
-        )
-
-    def usual_loss(self, middles: Sequence[np.ndarray]) -> float:
-        """The known bound of the loss, or the 99 % quantile of training rows' losses.
-
-        Of losses with a bound nothing is cut off: the few largest ones are those of
-        wrong predictions that are sure, and without them such models seem good.
-        More where less than half of the mean loss is below that: where nearly all rows
-        have no loss, the few others are what counts. In the middle of a branch, with
-        the estimator fitted to every other training row and losses of the rest; of
-        several branches the median, and 1 where there is none.
-
-        Args:
-            middles: The middles of the branches.
-        """
-        if self.largest is not None:
-            return self.largest
-        everyone = _all(self.training)
-        known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
-        found, why = [], ""
-        for middle in middles:
-            try:
-                fitted = self.make(middle).fit(*known)
-                losses = self._losses_of(fitted, *held)
-            except Exception as error:
-                why = f"fitted to one half: {error}"
-                continue
-            usual = _cut(losses)
-            why = f"most are below {usual:.3g}"
-            found += [usual] * (1e-6 < usual < 1e6)
-        if found:
-            return sorted(found)[(len(found) - 1) // 2]
-        return self._unknown(why, "large", "losses")
-
-    def held_out(self, point: Float[np.ndarray, " d"], most: float) -> float:
-        """The mean loss of every other training row, fitted to the rest.
-
-        Args:
-            point: Where.
-            most: Losses count as this where they are above, or where there is none.
-        """
-        everyone = _all(self.training)
-        known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
-        with _silence():
-            try:
-                losses = self._losses_of(self.make(point).fit(*known), *held)
-            except Exception:
-                return most
-        return float(np.mean(np.clip(np.nan_to_num(losses, nan=most), 0, most)))
-
-    def _unknown(self, why, how, what):
+    def _unknown(self, reason, what):
         warnings.warn(
-            f"PrivateSearch.fit: it is not known from training rows how {how} losses "
-            f"are in the middle of the space ({why}); {what} are clipped at 1. Give "
-            "solver=, or a space around the values that are likely.",
+            f"PrivateSearch.fit: training rows give no scale of {what} in the middle "
+            f"of the space ({reason}); {what} are clipped at 1. Give solver=, or a "
+            "space around likely values.",
             stacklevel=5,
         )
         return 1.0
 
-    def _same_beside(self, fitted, X, y):
-        """Whether every other row keeps its loss beside holes and large values."""
-        numbers = isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind == "f"
-        if not numbers or len(X) < 2:
-            return
-        everyone, evens = np.arange(len(X)), np.arange(0, len(X), 2)
-        holed = X.copy()
-        holed[everyone, everyone % X.shape[1]] = np.nan
-        for own in (X, holed):
-            large = own.copy()
-            large[1::2] *= 1e6
-            losses = self._beside(fitted, (own, y), everyone)
-            if losses is None:  # no row can be judged with a hole
-                continue
-            yield _equal(losses, self._beside(fitted, (own, y), evens), evens)
-            beside = self._beside(fitted, (large, y), everyone)
-            # Rows that are refused stand for nothing here.
-            yield beside is None or _equal(losses, beside, evens)
+    def _is_independent(self, fitted, table):
+        """Return whether rows keep their losses if other rows change."""
+        X, y = table
+        everyone = np.arange(count(y))
+        losses = self._with_copies(fitted, table, everyone)
+        if losses is None:  # the estimator rejects missing values
+            return True
+        for rows in (everyone[::2], everyone[1::2], everyone[:1]):
+            if len(rows):
+                others = self._with_copies(fitted, table, rows)
+                if others is None or not _close(losses, others, rows):
+                    return False
+        if not _is_numeric(X):
+            return True
+        large = X.copy()
+        large[1::2] *= 1e6
+        others = self._with_copies(fitted, (large, y), everyone)
+        return others is None or _close(losses, others, everyone[::2])
 
-    def _judge(self, fitted, private, judged):
-        """The losses, with NaN for rows that raise or are not judged."""
+    def _valid(self, fitted, table, rows):
+        """Return those of `rows` on which nothing raises, by bisection."""
+        if self._with_copies(fitted, table, rows) is not None:
+            return rows
+        half = len(rows) // 2
+        if half == 0:
+            return rows[:0]
+        parts = [self._valid(fitted, table, v) for v in (rows[:half], rows[half:])]
+        return np.concatenate(parts)
 
-        def refused(kept):
-            if self._beside(fitted, private, kept) is not None:
-                return []
-            half = len(kept) // 2
-            return refused(kept[:half]) + refused(kept[half:]) if half else [kept[0]]
+    def _with_copies(self, fitted, table, rows):
+        """Return losses with copies of `rows[0]` in all other places; `None` on errors.
 
-        everyone = _all(private)
-        found = self._beside(fitted, private, judged if len(judged) else everyone)
-        if found is None and len(judged):
-            judged = np.setdiff1d(judged, refused(judged))
-            found = self._beside(fitted, private, judged) if len(judged) else None
-        losses = np.full(len(everyone), np.nan)
-        if found is not None:
-            losses[judged] = found[judged]
-        return losses
-
-    def _beside(self, fitted, table, kept):
-        """The losses with all other rows replaced by the first that is kept.
-
-        Neither the place of a row nor the number of rows, with which rounding changes,
-        depends on which are kept.
+        Rounding depends on the number of rows and their places, which stay the same.
         """
-        everyone = _all(table)
-        rows = np.where(np.isin(everyone, kept), everyone, kept[0])
-        return self._try(fitted, *_parts(table, rows))
-
-    def _try(self, fitted, X, y):
-        """The losses, or `None` where some row raises."""
+        everyone = np.arange(count(table[-1]))
+        places = np.where(np.isin(everyone, rows), everyone, rows[0])
         try:
-            return self._losses_of(fitted, X, y)
+            return self._losses_of(fitted, *_rows(table, places))
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException:  # such as a panic of compiled code
             return None
 
     def _losses_of(self, fitted, X, y):
-        # By an estimator that no earlier call can have changed.
+        # A copy: an earlier call must not change a later one.
         column = Column.of(self.losses(copy.deepcopy(fitted), X, y))
         if column.kind == "texts":
             raise TypeError("PrivateSearch: losses must return numbers, got texts.")
-        found = column.numbers()
-        if found.shape != (count(y),):
+        losses = column.numbers()
+        if losses.shape != (count(y),):
             raise ValueError(
                 "PrivateSearch: losses must return one number for each of the "
-                f"{count(y)} rows, got shape {found.shape}."
+                f"{count(y)} rows, got shape {losses.shape}."
             )
-        return found / self.unit
+        return losses / self.unit
+
+
+def evaluations(losses: Callable[[np.ndarray], Any], n_jobs: int | None) -> Evaluations:
+    """Return a function that evaluates the losses at points, in their order.
+
+    Several processes are used, not threads, because `_silence` acts on a process.
+
+    Args:
+        losses: The losses at a point.
+        n_jobs: The number of processes, -1 for all cores. Each has one thread, so that
+            no bit depends on the number. `None` evaluates in this process.
+    """
+    if n_jobs is None:
+        return lambda points: map(losses, points)
+
+    def evaluate(points):
+        # joblib passes large records in files: keep them in a folder that others
+        # cannot enter.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            # `loky` even within a caller's `joblib.parallel_config`.
+            run: Any = Parallel(
+                n_jobs=n_jobs, return_as="generator", temp_folder=folder, backend="loky"
+            )
+            yield from run(delayed(_by_one_thread)(losses, v) for v in points)
+
+    return evaluate
+
+
+def check_jobs(owner: str, n_jobs: Any) -> None:
+    """Check that `n_jobs` is a number of processes or `None`."""
+    whole = isinstance(n_jobs, int | np.integer) and not isinstance(n_jobs, bool)
+    if n_jobs is not None and not (whole and (n_jobs > 0 or n_jobs == -1)):
+        raise ValueError(
+            f"{owner}: n_jobs must be a number of processes from 1, -1 for one on each "
+            f"core, or None, got {_checks.shown(n_jobs)}."
+        )
+
+
+def _by_one_thread(losses, point):
+    with threadpool_limits(1):
+        return losses(point)
 
 
 def check_validation(X: Any, y: Any, validation: Any) -> None:
-    """Raises unless the private records look like the training ones: shapes only.
+    """Check that private records have the form of the training ones, by shapes only.
 
     Raises:
         TypeError: `validation` is no pair.
-        ValueError: Its parts have different numbers of rows, or other columns than the
-            training ones.
+        ValueError: Numbers of rows differ, or the columns are not the training ones.
     """
     if not isinstance(validation, tuple | list) or len(validation) != 2:
-        many = f" of {len(validation)}" if isinstance(validation, tuple | list) else ""
+        length = (
+            f" of {len(validation)}" if isinstance(validation, tuple | list) else ""
+        )
         raise TypeError(
             "PrivateSearch.fit: validation must be (X, y) of the private records, a "
-            f"tuple of 2, got {type(validation).__name__}{many}."
+            f"tuple of 2, got {type(validation).__name__}{length}."
         )
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
@@ -324,55 +324,59 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
             "targets."
         )
     for name, public, private in zip("Xy", (X, y), validation, strict=True):
-        kinds = _columns(public), _columns(private)
-        if None not in kinds and kinds[0] != kinds[1]:
+        columns = _columns(public), _columns(private)
+        if None not in columns and columns[0] != columns[1]:
             raise ValueError(
                 f"PrivateSearch.fit: {name} of validation must have the columns of the "
-                f"training {name}, {kinds[0]}, got {kinds[1]}."
+                f"training {name}, {columns[0]}, got {columns[1]}."
             )
 
 
-def _cut(losses: Float[np.ndarray, " n"]) -> float:
-    """A loss that most are below, and that half of the mean is below; 0 if all are."""
+def clip_range_of(losses: Float[np.ndarray, " n"]) -> float:
+    """Return a clip range for losses; 0 if all losses are 0 or not finite.
+
+    The clip range is the 99 % quantile, or more if clipping there would remove over
+    half of the mean: if nearly all losses are zero, the others matter.
+    """
     finite = np.sort(np.maximum(losses[np.isfinite(losses)], 0))
     if not len(finite):
         return 0.0
-    most = np.quantile(finite, _MOST, method="higher")
+    quantile = np.quantile(finite, _LOSS_QUANTILE, method="higher")
     sums, above = np.cumsum(finite), np.arange(len(finite))[::-1]
-    kept = sums + above * finite  # the sum of all, clipped at each of them
-    return float(max(most, finite[np.argmax(kept >= _MASS * sums[-1])]))
+    clipped = sums + above * finite  # the sum of all losses, clipped at each of them
+    return float(max(quantile, finite[np.argmax(clipped >= _MASS * sums[-1])]))
 
 
 def count(table: Any) -> int:
-    """The number of rows; sparse matrices have no length."""
+    """Return the number of rows of a table."""
     return table.shape[0] if hasattr(table, "shape") else len(table)
 
 
 def _columns(table):
-    """What a table's columns are: names or a shape; `None` where nothing is known."""
+    """Return the names or the shape of a table's columns; `None` if unknown."""
     if hasattr(table, "columns"):
         return list(table.columns)
     return tuple(table.shape[1:]) if hasattr(table, "shape") else None
 
 
+def _is_numeric(X):
+    numeric = isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind == "f"
+    return numeric and len(X) > 1
+
+
 def _sliceable(table):
-    """A sparse matrix in a format that has rows; anything else as it is."""
+    """Return a sparse matrix in a format that has rows, any other table as it is."""
     return table.tocsr() if hasattr(table, "tocsr") else table
 
 
-def _equal(losses, others, rows):
-    """Whether these rows have the same losses, up to rounding."""
+def _close(losses, others, rows):
+    """Return whether the losses of these rows are equal up to rounding."""
     close = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
-    return others is not None and np.allclose(losses[rows], others[rows], **close)
+    return np.allclose(losses[rows], others[rows], **close)
 
 
-def _all(tables):
-    """The numbers of all rows."""
-    return np.arange(count(tables[-1]))
-
-
-def _parts(tables, rows):
-    """Copies of rows by number, of data frames as well: some code works in place."""
+def _rows(tables, rows):
+    """Return copies of rows, which an estimator may change in place."""
     return [
         [table[row] for row in rows]
         if isinstance(table, list | tuple)
@@ -382,8 +386,8 @@ def _parts(tables, rows):
 
 
 @contextlib.contextmanager
-def _silence():
-    """No warning, no output of Python."""
+def _silence() -> Iterator[None]:
+    """Suppress warnings and the output of Python."""
     nowhere = io.StringIO()
     with (
         warnings.catch_warnings(),

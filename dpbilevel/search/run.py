@@ -1,4 +1,4 @@
-"""What a search runs: arguments that are checked, and the plan for them."""
+"""Plan of a search on the host, from checked arguments."""
 
 import dataclasses
 from pathlib import Path
@@ -21,28 +21,27 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs.checkpoint import Checkpoint
 from ..runs.resume import first_checkpoint
-from .base import AbstractAskTellSolver
+from .base import AbstractAskTellSolver, BlackBox
 from .folder import fingerprint
-from .problem import BlackBox
 
 _COPIES = (
-    "no copy of the folder goes on with other losses: each one that does is one more "
-    "release, with noise of its own, and the budgets add"
+    "no copy of the folder continues with other losses: each one that does is one more "
+    "release, with noise of its own, and the budgets add up"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has evaluated nothing; with a report if it was calibrated here.
+    """A run before its first evaluation.
 
     Attributes:
-        owner: What to name in an error.
-        problem: The problem without its losses: compiled code must not read them, and
-            need not keep them alive.
+        owner: Name for error messages.
+        problem: The problem without its losses, which compiled code must not read or
+            keep alive.
         solver: The solver, calibrated and bound to the problem's number of records.
-        report: Its guarantee.
-        costs: Its epsilon and delta.
-        first: The run before its first step.
+        report: The guarantee; `None` if the solver was calibrated before.
+        costs: Epsilon and delta of the run.
+        first: Checkpoint before the first step.
     """
 
     owner: str
@@ -53,7 +52,7 @@ class Run:
     first: Checkpoint
 
 
-def planned(
+def plan_run(
     owner: str,
     problem: BlackBox,
     solver: AbstractAskTellSolver,
@@ -64,17 +63,17 @@ def planned(
     precision: Precision,
     folder: Path | str | None,
 ) -> Run:
-    """Calibrates the solver if there is a budget, and binds it to the black box.
+    """Return the run of a solver, which is calibrated first if there is a budget.
 
     Args:
-        owner: What to name in an error.
+        owner: Name for error messages.
         problem: The black box.
-        solver: A solver that asks for losses: calibrated, or with `budget` any.
-        w0: The starting point.
+        solver: An ask/tell solver: calibrated, or any with `budget`.
+        w0: The initial point.
         key: One typed key.
-        budget: The guarantee to reach; `None` if the solver is calibrated.
-        precision: As in `calibrate`; read with `budget` only.
-        folder: Where evaluations are kept; only checked here, not read or written.
+        budget: The guarantee; `None` if the solver is calibrated.
+        precision: As in `calibrate`; used with `budget` only.
+        folder: Folder of evaluations; checked here, not read or written.
 
     Raises:
         TypeError: As `minimize`.
@@ -90,21 +89,25 @@ def planned(
             plan.warn(owner)
             solver, report = plan.solver, plan.report
             if folder is not None:
-                said = (*report.assumptions, _COPIES)
-                report = dataclasses.replace(report, assumptions=said)
-        given, solver = solver, bound_to(problem, solver, None, owner)
+                assumptions = (*report.assumptions, _COPIES)
+                report = dataclasses.replace(report, assumptions=assumptions)
+        unbound, solver = solver, bound_to(problem, solver, None, owner)
         try:  # before the first evaluation, which may take hours
             solver.ledger(problem, solver.sizes).events()
         except ValueError as error:
             raise ValueError(
-                f"{owner}: the solver is not calibrated; give "
+                f"{owner}: the solver is not calibrated ({error}). Give "
                 "budget=PrivacyBudget(epsilon, delta), or a solver from "
-                f"dpbilevel.calibrate. {error}"
+                "dpbilevel.calibrate."
             ) from None
-        costs = spent.costs_of(problem, given, n, owner)
-        same = fingerprint(problem, solver, w0, budget, report)
+        costs = spent.costs_of(problem, unbound, n, owner)
         first = first_checkpoint(
-            problem, solver, w0, key=key, fingerprint=same, with_start=False
+            problem,
+            solver,
+            w0,
+            key=key,
+            fingerprint=fingerprint(problem, solver, w0, budget, report),
+            with_start=False,
         )
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
     return Run(owner, public, solver, report, costs, first)
@@ -115,54 +118,52 @@ def _unseen(point: np.ndarray) -> np.ndarray:
 
 
 def _check(owner, problem, solver, key, budget, folder) -> None:
-    """Raises before anything is planned."""
+    """Check the arguments before anything is planned."""
     check_key(key)
     _checks.instance(owner, BlackBox, problem=problem)
     if not isinstance(solver, AbstractAskTellSolver):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
-            f"{owner}: solver must be one that asks for losses, such as "
-            "RandomSearch(30, clip_range), RepeatAndSelect, NoisyUCB or "
-            f"GradientInformativeBO, got {name}."
+            f"{owner}: solver must be RandomSearch, RepeatAndSelect, NoisyUCB, "
+            "GradientInformativeBO or another one that asks for losses, got "
+            f"{name}."
         )
     if solver.neighbours is not Neighbours.REPLACE_ONE:
         raise ValueError(
-            f"{owner}: a black box states its number of records, which "
-            "add-or-remove-one keeps private; use Neighbours.REPLACE_ONE."
+            f"{owner}: a black box publishes its number of records, which "
+            "add-or-remove-one keeps private. Use Neighbours.REPLACE_ONE."
         )
     if problem.training is not None and folder is None and jax.process_count() > 1:
         raise ValueError(
-            f"{owner}: in a program of several processes each would train by itself "
-            "and release the same noise on losses of other models; give folder=, "
-            "with which one process evaluates for all."
+            f"{owner}: several processes would train different models and release "
+            "their losses with the same noise. Give folder=, with which one process "
+            "evaluates for all."
         )
     if folder is not None and budget is None:
         raise ValueError(
-            f"{owner}: folder= keeps the report and the spending of the run, so it "
-            "needs budget=; leave the calibration to it."
+            f"{owner}: folder= records the report and the cost of the run. Give "
+            "budget=, which calibrates the solver."
         )
     if folder is not None and not problem.records:
         raise ValueError(
-            f"{owner}: folder= can go on with an interrupted run, which on other "
-            "records would be a second release; it needs BlackBox(..., records=), "
-            "what tells the records and their order from others, such as "
-            "hashlib.sha256(X.tobytes()).hexdigest()."
+            f"{owner}: continuing an interrupted run of folder= on other records would "
+            "be a second release. Identify the records and their order by "
+            "BlackBox(..., records=hashlib.sha256(X.tobytes()).hexdigest())."
         )
 
 
 def _start(owner: str, problem: BlackBox, w0: Any) -> Any:
-    """The start in float64."""
+    """Return the initial point in float64."""
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(w0)):
         raise TypeError(
             f"{owner}: calls Python between steps, so it cannot be used inside "
-            "jax.jit, jax.vmap or jax.grad; call it from plain Python."
+            "jax.jit, jax.vmap or jax.grad. Call it from plain Python."
         )
     if not hasattr(w0, "shape") or len(w0.shape) != 1:
         raise ValueError(
-            f"{owner}: w0 must be one vector, a floating-point array of shape (d,), as "
-            f"points are, got {jax.tree.map(np.shape, w0)} in a "
-            f"{type(w0).__name__}; put all parameters into one numpy.array(..., float) "
-            "and unpack them where losses are evaluated."
+            f"{owner}: w0 must be one vector, a floating-point array of shape (d,), "
+            f"got {jax.tree.map(np.shape, w0)} in a {type(w0).__name__}. Put all "
+            "parameters into one numpy.array(..., float)."
         )
     check_start(w0)
     with double_precision():

@@ -1,32 +1,249 @@
-"""The space of an estimator's parameters as a box of coordinates in [-1, 1]."""
+"""Search spaces: ranges and categories on coordinates in [-1, 1]."""
 
+import dataclasses
 import graphlib
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from .ranges import Categorical, Range, same
+from .. import _checks
 
 Point = Float[np.ndarray, " d"]
-_EXAMPLES = (
-    "Range(0.1, 10, log=True), or a Categorical, such as Categorical(['a', 'b'])"
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A public interval of values of a parameter.
+
+    Args:
+        low: The smallest value.
+        high: The largest one.
+        log: Whether the search moves in the value's logarithm.
+        size: Length of a vector parameter, with one coordinate per entry; `None` for a
+            number.
+        integer: Whether the value is rounded to a whole number. Losses then have no
+            slopes between whole numbers, so use `RandomSearch` or wide ranges.
+        when: Condition under which the parameter is set: for each `Categorical` named,
+            the choices that it may have, as `{"kernel": "rbf"}` or `{"kernel": ["rbf",
+            "poly"]}`. Otherwise the estimator's own value stays.
+
+    Raises:
+        TypeError: `when` is no such dictionary.
+        ValueError: The ends are not finite and increasing, not positive with `log`, or
+            not whole with `integer`.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    size: int | None = None
+    integer: bool = False
+    when: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+
+    def __post_init__(self):
+        _check_condition("Range", self.when)
+        ends = (self.low, self.high)
+        finite = all(_checks.concrete(v) and math.isfinite(v) for v in ends)
+        if not (finite and self.low < self.high):
+            raise ValueError(
+                "Range: low and high must be finite and increasing numbers, got "
+                f"{self.low!r} and {self.high!r}."
+            )
+        if self.log and self.low <= 0:
+            raise ValueError(f"Range: log=True needs low above 0, got {self.low!r}.")
+        if self.integer and not all(float(v).is_integer() for v in ends):
+            raise ValueError(
+                f"Range: integer=True needs whole ends, got {self.low!r} and "
+                f"{self.high!r}."
+            )
+        if self.size is not None:
+            _checks.count("Range", size=self.size)
+
+    @property
+    def coordinates(self) -> int:
+        """Number of coordinates of the parameter."""
+        return 1 if self.size is None else self.size
+
+    def value(self, position: Float[np.ndarray, " c"]) -> float | int | np.ndarray:
+        """Return the parameter at coordinates in [-1, 1].
+
+        Args:
+            position: Its coordinates.
+        """
+        low, high = self._ends
+        inner = low + (np.asarray(position, np.float64) + 1) / 2 * (high - low)
+        values = np.exp(inner) if self.log else inner
+        values = np.rint(values) if self.integer else values
+        values = np.clip(values, self.low, self.high)
+        values = values.astype(int) if self.integer else values
+        return values[0].item() if self.size is None else values
+
+    def position(self, value: Any) -> Float[np.ndarray, " c"]:
+        """Return the coordinates in [-1, 1] of a parameter; the inverse of `value`.
+
+        Args:
+            value: A number, or for a vector one number or one per entry.
+
+        Raises:
+            ValueError: The value is no number in the range.
+        """
+        if value not in self:
+            raise ValueError(
+                f"Range: {value!r} is not in the range from {self.low} to {self.high}."
+            )
+        low, high = self._ends
+        inner = np.log(value) if self.log else np.asarray(value, np.float64)
+        return np.broadcast_to(2 * (inner - low) / (high - low) - 1, self.coordinates)
+
+    def __contains__(self, value: Any) -> bool:
+        """Return whether a value, or every entry of a vector, is in the range."""
+        if isinstance(value, bool):
+            return False
+        try:
+            numbers = np.asarray(value, np.float64)
+        except (TypeError, ValueError):
+            return False
+        fits = numbers.shape in ((), (self.coordinates,) * (self.size is not None))
+        return fits and bool(np.all((self.low <= numbers) & (numbers <= self.high)))
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        # Half a step beyond the ends, so that all whole numbers have equal parts.
+        margin = 0.5 if self.integer else 0.0
+        ends = self.low - margin, self.high + margin
+        low, high = (math.log(v) if self.log else v for v in ends)
+        return low, high
+
+
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    """Public, unordered choices of a parameter.
+
+    Args:
+        choices: Two or more different texts, numbers, `None` or estimators.
+        when: Condition under which the parameter is set, as in `Range`.
+
+    Raises:
+        TypeError: `choices` is no sequence, or its entries cannot be compared, such as
+            arrays; or `when` is no dictionary.
+        ValueError: There are fewer than two choices, or two are equal.
+    """
+
+    choices: Sequence[Any] = dataclasses.field(hash=False)
+    when: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+
+    def __post_init__(self):
+        _check_condition("Categorical", self.when)
+        if not isinstance(self.choices, list | tuple | range):
+            raise TypeError(
+                "Categorical: choices must be a list, such as ['linear', 'rbf'], got "
+                f"{_checks.shown(self.choices)}."
+            )
+        object.__setattr__(self, "choices", tuple(self.choices))
+        if len(self.choices) < 2:
+            raise ValueError(
+                f"Categorical: needs at least two choices, got {list(self.choices)}. "
+                "Set a single value in the estimator."
+            )
+        for number, choice in enumerate(self.choices):
+            if any(_same(choice, other) for other in self.choices[:number]):
+                raise ValueError(f"Categorical: {choice!r} is given twice.")
+
+    @property
+    def coordinates(self) -> int:
+        """Number of coordinates of the parameter."""
+        return 1
+
+    def value(self, position: Float[np.ndarray, " 1"]) -> Any:
+        """Return the choice at a coordinate in [-1, 1]; all choices have equal parts.
+
+        Args:
+            position: Its coordinate.
+        """
+        return self.choices[self.index(position)]
+
+    def index(self, position: Float[np.ndarray, " 1"]) -> int:
+        """Return the index of the choice at a coordinate.
+
+        Args:
+            position: Its coordinate.
+        """
+        count = len(self.choices)
+        (place,) = np.asarray(position, np.float64)
+        return int(np.clip(np.floor((place + 1) / 2 * count), 0, count - 1))
+
+    def center(self, index: int) -> float:
+        """Return the coordinate in the middle of the part of a choice.
+
+        Args:
+            index: The index of the choice.
+        """
+        return (2 * index + 1) / len(self.choices) - 1
+
+    def position(self, value: Any) -> Float[np.ndarray, " 1"]:
+        """Return the coordinate of a choice; the inverse of `value`.
+
+        Args:
+            value: The choice.
+
+        Raises:
+            ValueError: There is no such choice.
+        """
+        for index, choice in enumerate(self.choices):
+            if _same(choice, value):
+                return np.asarray([self.center(index)])
+        raise ValueError(
+            f"Categorical: {value!r} is not among the choices {list(self.choices)}."
+        )
+
+    def __contains__(self, value: Any) -> bool:
+        """Return whether a value is one of the choices."""
+        return any(_same(choice, value) for choice in self.choices)
+
+
+def _same(choice: Any, other: Any) -> bool:
+    """Return whether two choices are equal; `True` and 1 are different."""
+    if choice is other:
+        return True
+    if isinstance(choice, bool) != isinstance(other, bool):
+        return False
+    try:
+        return bool(choice == other)
+    except ValueError:
+        raise TypeError(
+            "Categorical: choices must be values that can be compared by ==, such as "
+            f"texts, numbers or tuples, got {_checks.shown(choice)} and "
+            f"{_checks.shown(other)}."
+        ) from None
+
+
+def _check_condition(owner: str, when: Any) -> None:
+    if when is not None and (not isinstance(when, Mapping) or not when):
+        raise TypeError(
+            f"{owner}: when must be a dictionary such as {{'kernel': 'rbf'}}, got "
+            f"{_checks.shown(when)}."
+        )
 
 
 class Space:
-    """Parameters by name, each on coordinates of its own.
+    """The box [-1, 1]^d of parameters by name, each with coordinates of its own.
 
-    A branch is the part of the space in which the categories that count are the same;
-    its middle has all other coordinates at zero.
+    A branch is the part of the space in which the active categories are the same; its
+    middle has all other coordinates at zero.
 
     Args:
         entries: A `Range` or a `Categorical` per parameter.
 
+    Attributes:
+        coordinates: Number of coordinates of all parameters.
+        names: The parameters; each stands after those in its condition.
+
     Raises:
-        TypeError: An entry is of another kind.
+        TypeError: An entry has another type.
         ValueError: A condition names no category of the space, or never holds.
     """
 
@@ -38,7 +255,9 @@ class Space:
             if not isinstance(entry, Range | Categorical):
                 raise TypeError(
                     f"PrivateSearch: space[{name!r}] must be a Range, such as "
-                    f"{_EXAMPLES}, got an instance of {type(entry).__name__}."
+                    "Range(0.1, 10, log=True), or a Categorical, such as "
+                    f"Categorical(['a', 'b']), got an instance of "
+                    f"{type(entry).__name__}."
                 )
             self._places[name] = slice(begin, begin + entry.coordinates)
             begin += entry.coordinates
@@ -46,39 +265,34 @@ class Space:
         self._allowed = {name: self._conditions(name) for name in self.entries}
         parents = {name: set(allowed) for name, allowed in self._allowed.items()}
         try:
-            self._order = list(graphlib.TopologicalSorter(parents).static_order())
+            self.names = list(graphlib.TopologicalSorter(parents).static_order())
         except graphlib.CycleError as error:
             raise ValueError(
                 f"PrivateSearch: the conditions of {sorted(set(error.args[1]))} "
                 "depend on each other; leave one of them out."
             ) from None
-        self._within = {name: self._found_within(name) for name in self._order}
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters, those that conditions are about before the others."""
-        return self._order
+        self._active_points = {name: self._active_point(name) for name in self.names}
 
     @property
     def categories(self) -> list[str]:
-        """The parameters that are categories."""
-        kinds = self.entries.items()
-        return [name for name, entry in kinds if isinstance(entry, Categorical)]
+        """Names of the categorical parameters."""
+        entries = self.entries.items()
+        return [name for name, entry in entries if isinstance(entry, Categorical)]
 
     def parameters(self, point: Point) -> dict[str, Any]:
-        """The parameters at a point, without those whose condition does not hold."""
+        """Return the parameters at a point whose conditions hold."""
         active = self._active(point)
         return {
-            name: entry.value(self._own(name, point))
+            name: entry.value(np.asarray(point)[self._places[name]])
             for name, entry in self.entries.items()
             if active[name]
         }
 
     def position(self, parameters: Mapping[str, Any]) -> Point:
-        """The point at parameters, others in the middle.
+        """Return the point at parameters, others in the middle.
 
         Raises:
-            ValueError: A name is not in the space, or a value outside of its range.
+            ValueError: A name is not in the space, or a value is outside its range.
         """
         unknown = sorted(parameters.keys() - self.entries.keys())
         if unknown:
@@ -92,30 +306,27 @@ class Space:
         return point
 
     def middle(self, point: Point) -> Point:
-        """The middle of the branch of a point."""
+        """Return the middle of the branch of a point."""
         active = self._active(point)
-        found = np.zeros(self.coordinates)
-        for name in self.categories:
-            if active[name]:
-                found[self._places[name]] = self._center(name, self._own(name, point))
-        return found
+        indices = {n: self._index(n, point) for n in self.categories if active[n]}
+        return self._centers(indices)
 
     def middles(self) -> list[Point]:
-        """Middles of branches that have, together, every choice of every category."""
-        found = [self.middle(np.zeros(self.coordinates))]
+        """Return middles of branches that together have every choice."""
+        middles = [self.middle(np.zeros(self.coordinates))]
         for name in self.categories:
-            for choice in self._choices(name):
-                point = self._within[name].copy()
-                point[self._places[name]] = self._position(name, choice)
-                found.append(self.middle(point))
-        return list({point.tobytes(): point for point in found}.values())
+            for index in self._indices(name):
+                point = self._active_points[name].copy()
+                point[self._places[name]] = self._category(name).center(index)
+                middles.append(self.middle(point))
+        return list({point.tobytes(): point for point in middles}.values())
 
     def within(self, name: str) -> Point:
-        """The middle of a branch in which a parameter's condition holds."""
-        return self.middle(self._within[name])
+        """Return the middle of a branch in which a parameter's condition holds."""
+        return self.middle(self._active_points[name])
 
     def _conditions(self, name: str) -> dict[str, set[int]]:
-        """For each category that a parameter depends on, the numbers of its choices."""
+        """Return the allowed choices, by index, of each category in a condition."""
         allowed = {}
         for other, values in (self.entries[name].when or {}).items():
             entry = self.entries.get(other)
@@ -126,40 +337,33 @@ class Space:
                 )
             several = isinstance(values, list | tuple) and values not in entry
             chosen = list(values) if several else [values]
-            wrong = [value for value in chosen if value not in entry]
-            if wrong or not chosen:
+            if not chosen or any(value not in entry for value in chosen):
                 raise ValueError(
                     f"PrivateSearch: the condition of {name!r} must be one or more "
                     f"choices of {other!r}, which are {list(entry.choices)}, got "
                     f"{values!r}."
                 )
-            allowed[other] = {
-                number
-                for number, choice in enumerate(entry.choices)
-                if any(same(choice, value) for value in chosen)
-            }
+            allowed[other] = {entry.index(entry.position(v)) for v in chosen}
         return allowed
 
     def _active(self, point: Point) -> dict[str, bool]:
-        """Whether the condition of each parameter holds."""
-        found = {}
-        for name in self._order:
-            found[name] = all(
-                found[other] and self._number(other, point) in numbers
-                for other, numbers in self._allowed[name].items()
+        """Return whether the condition of each parameter holds."""
+        active: dict[str, bool] = {}
+        for name in self.names:
+            active[name] = all(
+                active[other] and self._index(other, point) in indices
+                for other, indices in self._allowed[name].items()
             )
-        return found
+        return active
 
-    def _found_within(self, name: str) -> Point:
-        """A point at which the condition of a parameter holds."""
+    def _active_point(self, name: str) -> Point:
+        """Return a point at which the condition of a parameter holds."""
         above = [name]
-        for other in above:  # grows with those that a condition is about, in turn
+        for other in above:  # grows by the categories in the conditions
             above += [v for v in self._allowed[other] if v not in above]
         above = above[1:]
-        for numbers in itertools.product(*map(self._choices, above)):
-            point = np.zeros(self.coordinates)
-            for other, number in zip(above, numbers, strict=True):
-                point[self._places[other]] = self._position(other, number)
+        for indices in itertools.product(*map(self._indices, above)):
+            point = self._centers(dict(zip(above, indices, strict=True)))
             if self._active(point)[name]:
                 return point
         raise ValueError(
@@ -167,21 +371,18 @@ class Space:
             "parameters whose own conditions exclude each other."
         )
 
-    def _own(self, name: str, point: Point) -> Float[np.ndarray, " c"]:
-        return np.asarray(point)[self._places[name]]
+    def _centers(self, indices: dict[str, int]) -> Point:
+        """Return the point at the centers of choices, zero elsewhere."""
+        point = np.zeros(self.coordinates)
+        for name, index in indices.items():
+            point[self._places[name]] = self._category(name).center(index)
+        return point
 
-    def _choices(self, name: str) -> range:
+    def _indices(self, name: str) -> range:
         return range(len(self._category(name).choices))
 
-    def _number(self, name: str, point: Point) -> int:
-        return self._category(name).number(self._own(name, point))
-
-    def _position(self, name: str, number: int) -> float:
-        return self._category(name).center(number)
-
-    def _center(self, name: str, position: Float[np.ndarray, " 1"]) -> float:
-        category = self._category(name)
-        return category.center(category.number(position))
+    def _index(self, name: str, point: Point) -> int:
+        return self._category(name).index(np.asarray(point)[self._places[name]])
 
     def _category(self, name: str) -> Categorical:
         entry = self.entries[name]

@@ -12,11 +12,15 @@ import numpy as np
 from ..core.spent import PrivacyWarning
 from ..privacy.report import rounded_up
 from ..runs import spending
-from .ask_tell import AskTell
+from .rounds import Rounds
 
 # User attributes of trials.
 _RELEASE = "release"  # identifies the search of a release
 _UNKNOWN = "not released"
+DROP = (
+    "drop the first trial of the queue by "
+    "study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)"
+)
 
 
 class StudyTrials:
@@ -25,7 +29,7 @@ class StudyTrials:
     Args:
         owner: Name for error messages.
         study: The study.
-        distributions: The parameters that are declared.
+        distributions: The declared distributions by parameter.
         optuna: The module.
     """
 
@@ -34,22 +38,22 @@ class StudyTrials:
         self._distributions = dict(distributions)
         self._states = optuna.trial.TrialState
         self._trial_class = _declared(owner, self._distributions, optuna)
-        self._taken: list[Any] = []  # queued trials that are still to be evaluated
-        self._failed: set[int] = set()  # numbers of releases
-        self._name, self._shown, self._said = "", False, {}
+        self._queue: list[Any] = []  # trials taken from the study, not yet evaluated
+        self._failed: set[int] = set()  # indices of releases
+        self._name, self._shows, self._cost = "", False, {}
 
-    def queued(self, *, own: bool) -> int:
-        """Count the trials that wait, after checking that all of them fit.
+    def queued(self, *, answers: bool) -> int:
+        """Count the waiting trials, after a check of their parameters.
 
         Args:
-            own: Whether answers of earlier searches, which wait too, are counted.
+            answers: Whether answers of earlier searches, which wait too, are counted.
 
         Raises:
             ValueError: A trial has a parameter that is not declared, or a value outside
                 of its distribution.
         """
         waiting = self._study.get_trials(deepcopy=False, states=(self._states.WAITING,))
-        waiting = [v for v in waiting if own or _RELEASE not in v.user_attrs]
+        waiting = [v for v in waiting if answers or _RELEASE not in v.user_attrs]
         for trial in waiting:
             fixed = trial.system_attrs.get("fixed_params", {})
             known = {k: v for k, v in self._distributions.items() if k in fixed}
@@ -60,54 +64,53 @@ class StudyTrials:
             except (ValueError, TypeError):
                 raise ValueError(
                     f"{self._owner}: the queued trial {trial.number} has {fixed}, but "
-                    f"the distributions are {self._distributions}. Declare what it "
-                    "needs, or drop the first trial of the queue by "
-                    "study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)."
+                    f"the distributions are {self._distributions}. Declare these "
+                    f"parameters, or {DROP}."
                 ) from None
         return len(waiting)
 
     def take(self, count: int) -> list[dict[str, Any]]:
         """Take the first trials of the queue, and return their parameters."""
         for _ in range(count):
-            self._taken.append(self._study.ask(self._distributions))
-        return [dict(trial.params) for trial in self._taken]
+            self._queue.append(self._study.ask(self._distributions))
+        return [dict(trial.params) for trial in self._queue]
 
     def give_up(self, *, queue_again: bool) -> None:
         """Mark trials that were taken from the queue and not evaluated as failed."""
-        while self._taken:
-            trial = self._taken.pop(0)
+        while self._queue:
+            trial = self._queue.pop(0)
             self._study.tell(trial, state=self._states.FAIL)
             if queue_again:
                 self._study.enqueue_trial(dict(trial.params), trial.user_attrs)
 
-    def begin(self, search: AskTell, shown: bool, folder: Path | str | None) -> None:
+    def begin(self, search: Rounds, shows: bool, folder: Path | str | None) -> None:
         """Name the search, and warn if the study holds releases of another one.
 
         Args:
             search: The search before its next evaluation.
-            shown: Whether the loss of every evaluation is released.
+            shows: Whether the loss of every evaluation is released.
             folder: The folder of the search.
         """
-        self._name, self._shown = _name_of(folder), shown
+        self._name, self._shows = _name_of(folder), shows
         report = search.report
         assert report is not None  # a study is searched for a budget
         cost = f"epsilon = {rounded_up(report.epsilon)} at delta = "
         cost += (
             f"{rounded_up(report.delta)} ({report.relation}), for all trials together"
         )
-        self._said = {"privacy": cost}
+        self._cost = {"privacy": cost}
         others = 0
         for trial in self._study.get_trials(deepcopy=False):
             release = str(trial.user_attrs.get(_RELEASE, self._name))
             others += not release.startswith(self._name)
             if trial.state == self._states.RUNNING and self._owns(trial):
-                # It is of a killed process: the folder's lock excludes any other.
+                # Its process was killed: the lock of the folder excludes others.
                 self._study.tell(trial.number, state=self._states.FAIL)
-        if others and search.result is None:
+        if others and search.solution is None:
             warnings.warn(
                 f"{self._owner}: the study holds released values of an earlier search. "
-                "This one is a further release: if it reads the same records, the "
-                "epsilons and deltas of both add up.",
+                "This one is a further release: for the same records, the epsilons and "
+                "deltas add up.",
                 PrivacyWarning,
                 stacklevel=3,
             )
@@ -116,10 +119,10 @@ class StudyTrials:
         self,
         objective: Callable[[Any], Any],
         params: dict[str, Any],
-        search: AskTell,
+        search: Rounds,
         *,
         num_records: int,
-        caught: tuple[type[Exception], ...],
+        exceptions: tuple[type[Exception], ...],
     ) -> None:
         """Call the objective in a trial of the study, and tell the search its losses.
 
@@ -128,14 +131,13 @@ class StudyTrials:
                 trial, or as `AskTell`.
         """
         index = len(search.noisy_losses[1])
-        number = self._begun(index, params)
+        number = self._start_trial(index, params)
         state, value = self._states.FAIL, None
         try:
             trial, failed = self._trial_class(params, number), False
             try:
                 losses = objective(trial)
-            except caught:
-                # Public, and the same for every record: as bad as can be.
+            except exceptions:
                 losses, failed = np.full(num_records, np.nan), True
             except self._optuna.TrialPruned:
                 raise ValueError(
@@ -146,9 +148,9 @@ class StudyTrials:
                 raise trial.refused
             search.tell([losses])
             if failed:
-                if self._shown:  # else no release is of this evaluation alone
+                if self._shows:  # its released loss has a failed trial
                     self._failed.add(index)
-            elif self._shown:
+            elif self._shows:
                 state = self._states.COMPLETE
                 value = float(search.noisy_losses[1][index])
             else:
@@ -166,43 +168,46 @@ class StudyTrials:
             released: Parameters with their noisy losses, in the order of releases.
         """
         trials = self._study.get_trials(deepcopy=False)
-        kept = [v for v in trials if v.state != self._states.FAIL]
-        there = {trial.user_attrs.get(_RELEASE) for trial in kept}
+        present = {
+            trial.user_attrs.get(_RELEASE)
+            for trial in trials
+            if trial.state != self._states.FAIL
+        }
         for index, (params, value) in enumerate(released):
-            said = self._attributes(index, shown=True)
-            if said[_RELEASE] not in there and index not in self._failed:
+            attributes = self._attributes(index, shown=True)
+            if attributes[_RELEASE] not in present and index not in self._failed:
                 trial = self._optuna.trial.create_trial(
                     params=params,
                     distributions=self._distributions,
                     value=value,
-                    user_attrs=said,
+                    user_attrs=attributes,
                 )
                 self._study.add_trial(trial)
-        waits = self._said | {_RELEASE: f"{self._name}-answer"}
-        if not released and waits[_RELEASE] not in there:
+        waits = self._cost | {_RELEASE: f"{self._name}-answer"}
+        if not released and waits[_RELEASE] not in present:
             waits["loss"] = f"{_UNKNOWN}; evaluate on public records alone"
             self._study.enqueue_trial(answer, user_attrs=waits)
 
-    def _begun(self, index: int, params: dict[str, Any]) -> int:
-        """Return the number of a trial that runs: a queued one or a new one."""
-        said = self._attributes(index, shown=self._shown)
-        if self._taken:
-            trial = self._taken.pop(0)
-            for name, text in said.items():
+    def _start_trial(self, index: int, params: dict[str, Any]) -> int:
+        """Start a queued trial or a new one, and return its number."""
+        attributes = self._attributes(index, shown=self._shows)
+        if self._queue:
+            trial = self._queue.pop(0)
+            for name, text in attributes.items():
                 trial.set_user_attr(name, text)
             return trial.number
         running = self._states.RUNNING
-        # The accounting covers the points of all evaluations only if it covers their
-        # losses. If runs are hidden, the index of the selected run must be hidden, too.
+        # Points are shown only with their losses: if runs are hidden, the index of the
+        # selected run must be hidden, too.
         trial = self._optuna.trial.create_trial(
             state=running,
-            params=params if self._shown else {},
-            distributions=self._distributions if self._shown else {},
-            user_attrs=said,
+            params=params if self._shows else {},
+            distributions=self._distributions if self._shows else {},
+            user_attrs=attributes,
         )
         self._study.add_trial(trial)
-        found = self._study.get_trials(deepcopy=False, states=(running,))
-        return next(trial.number for trial in reversed(found) if self._owns(trial))
+        trials = self._study.get_trials(deepcopy=False, states=(running,))
+        return next(trial.number for trial in reversed(trials) if self._owns(trial))
 
     def _owns(self, trial: Any) -> bool:
         return str(trial.user_attrs.get(_RELEASE)).startswith(self._name)
@@ -210,9 +215,9 @@ class StudyTrials:
     def _attributes(self, index: int, *, shown: bool) -> dict[str, str]:
         """Return the user attributes of an evaluation, or of a release."""
         if not shown:
-            return self._said | {_RELEASE: self._name, "loss": _UNKNOWN}
+            return self._cost | {_RELEASE: self._name, "loss": _UNKNOWN}
         loss = "a mean of clipped losses, with noise"
-        return self._said | {_RELEASE: f"{self._name}-{index}", "loss": loss}
+        return self._cost | {_RELEASE: f"{self._name}-{index}", "loss": loss}
 
 
 def _name_of(folder: Path | str | None) -> str:
@@ -228,7 +233,7 @@ def _declared(owner: str, distributions: dict[str, Any], optuna: Any) -> Any:
     """Return a class of trials that suggest declared parameters only."""
 
     class DeclaredTrial(optuna.trial.FixedTrial):
-        """A trial that has no study, and refuses what `distributions` does not have."""
+        """A trial without a study, for parameters in `distributions` only."""
 
         refused: ValueError | None = None
 

@@ -1,4 +1,4 @@
-"""Training whose settings are selected privately, records of both levels protected."""
+"""Training with privately selected settings, which protects records of both levels."""
 
 import dataclasses
 import functools
@@ -27,19 +27,19 @@ from ..privacy.noise import derive
 from ..privacy.queries import Query
 from ..privacy.sampling.base import FullBatch
 from ..privacy.selection import Selection
-from .best_run import BestRun, check_enough
-from .losses import centered
+from .losses import clip_and_center
+from .repeat_and_select import BestRun, check_enough
 
 BEST = "model of the least validation loss"
 
 
 class Trained(eqx.Module):
-    """What one run finds.
+    """The outcome of one run.
 
     Attributes:
         pair: $(x, y)$.
-        setting: The index of its candidate, -1 for the start.
-        rejected: How many of its updates were left out.
+        setting: Index of its candidate, -1 for the initial point.
+        rejected: Number of its skipped updates.
     """
 
     pair: PyTree
@@ -48,7 +48,7 @@ class Trained(eqx.Module):
 
 
 class TuningState(eqx.Module):
-    """The runs so far; the updates left out are those of what is shown."""
+    """The runs so far; skipped updates are those of the shown run."""
 
     runs: BestRun
     rejections: SkippedUpdates
@@ -61,37 +61,36 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     1. draw a candidate $j$ uniformly, without data;
     2. train $y \approx \arg\min_y g(x_0, y)$ by it on the lower records;
-    3. release $f(x_0, y)$: the mean of the upper records' losses, clipped to $[0, B]$,
+    3. compute $f(x_0, y)$: the mean of the upper records' losses, clipped to $[0, B]$,
        with noise, plus $r_f$.
 
     Of $K$ runs, $K$ random, only the best is released: model, candidate and noisy loss,
-    all three at a little more privacy cost than one run, for any number of candidates.
-    There are always `num_steps` runs, of which those after the first $K$ are ignored.
-    With a Poisson law $K$ may be zero; the answer is then the start.
+    at a privacy cost little above that of one run, for any number of candidates. There
+    are always `num_steps` runs; those after the first $K$ are ignored. If $K$ is zero,
+    which a Poisson distribution allows, the answer is the initial point.
 
     Args:
         candidates: The trainings to select from, on full batches: step sizes, clip
-            norms, numbers of steps. Chosen without looking at the records.
+            norms, numbers of steps. Choose them without looking at the records.
         num_steps: The number of runs; far above `mean`, as in `RepeatAndSelect`.
             Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
         mean: The expected $K$, above 1. Static.
-        shape: Of the law of $K$, as in `RepeatAndSelect`. Static.
-        budget_split: How the squared budget of one run is split over training and loss.
-            Disjoint people are charged for one of them only, so use equal shares for
-            them.
+        shape: Shape of the distribution of $K$, as in `RepeatAndSelect`. Static.
+        budget_split: Parts of the squared budget of one run for training and loss. Use
+            equal parts for disjoint people, who are charged for one of them only.
 
     Raises:
-        ValueError: No candidate, one that samples batches, or too few runs.
+        ValueError: There is no candidate, one samples batches, or runs are too few.
 
     Privacy:
         One selection among runs of Gaussian releases: gradients of sensitivity $2C/n_g$
         and a loss of sensitivity $B/n_f$ under replace-one, half of that under
-        add-or-remove-one, enforced by clipping. Training is part of what is selected,
-        so its records are protected by the same guarantee as those that select: a
-        person with a record in both levels is charged for both, disjoint people are for
-        one. The models, losses and counts of all other runs are secret, and so are
-        their candidates: if these are different programs, time is unprotected.
+        add-or-remove-one, enforced by clipping. Training is part of the selection, so
+        one guarantee protects training and validation records: a person with records in
+        both levels is charged for both, disjoint people for one. The models, losses and
+        counts of all other runs are secret, and so are their candidates: if these are
+        different programs, time is unprotected.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
@@ -115,21 +114,20 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         check_fields(self)
         owner = "TunedTraining"
         if not self.candidates:
-            raise ValueError(f"{owner}: candidates names no training.")
+            raise ValueError(f"{owner}: candidates is empty.")
         for number, candidate in enumerate(self.candidates):
             _checks.instance(owner, NoisyGD, **{f"candidates[{number}]": candidate})
             if not isinstance(candidate.sampling, FullBatch):
                 raise ValueError(
                     f"{owner}: candidates[{number}] samples by {candidate.sampling}, "
-                    "which is not accounted for together with private selection; use "
-                    "FullBatch()."
+                    "which private selection does not support. Use FullBatch()."
                 )
         _checks.budget_split(owner, self.budget_split, "training", "loss")
         check_enough(owner, self.repetitions, self.num_steps)
 
     @property
     def repetitions(self) -> Repetitions:
-        """The law of the number of runs that count."""
+        """Distribution of the number of runs that count."""
         return Repetitions(self.mean, self.shape)
 
     @override
@@ -142,10 +140,12 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return TuningState(BestRun.start(start, dtype), SkippedUpdates.none())
 
     def step(self, problem, data, state, *, key) -> TuningState:
-        """One run, kept where it is the best so far."""
+        """Return the state after one run, which is kept if it is the best so far."""
         names = "setting", "model", "value", "repeats"
         key_setting, key_model, key_value, key_repeats = derive(key, *names)
-        x, y0 = state.runs.w.pair  # the start: nothing else is shown before the end
+        x, y0 = (
+            state.runs.w.pair
+        )  # nothing but the initial point is shown before the end
         level = PenalizedLevel(problem, x)
 
         def train(candidate):
@@ -154,7 +154,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
         count = len(self.candidates)
         setting = jax.random.randint(key_setting, (), 0, count, jnp.int32)  # line 1
-        y, rejected = _of_one(self.candidates, setting, train)  # line 2
+        y, rejected = _train_one(self.candidates, setting, train)  # line 2
         value = self._value(problem, data, x, y, key=key_value)  # line 3
         runs = state.runs.after(
             Trained((x, y), setting, rejected),
@@ -166,8 +166,8 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return TuningState(runs, SkippedUpdates(runs.w.rejected))
 
     def _value(self, problem, data, x, y, *, key) -> Float[Array, ""]:
-        """The released validation loss."""
-        center = centered(self.clip_range)
+        """Return the noisy validation loss."""
+        center = clip_and_center(self.clip_range)
         losses = {"upper": lambda record: center(problem.upper(x, y, record))}
         release = self._selection(problem, self.sizes)
         value = release.apply(losses, data, key=key)
@@ -178,7 +178,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     @override
     def released(self, state: TuningState) -> tuple[Trained, Float[Array, ""]]:
-        """The start, and after the last step model, candidate and noisy loss."""
+        """Return the initial point, and after the last step outcome and loss."""
         return state.runs.w, state.runs.value
 
     @override
@@ -189,17 +189,17 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         people = people_of(sizes) or People.OVERLAPPING
         level = PenalizedLevel(problem, None)
-        assumed = [
+        assumptions = [
             a for c in self.candidates for a in c.ledger(level, sizes).assumptions
         ]
         if len(set(map(jax.tree.structure, self.candidates))) > 1:
-            assumed.append(
-                "unprotected: how long the runs take and how many passes over records "
-                "on disk they make, which shows what candidates were drawn for those "
-                "that are not released"
+            assumptions.append(
+                "unprotected: the time of the runs and the number of their passes over "
+                "records on disk, which reveal the candidates of runs that are not "
+                "released"
             )
         selection = self._selection(problem, sizes)
-        return Ledger((selection,), people, tuple(dict.fromkeys(assumed)))
+        return Ledger((selection,), people, tuple(dict.fromkeys(assumptions)))
 
     def _selection(self, problem, sizes) -> Selection:
         level = PenalizedLevel(problem, None)
@@ -215,7 +215,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     @override
     def with_noise(self, scale: Number) -> Self:
-        """Makes one run 1/scale-GDP towards a person with a record in both levels."""
+        """Return a copy with 1/scale-GDP runs for people that are in both levels."""
         training, loss = (part / sum(self.budget_split) for part in self.budget_split)
         candidates = (c.with_noise(scale / training**0.5) for c in self.candidates)
         changes = {"candidates": tuple(candidates)}
@@ -227,19 +227,19 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return {BEST: 1}
 
 
-def _of_one(
+def _train_one(
     candidates: tuple[NoisyGD, ...],
     setting: Int[Array, ""],
     train: Callable[[NoisyGD], PyTree],
 ) -> PyTree:
-    """What the training of one candidate finds.
+    """Return the result of the training of one candidate.
 
     Candidates that differ in numbers alone share one program.
     """
     leaves, kinds = zip(*map(jax.tree.flatten, candidates), strict=True)
     programs = list(dict.fromkeys(kinds))
 
-    def whole(kind):
+    def run(kind):
         first = kinds.index(kind)
         rows = [
             row if same == kind else leaves[first]
@@ -249,4 +249,4 @@ def _of_one(
         return train(jax.tree.unflatten(kind, numbers))
 
     number = jnp.asarray([programs.index(kind) for kind in kinds])[setting]
-    return jax.lax.switch(number, [functools.partial(whole, k) for k in programs])
+    return jax.lax.switch(number, [functools.partial(run, k) for k in programs])

@@ -56,7 +56,7 @@ class AsksByLosses(GIBO):
 
     def ask(self, problem, state, *, key):
         asked = GIBO.ask(self, problem, state, key=key)
-        slope = jnp.sum(state.seen.values @ state.seen.points)
+        slope = jnp.sum(state.history.losses @ state.history.points)
         side = 1e-3 * jnp.sign(slope - 1e3)
         return dataclasses.replace(asked, points=asked.points - side)
 
@@ -93,9 +93,9 @@ def raw_mean(losses, clip_range, size, precision):
 class DrawsByRawLosses(GIBO):
     """Draws the start by losses that are not clipped."""
 
-    def _drawn(self, *args):
+    def _draw_step(self, *args):
         with mock.patch.object(told, "clipped_loss", raw_mean):
-            return GIBO._drawn(self, *args)
+            return GIBO._draw_step(self, *args)
 
 
 @functools.cache

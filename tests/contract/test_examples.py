@@ -83,7 +83,7 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     # Fewer runs of the audit, fewer steps of the search, two methods to plan from, one
     # law of records and two dry runs.
     short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
-    monkeypatch.setattr("dpbilevel.search.default_solver._descent", lambda *_: short)
+    monkeypatch.setattr("dpbilevel.search.defaults._descent", lambda *_: short)
     every = planning.dry_runs.candidates
 
     def few(*arguments):

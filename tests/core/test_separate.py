@@ -11,8 +11,8 @@ import pytest
 from sklearn.linear_model import Ridge
 
 from dpbilevel.core.columns import Column
-from dpbilevel.search.default_losses import default_losses
-from dpbilevel.search.rounds import _checked
+from dpbilevel.search.defaults import default_losses
+from dpbilevel.search.rounds import _check_losses
 from dpbilevel.search.row_losses import RowLosses
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge
 from dpbilevel.sklearn.declared import index_of, numbers
@@ -100,7 +100,7 @@ def labels(values):
 
 
 def told(values):
-    return _checked("owner", values, N)
+    return _check_losses("owner", values, N)
 
 
 def judged(values):

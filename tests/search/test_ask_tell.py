@@ -325,7 +325,7 @@ def test_losses_in_the_folder_are_the_owners_alone(tmp_path):
     [
         (np.full((1, 29), SECRET), ValueError, r"shape \(30,\), got shape \(29,\)"),
         (np.full(30, SECRET), ValueError, r"got shape \(\)"),
-        (np.full((13, 30), SECRET), ValueError, r"at 13 points, where ask\(\) .* 12;"),
+        (np.full((13, 30), SECRET), ValueError, r"at 13 points, but ask\(\) .* 12\."),
         (np.zeros((0, 30)), ValueError, "at 0 points"),
         (np.full((1, 30), SECRET, complex), TypeError, "complex128"),
         (np.full((1, 30), SECRET).astype(str), TypeError, "real numbers"),
@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused_without_a_loss_and_nothing_is_taken(
 @pytest.mark.parametrize("odd", [None, "text", [1.0, 2.0]])
 def test_a_loss_that_is_no_number_is_the_worst_and_leaves_the_others(odd):
     def loss_of(first):
-        return rounds._checked("owner", [first, 0.25, 2**60 + 1], 3)
+        return rounds._check_losses("owner", [first, 0.25, 2**60 + 1], 3)
 
     np.testing.assert_array_equal(loss_of(odd), [np.inf, 0.25, 2.0**60])
     np.testing.assert_array_equal(loss_of(0.5), [0.5, 0.25, 2.0**60])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -14,8 +15,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core.loop import scan_steps
 from dpbilevel.privacy.noise import derive, step_keys
-from dpbilevel.search.gp import gradient_posterior
-from dpbilevel.search.seen import Seen, _usable, record_gradient
+from dpbilevel.search.gp import History, gradient_posterior, record_gradient
 from tests.cases import Audited, Case, planned
 from tests.problems import IN_BOX, LOWER
 
@@ -92,10 +92,10 @@ def test_a_tail_average_is_that_of_the_last_fifth():
     path = np.random.default_rng(4).normal(size=(20, D))
     for t, w in enumerate(path):
         w, t = jnp.asarray(w), jnp.asarray(t)
-        kept = solver.output.update(
-            state.kept, w, before=w, t=t, num_steps=20, key=None
+        output = solver.output.update(
+            state.output, w, before=w, t=t, num_steps=20, key=None
         )
-        state = dataclasses.replace(state, kept=kept)
+        state = dataclasses.replace(state, output=output)
     found = solver.answer(SQUARES, state)
     np.testing.assert_allclose(found, path[-4:].mean(axis=0))
 
@@ -191,10 +191,10 @@ def test_the_run_is_exactly_mu_gaussian(mu, epsilons):
     np.testing.assert_allclose(found, epsilons, atol=1e-3)
 
 
-def seen_of(values, d=D):
+def history_of(values, d=D):
     points = np.random.default_rng(2).normal(size=(values.shape[1], d))
     mask = np.arange(values.shape[1]) < values.shape[1] - 1
-    return Seen(jnp.asarray(points), jnp.asarray(values), jnp.asarray(mask))
+    return History(jnp.asarray(points), jnp.asarray(values), jnp.asarray(mask))
 
 
 @pytest.mark.parametrize("precision", ["float", "grid"])
@@ -203,13 +203,13 @@ def test_no_losses_move_the_gradient_beyond_its_sensitivity(precision):
     values = np.random.default_rng(3).normal(size=(6, 5))
 
     def query(values):
-        seen = seen_of(values)
+        history = history_of(values)
         posterior = gradient_posterior(
-            solver.kernel, jnp.zeros(D), seen.points, seen.mask, nugget=1e-6
+            solver.kernel, jnp.zeros(D), history.points, history.mask, nugget=1e-6
         )
-        funs = {"records": record_gradient(posterior, seen)}
+        funs = {"records": record_gradient(posterior, history.mask)}
         release = solver.release(None, solver.sizes)
-        return release.read(funs, seen.values, key=jax.random.key(0))
+        return release.read(funs, history.losses, key=jax.random.key(0))
 
     found = audit.sensitivity_search(
         query, values, key=jax.random.key(3), tries=300, rounds=3
@@ -234,8 +234,10 @@ def test_one_hostile_row_moves_the_released_gradient_by_its_share(hostile):
 def test_a_loss_that_is_not_finite_counts_as_the_largest_of_its_record():
     losses = jnp.asarray([1.0, jnp.nan, 3.0, -jnp.inf, 9.0])
     mask = jnp.asarray([True, True, True, True, False])
-    np.testing.assert_array_equal(_usable(losses, mask)[:4], [1, 3, 3, 3])
-    assert not _usable(jnp.full(3, jnp.nan), jnp.ones(3, bool)).any()
+    weights = SimpleNamespace(weights=jnp.eye(5))
+    usable = record_gradient(weights, mask)
+    np.testing.assert_array_equal(usable(losses)[:4], [1, 3, 3, 3])
+    assert not usable(jnp.full(5, jnp.nan)).any()
 
 
 def test_a_model_that_fails_at_some_points_does_not_stop_the_descent():
@@ -260,16 +262,16 @@ def test_what_is_asked_never_depends_on_losses():
     ask = jax.jit(
         lambda state, seed: solver.ask(SQUARES, state, key=jax.random.key(seed))
     )
-    hidden = jnp.full_like(state.seen.values, jnp.nan)
-    blind = dataclasses.replace(state, seen=state.seen._replace(values=hidden))
+    hidden = jnp.full_like(state.history.losses, jnp.nan)
+    blind = dataclasses.replace(state, history=state.history._replace(losses=hidden))
     chex.assert_trees_all_equal(ask(state, 0), ask(blind, 0))
-    assert bool(state.seen.mask.any())
+    assert bool(state.history.mask.any())
 
 
 def test_what_is_shown_of_a_state_holds_no_losses():
     state = states(gibo(1.0))
-    values = np.asarray(state.seen.values)
-    values = values[:, np.asarray(state.seen.mask)].ravel()
+    values = np.asarray(state.history.losses)
+    values = values[:, np.asarray(state.history.mask)].ravel()
     for view in ("adversary_view", "released"):
         shown = jax.tree.leaves(getattr(gibo(1.0), view)(state))
         numbers = np.concatenate([np.ravel(leaf).astype(float) for leaf in shown])
@@ -285,7 +287,7 @@ def test_nothing_is_compiled_again_as_points_grow_in_number():
     found = []
     for index in range(3):
         state = counted(SQUARES, jnp.asarray(RECORDS), state, key=keys[index])
-        found.append(int(state.seen.mask.sum()))
+        found.append(int(state.history.mask.sum()))
     assert found == [8, 12, 12]
 
 
@@ -353,18 +355,16 @@ def test_fewer_evaluations_are_made_at_a_larger_tolerance():
     assert counts[0] > counts[1] > counts[2]
 
 
-@pytest.mark.parametrize(
-    ("rule", "kept"), [("last", [0, 1, 3]), ("closest", [4, 3, 1])]
-)
-def test_points_are_kept_by_age_or_distance_and_near_ones_merged(rule, kept):
-    solver = gibo(keep=3, keep_rule=rule, kernel=dpb.search.RBF())
+def test_the_latest_points_are_kept_and_near_ones_dropped():
+    solver = gibo(keep=3, kernel=dpb.search.RBF())
     line = jnp.asarray([[2.0], [0.5], [0.5 + 1e-4], [0.3], [0.1], [0.0]])
     mask = jnp.asarray([True] * 5 + [False])
     values = jnp.arange(12.0).reshape(2, 6)
-    found = solver._kept(Seen(line, values, mask), jnp.zeros(1))
-    np.testing.assert_allclose(found.points, line[jnp.asarray(kept)])
-    np.testing.assert_allclose(found.values, values[:, jnp.asarray(kept)])
-    assert bool(found.mask.all())
+    latest = solver._latest(History(line, values, mask), jnp.zeros(1))
+    chosen = jnp.asarray([0, 1, 3])
+    np.testing.assert_allclose(latest.points, line[chosen])
+    np.testing.assert_allclose(latest.losses, values[:, chosen])
+    assert bool(latest.mask.all())
 
 
 @pytest.mark.slow
@@ -396,13 +396,12 @@ def test_single_precision_is_refused_with_the_remedy():
         ({"batch": 0}, "batch must be an integer"),
         ({"keep": 0}, "keep must be an integer"),
         ({"polish": -1}, "polish must be an integer"),
-        ({"keep_rule": "best"}, "keep_rule must be one of"),
         ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
         ({"step_size": None}, "give step_size, a positive number or an optax"),
         # One record more would be a state of another shape, and an error.
         (
             {"neighbours": ADD_OR_REMOVE},
-            "use Neighbours.REPLACE_ONE",
+            "Use Neighbours.REPLACE_ONE",
         ),
     ],
 )

@@ -220,11 +220,11 @@ def test_every_value_of_a_distribution_comes_up_and_no_other():
         (
             {"solver": dpb.search.GradientInformativeBO(2, 1.0, step_size=0.1)},
             ValueError,
-            "'kind' has none of",
+            "'kind' has not",
         ),
         ({"solver": dpb.NoisyGD(3, 1.0, step_size=0.1)}, TypeError, "asks for losses"),
         ({"num_records": 199}, ValueError, r"shape \(199,\), got shape \(200,\)"),
-        ({"folder": "run"}, ValueError, "needs BlackBox"),
+        ({"folder": "run"}, ValueError, "by BlackBox"),
     ],
 )
 def test_what_does_not_fit_is_named(change, error, words, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from sklearn.linear_model import Ridge
 from threadpoolctl import threadpool_info
 
 import dpbilevel as dpb
-from dpbilevel.search import parallel
+from dpbilevel.search.row_losses import evaluations
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(700, 60))
@@ -40,9 +40,9 @@ def test_losses_and_answer_are_the_same_bits_for_any_number_of_processes():
     rows = dpb.PrivateSearch(Ridge(), SPACE, None)._rows(*TRAINING)
     losses = rows.black_box(*PRIVATE)
     points = RNG.uniform(-1, 1, (7, 1))
-    one, two = (list(parallel.evaluations(losses, n)(points)) for n in (1, 2))
+    one, two = (list(evaluations(losses, n)(points)) for n in (1, 2))
     np.testing.assert_array_equal(one, two)
-    alone = list(parallel.evaluations(losses, None)(points))
+    alone = list(evaluations(losses, None)(points))
     np.testing.assert_allclose(alone, one, rtol=1e-9)
     answers = {float(searched(n_jobs=n).best_params_["alpha"]) for n in (1, 2, -1)}
     assert len(answers) == 1
@@ -57,7 +57,7 @@ def where_temporary_files_are(point, rows):
 def test_large_records_reach_processes_by_files_of_their_owner_alone():
     rows = np.zeros((400, 600))
     losses = functools.partial(where_temporary_files_are, rows=rows)
-    (found,) = parallel.evaluations(losses, 2)(np.zeros((1, 1)))
+    (found,) = evaluations(losses, 2)(np.zeros((1, 1)))
     in_file, others, (folder,) = found
     assert in_file
     assert not others
@@ -65,7 +65,7 @@ def test_large_records_reach_processes_by_files_of_their_owner_alone():
     search = dpb.PrivateSearch(Ridge(), SPACE, None)
     large = np.concatenate([PRIVATE[0]] * 10)
     losses = search._rows(*TRAINING).black_box(large, np.tile(PRIVATE[1], 10))
-    one, two = (list(parallel.evaluations(losses, n)(np.zeros((2, 1)))) for n in (1, 2))
+    one, two = (list(evaluations(losses, n)(np.zeros((2, 1)))) for n in (1, 2))
     np.testing.assert_array_equal(one, two)
 
 
@@ -76,10 +76,10 @@ def whereabouts(point):
 
 
 def test_points_of_a_step_are_evaluated_by_several_processes_of_one_thread_each():
-    found = list(parallel.evaluations(whereabouts, 2)(np.zeros((6, 1))))
+    found = list(evaluations(whereabouts, 2)(np.zeros((6, 1))))
     assert len({process for process, _ in found} - {os.getpid()}) == 2
     assert {threads for _, threads in found} == {1}
-    (here,) = {v[0] for v in parallel.evaluations(whereabouts, 1)(np.zeros((2, 1)))}
+    (here,) = {v[0] for v in evaluations(whereabouts, 1)(np.zeros((2, 1)))}
     assert here == os.getpid()
 
 

@@ -170,5 +170,5 @@ def test_a_draw_and_gaussian_releases_are_accounted_for_exactly():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="too few for 3 starts"):
         dpb.search.Portfolio(4, np.zeros((3, 2)))
-    with pytest.raises(ValueError, match="the first step draws the start"):
+    with pytest.raises(ValueError, match="the first step draws the initial point"):
         dataclasses.replace(gibo(), num_steps=1)

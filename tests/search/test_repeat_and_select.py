@@ -269,7 +269,7 @@ def test_selections_compose_with_each_other_and_with_gaussians():
     more = profiles.epsilon(both, REPLACE, 1e-5)
     assert one < more < two < 2 * one
     sampled = dp_accounting.PoissonSampledDpEvent(0.1, GAUSSIAN)
-    with pytest.raises(ValueError, match="not accounted for together with private"):
+    with pytest.raises(ValueError, match="has no accounting for training on Poisson"):
         profiles.epsilon(
             dp_accounting.ComposedDpEvent([selection, sampled]), REPLACE, 1e-5
         )
@@ -303,7 +303,7 @@ def test_a_plan_reaches_its_budget_and_says_what_it_rests_on(shape):
 
 
 def test_too_few_steps_are_refused_with_a_number_that_serves():
-    with pytest.raises(ValueError, match=r"num_steps=(\d+) makes it less") as caught:
+    with pytest.raises(ValueError, match=r"give num_steps=(\d+) with") as caught:
         dpb.search.RepeatAndSelect(10, 1.0, mean=10.0)
     enough = int(str(caught.value).split("num_steps=")[2].split()[0])
     made = [Repetitions(10.0).beyond(n)[-1] for n in (enough - 1, enough)]

@@ -1,5 +1,7 @@
 """Categories and conditions: what a space makes of points, and what is refused."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from sklearn.svm import SVR
 
 import dpbilevel as dpb
 from dpbilevel.search import Categorical, Range
-from dpbilevel.search.row_losses import _cut
+from dpbilevel.search.row_losses import clip_range_of
 from dpbilevel.search.space import Space
 
 BUDGET = dpb.PrivacyBudget(20.0, 0.0)
@@ -149,7 +151,7 @@ class Beside(RegressorMixin, BaseEstimator):
 
 
 def test_losses_that_depend_on_other_rows_with_one_choice_alone_are_refused():
-    with pytest.raises(ValueError, match="one validation record would move"):
+    with pytest.raises(ValueError, match="one validation record would change"):
         searched(Beside(), {"kind": Categorical(["own", "beside"])})
     searched(Beside(), {"kind": Categorical(["own", "alone"])})  # the control
 
@@ -244,7 +246,7 @@ def test_wrong_entries_are_named(make, error, words):
 def test_descent_is_refused_with_categories():
     solver = dpb.search.GradientInformativeBO(3, 1.0, step_size=0.1)
     budget = dpb.PrivacyBudget(1.0, 1e-6)
-    with pytest.raises(ValueError, match=r"'kernel' has none of; give no solver"):
+    with pytest.raises(ValueError, match=r"'kernel' has not. Give no solver"):
         searched(SVR(), KERNELS, solver=solver, budget=budget)
 
 
@@ -274,7 +276,7 @@ def test_categories_with_a_pipeline_are_searched_by_the_best_of_some_runs():
 def test_the_unit_of_losses_is_what_most_are_below_and_half_of_the_mean(
     losses, expected
 ):
-    assert _cut(RNG.permutation(losses)) == pytest.approx(expected, abs=2e-3)
+    assert clip_range_of(RNG.permutation(losses)) == pytest.approx(expected, abs=2e-3)
 
 
 class Rarely(BaseEstimator):
@@ -304,7 +306,53 @@ def test_the_unit_of_losses_of_zero_or_one_is_one(errors):
     search = dpb.PrivateSearch(Rarely(), space, BUDGET, losses=zero_one)
     rows = search._rows(inputs, np.zeros(400, bool))
     if errors:
-        assert rows.usual_loss([np.zeros(1)]) == 1.0
+        assert rows.loss_scale([np.zeros(1)]) == 1.0
     else:
-        with pytest.warns(UserWarning, match="not known from training rows how large"):
-            assert rows.usual_loss([np.zeros(1)]) == 1.0
+        with pytest.warns(UserWarning, match="training rows give no scale of losses"):
+            assert rows.loss_scale([np.zeros(1)]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        (Range(0.1, 10, log=True), 0.7),
+        (Range(-1, 5), 4.5),
+        (Range(1, 100, log=True, integer=True), 7),
+        (Range(0, 2, size=2), np.asarray([0.5, 2.0])),
+    ],
+)
+def test_a_position_is_that_of_its_value(entry, value):
+    found = entry.position(value)
+    assert found.shape == (entry.coordinates,)
+    assert np.abs(found).max() <= 1
+    np.testing.assert_allclose(entry.value(found), value)
+    for other in (1e3, math.nan, None, "auto", True, [0.5, 1.0, 1.5]):
+        assert other not in entry
+    with pytest.raises(ValueError, match=r"1000.0 is not in the range"):
+        entry.position(1000.0)
+
+
+def test_whole_numbers_have_equal_shares_of_their_range():
+    depth = Range(2.0, 5.0, integer=True)
+    found = [depth.value(np.asarray([v])) for v in np.linspace(-1, 1, 4_001)]
+    assert {type(v) for v in found} == {int}
+    assert list(np.unique(found)) == [2, 3, 4, 5]
+    np.testing.assert_allclose(np.bincount(found)[2:], 1_000, atol=2)
+    layers = Range(1, 100, log=True, integer=True, size=3)
+    np.testing.assert_array_equal(layers.value(np.asarray([-1, 0, 1])), [1, 7, 100])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0, 1.0), "finite and increasing"),
+        ((0.0, math.inf), "finite and increasing"),
+        ((None, 1.0), "finite and increasing"),
+        ((0.0, 1.0, True), "needs low above 0"),
+        ((0.0, 1.0, False, 0), "size must be an integer"),
+        ((0.5, 3.0, False, None, True), "needs whole ends"),
+    ],
+)
+def test_bad_ranges_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Range(*arguments)

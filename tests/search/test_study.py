@@ -97,10 +97,14 @@ def test_a_queued_trial_may_leave_parameters_open_and_has_steps():
 @pytest.mark.parametrize(
     ("params", "solver", "words"),
     [
-        ({"x": 7.0}, UCB, "queued trial 0 has .*7.0.*Declare what it needs, or drop"),
+        (
+            {"x": 7.0},
+            UCB,
+            "queued trial 0 has .*7.0.*Declare these parameters, or drop",
+        ),
         ({"z": 0.0}, UCB, "queued trial 0 has .*'z'"),
         ({"kind": "nearby"}, RANDOM, "queued trial 0 has .*'nearby'"),
-        ({"x": 0.1}, BEST, "1 trials are queued, but RepeatAndSelect chooses all"),
+        ({"x": 0.1}, BEST, "1 trials are queued, but RepeatAndSelect takes no points"),
     ],
 )
 def test_a_queue_that_does_not_fit_is_refused_and_stays(params, solver, words):

@@ -328,7 +328,7 @@ def test_the_ledger_says_where_time_tells_what_was_drawn():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"candidates": ()}, "names no training"),
+        ({"candidates": ()}, "candidates is empty"),
         (
             {"candidates": (dpb.NoisyGD(2, 1.0, 1.0, sampling=dpb.Poisson(0.1)),)},
             r"candidates\[0\] samples by Poisson",
@@ -360,5 +360,5 @@ def test_assumptions_of_candidates_and_time_of_different_programs_are_listed():
     plain = dpb.NoisyGD(2, 1.0, 0.5)
     mixed = listed(plain, AdaptiveClipGD(2, 1.0, 0.5))
     assert "the noise follows the clip norm" in mixed
-    assert "how long the runs take" in mixed
+    assert "the time of the runs" in mixed
     assert listed(plain, dpb.NoisyGD(2, 0.5, 1.0)) == ""
