@@ -8,12 +8,12 @@ import numpy as np
 
 from ..privacy.queries import RECORDS
 
-# The noise of shares of columns and classes, and of groups and sources, in units of the
+# Noise of the shares of columns and classes, and of groups and sources, in units of the
 # noise of the usable share.
 OF_COLUMNS, OF_PLACES = 2.0, 3.0
-# Shares are judged with so many standard deviations of their noise, the usable share
-# and wrong columns with twice as many: a level whose records are all usable does not
-# stop by chance, except with probability 3e-5.
+# Margin of decisions, in standard deviations of the noise; twice as many for the usable
+# share and wrong columns. A level whose records are all usable stops by chance with
+# probability 3e-5.
 _DEVIATIONS = 2.0
 # A column is reported if it is wrong in more than this share of the records.
 _MANY = 0.1
@@ -22,13 +22,13 @@ _NEARLY_NONE = 0.05  # share of usable records that is called next to none
 
 @dataclasses.dataclass(frozen=True)
 class LevelUsability:
-    """The released means of the indicators of one level. Public.
+    """Released means of the indicators of one level. Public.
 
     Attributes:
         usable: The share of records that can be used, with noise: it may be outside
             of [0, 1].
-        noise_std: The standard deviation of the noise of `usable`; that of `columns`
-            and `classes` is twice as large, that of `places` three times.
+        noise_std: The standard deviation of the noise of `usable`. The noise of
+            `columns` and `classes` is twice as large, of `places` three times.
         columns: For each column, the share of records in which it is wrong. A record
             with `j` wrong columns counts as `j**-0.5` in each of them. The first one is
             the label's if there are classes.
@@ -61,7 +61,7 @@ class LevelUsability:
 
     @property
     def none_usable(self) -> bool:
-        """Return whether hardly any record can be used, as far as the noise tells."""
+        """Whether hardly any record can be used, beyond the noise."""
         most = max(_NEARLY_NONE, _DEVIATIONS * self.noise_std)
         return self.stops and self.usable < most
 
@@ -157,7 +157,7 @@ class LevelUsability:
 
 @dataclasses.dataclass(frozen=True)
 class Usability:
-    """Released shares of usable records of all levels. Public.
+    """Released fractions of usable records of all levels. Public.
 
     Attributes:
         levels: The released means by role: `"records"`, or `"upper"` and `"lower"`.
@@ -185,7 +185,7 @@ class Usability:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """One text for each level whose columns differ from the declaration."""
+        """Texts on the levels whose columns differ from the declaration, one each."""
         found = {role: _remark(level) for role, level in self.levels.items()}
         return tuple(
             f"{text[0].upper()}{text[1:]}"
@@ -197,7 +197,7 @@ class Usability:
 
 
 def _unseen(shares: dict[str, float], noise: float) -> list[str]:
-    """Return the values whose share does not stand out of zero."""
+    """Return the values whose share is zero up to noise."""
     return [name for name, share in shares.items() if share < _DEVIATIONS * noise]
 
 

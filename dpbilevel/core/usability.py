@@ -29,13 +29,13 @@ from .loop import public_rows
 from .plan import least_multiplier
 from .shares import OF_COLUMNS, OF_PLACES, LevelUsability, Usability
 
-SHARE = 0.01  # share of the squared budget
+SHARE = 0.01  # of the squared budget
 # Lengths of the blocks, in units of the usable entry. Shorter blocks mean less noise in
 # the usable entry, and more noise in the blocks.
 _BLOCK, _PLACES = 1 / OF_COLUMNS, 1 / OF_PLACES
 # With more groups or sources their shares are lost in the noise, so none is released.
 _MOST_PLACES = 64
-_MOST_NOISE = 0.25  # the usable share is released if its noise is at most this
+_MOST_NOISE = 0.25  # of the usable share, for its release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,10 +265,10 @@ def _planned(
         return [Release(_NAMES[q.role], 1, (q,), noise) for q in queries]
 
     all_roles = dict(columns)
-    kept = [r for r in planned(all_roles) if r.noise_std <= _MOST_NOISE]
+    precise = [r for r in planned(all_roles) if r.noise_std <= _MOST_NOISE]
     return RecordsCheck(
         columns,
-        tuple(planned({q.role: all_roles[q.role] for r in kept for q in r.queries})),
+        tuple(planned({q.role: all_roles[q.role] for r in precise for q in r.queries})),
     )
 
 

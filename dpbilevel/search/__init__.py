@@ -1,6 +1,6 @@
 """Searches by losses alone: the problem has no derivatives."""
 
-from ..runs.odometer import TotalSpent, limit_spending, spent
+from ..runs.spending import TotalSpent, limit_spending, spent
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
 from .declared import DeclaredTraining
