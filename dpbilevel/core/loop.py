@@ -24,6 +24,8 @@ from .problem import AbstractProblem
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver
 
+Count = Int[Array, ""]
+
 
 def solve(
     problem: AbstractProblem,
@@ -85,32 +87,20 @@ def solve(
     return solution if leaves is None else solution.with_leaves(leaves)
 
 
-def solved(
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    *,
-    key: PRNGKey,
-    trajectory: bool = False,
-) -> Solution[None]:
+def solved(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
     """Run what `solve` runs, without counting it among the runs of this process.
 
-    For callers that count it themselves, and for runs on synthetic records.
+    It is for callers that count it themselves, and for runs on synthetic records.
+    Arguments are those of `solve`.
     """
     bound = check_run("solve", problem, solver, data, w0, key)
     return run_checked(problem, bound, data, w0, key=key, trajectory=trajectory)
 
 
-def check_run(
-    owner: str,
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    key: PRNGKey,
-) -> AbstractSolver:
+def check_run(owner: str, problem, solver, data, w0, key) -> AbstractSolver:
     """Check the arguments of a run; return the solver bound to the data's sizes.
+
+    `owner` is the called function, for errors; other arguments are those of `solve`.
 
     Raises:
         TypeError: As `solve`.
@@ -134,16 +124,10 @@ def check_method(owner: str, problem: object, solver: Any, key: PRNGKey) -> None
     check_release(owner)
 
 
-def run_checked(
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    *,
-    key: PRNGKey,
-    trajectory: bool = False,
-) -> Solution[None]:
+def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
     """Run a solver that is bound to the sizes of the data; all arguments are checked.
+
+    Arguments are those of `solve`.
 
     Raises:
         TypeError: `trajectory` is not a Python bool.
@@ -197,15 +181,11 @@ def scan_steps(
 all_steps = jax.jit(scan_steps, static_argnames="trajectory")
 
 
-def inner_solve(
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    start: PyTree,
-    *,
-    key: PRNGKey,
-) -> tuple[PyTree, Int[Array, ""]]:
-    """Make a whole run; return its answer and the number of skipped updates."""
+def inner_solve(problem, solver, data, start, *, key) -> tuple[PyTree, Count]:
+    """Make a whole run; return its answer and the number of skipped updates.
+
+    Solver and records are as for `scan_steps`; `start` is the initial point.
+    """
     _, keys = step_keys(key, solver.num_steps)
     state, _ = scan_steps(problem, solver, data, solver.init(problem, start), keys)
     return solver.answer(problem, state), rejected_updates(state)

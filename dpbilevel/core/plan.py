@@ -95,16 +95,9 @@ def calibrate(
 
 
 def calibrated(
-    problem: AbstractProblem,
-    solver: Solver,
-    budget: PrivacyBudget,
-    *,
-    sizes: Sizes | int,
-    w0: PyTree | None = None,
-    precision: Precision = "grid",
-    before: tuple[AbstractRelease, ...] = (),
+    problem, solver: Solver, budget, *, sizes, w0=None, precision="grid", before=()
 ) -> Plan[Solver]:
-    """Return what `calibrate` does, without a warning of the plan's remarks."""
+    """Return the plan of `calibrate`, without a warning of the plan's remarks."""
     solver_for(problem, solver, "calibrate")
     _checks.instance("calibrate", PrivacyBudget, budget=budget)
     _checks.instance("calibrate", tuple, before=before)

@@ -205,13 +205,11 @@ def _remark(level: LevelUsability) -> str:
     """Return a text on the mistakes in a level; empty if there are none."""
     parts = []
     if level.stops or level.many_unusable:
-        share = f"{_percent(level.usable)} of the records can be used as declared"
-        noise = f"(noise {_percent(level.noise_std)})"
+        none = "no or next to no record can be used, so that a model of the records is "
         parts.append(
-            f"no or next to no record can be used, so that a model of the records is "
-            f"noise alone: about {share} {noise}"
-            if level.none_usable
-            else f"about {share} {noise}"
+            f"{f'{none}noise alone: ' if level.none_usable else ''}about "
+            f"{_percent(level.usable)} of the records can be used as declared (noise "
+            f"{_percent(level.noise_std)})"
         )
     elif level.often_wrong:
         parts.append(
@@ -220,11 +218,9 @@ def _remark(level: LevelUsability) -> str:
         )
     if parts and level.wrong:
         # These are lower bounds: several wrong cells of a record count in part.
-        shares = (
-            f"{name!r} (at least {_percent(level.columns[name])})"
-            for name in level.wrong[:5]
-        )
-        parts.append(f"wrong in many records: {', '.join(shares)}")
+        worst = ((name, _percent(level.columns[name])) for name in level.wrong[:5])
+        listed = ", ".join(f"{name!r} (at least {share})" for name, share in worst)
+        parts.append(f"wrong in many records: {listed}")
     absent = level.dropped if level.stops else level.rare
     if absent:
         names = _first(map(repr, absent))
@@ -235,15 +231,14 @@ def _remark(level: LevelUsability) -> str:
             "rare or misspelt"
         )
     if parts and (level.stops or absent):
-        for kind, of, times in (
-            ("classes", level.classes, OF_COLUMNS),
-            ("groups or sources", level.places, OF_PLACES),
-        ):
-            if of:
-                listed = (f"{name!r} ({_percent(v)})" for name, v in of.items())
-                noise = _percent(times * level.noise_std)
-                of_all = f"shares of the declared {kind} (noise {noise})"
-                parts.append(f"{of_all}: {_first(listed)}")
+        classes = "classes", level.classes, OF_COLUMNS
+        places = "groups or sources", level.places, OF_PLACES
+        for kind, shares, times in (classes, places):
+            if shares:
+                listed = (f"{name!r} ({_percent(v)})" for name, v in shares.items())
+                noise = f"(noise {_percent(times * level.noise_std)})"
+                declared = f"shares of the declared {kind} {noise}"
+                parts.append(f"{declared}: {_first(listed)}")
     return f"{'; '.join(parts)}." if parts else ""
 
 

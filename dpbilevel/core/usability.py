@@ -244,13 +244,7 @@ def released_mean(
 
 
 @functools.lru_cache(maxsize=128)
-def _planned(
-    columns: tuple[tuple[str, Columns], ...],
-    budget: PrivacyBudget,
-    sizes: Sizes | int,
-    neighbours: Neighbours,
-    precision: Precision,
-) -> RecordsCheck:
+def _planned(columns, budget, sizes, neighbours, precision) -> RecordsCheck:
     if budget.delta == 0:
         return RecordsCheck(columns, ())
 
@@ -277,9 +271,7 @@ _NAMES[RECORDS] = "usable records"
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _released(
-    query: Query, mechanism: Gaussian, rows: Any, *, key: PRNGKey
-) -> Float[Array, " w"]:
+def _released(query: Query, mechanism: Gaussian, rows, *, key) -> Float[Array, " w"]:
     """Make the release of one query; compiled once for all multipliers."""
     upper, lower = (rows if role == query.role else None for role in LEVELS)
     data = rows if query.role == RECORDS else Levels(upper, lower)
@@ -291,9 +283,7 @@ def _itself(row: Float[Array, " w"]) -> Float[Array, " w"]:
     return row
 
 
-def _level(
-    columns: Columns, released: Float[Array, " w"], noise_std: float
-) -> LevelUsability:
+def _level(columns: Columns, released, noise_std: float) -> LevelUsability:
     """Return the shares that a mean of rows of `Columns.indicators` represents."""
     means, count = np.asarray(released, float), len(columns.names)
     wrong, rest = means[1 : 1 + count] / _BLOCK, means[1 + count :]

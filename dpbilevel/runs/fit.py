@@ -19,7 +19,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
-from .run import Run, first_run, watched
+from .run import Run, first_run, run_watched
 
 
 def fit(
@@ -95,7 +95,7 @@ def fit(
     options: Any = {"key": key, "trajectory": trajectory}
     if progress or callback is not None or every is not None:
         run = first_run("fit", problem, plan, data, w0, leaves=leaves, **options)
-        run = watched(run, count, progress=progress, callback=callback, every=every)
+        run = run_watched(run, count, progress=progress, callback=callback, every=every)
         solution: Any = run.solution
     else:
         solution = run_checked(problem, plan.solver, data, w0, **options)

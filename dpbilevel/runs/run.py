@@ -194,17 +194,7 @@ def start(
     return run
 
 
-def first_run(
-    owner: str,
-    problem: AbstractProblem,
-    plan: Plan,
-    data: PyTree,
-    w0: PyTree,
-    *,
-    key: PRNGKey,
-    trajectory: bool,
-    leaves: StaticLeaves | None,
-) -> Run:
+def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run:
     """Return a run before its first step, whose arguments are checked and counted."""
     solver = plan.solver
     data = rows_of(solver, data, key, owner)
@@ -249,13 +239,8 @@ def advance(run: Run, steps: int | None = None) -> Run:
     )
 
 
-def watched(
-    run: Run,
-    count: Callable[[], None],
-    *,
-    progress: bool,
-    callback: Callable[[Run], object] | None,
-    every: int | None,
+def run_watched(
+    run: Run, count: Callable[[], None], *, progress, callback, every
 ) -> Run:
     """Return the run at its end, or where `callback` ended it; arguments as in `fit`.
 

@@ -276,15 +276,15 @@ def begin(
         OSError: The disk refuses, or a folder below a limit cannot be read; the record
             is as before.
     """
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    if _runs(folder, number):
-        _record(folder, number, report, {"event": "resumed", "time": now})
-        return
+    if earlier := _runs(folder, number):
+        event = {"event": "resumed", "resumed": earlier[0].resumed + 1}
+        return _record(folder, number, report, event)
     epsilon, delta = costs_by(first or report)
+    now = datetime.datetime.now(datetime.UTC)
     text = json.dumps(config, sort_keys=True)  # one hash for any order of its keys
     event = {
         "event": "started",
-        "started": now,
+        "started": now.isoformat(timespec="seconds"),
         "epsilon": epsilon,
         "delta": delta,
         "relation": report.relation,
@@ -324,7 +324,7 @@ def finish(folder: Path, number: int) -> None:
         Without the time: how long a run took is covered by no guarantee.
     """
     if any(not run.finished for run in _runs(folder, number)):
-        _append(folder, number, {"event": "finished"})
+        _append(folder, number, {"event": "finished", "finished": True})
 
 
 def _runs(folder: Path, number: int) -> tuple[Run, ...]:
@@ -369,14 +369,8 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> int:
     if kind == "started":
         runs.append(_checked(Run(**event, number=number)))
         return number
-    if kind not in ("resumed", "charged", "stopped", "finished"):
-        raise ValueError("no such event.")
     found = [i for i, run in enumerate(runs) if run.number == number]
     for i in found[-1:]:  # none if the line of its start is lost
-        if kind == "resumed":
-            event = {"resumed": runs[i].resumed + 1}
-        elif kind == "finished":
-            event = {"finished": True}
         runs[i] = _checked(dataclasses.replace(runs[i], **event))
     return number
 
