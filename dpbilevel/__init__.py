@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-# Where it is missing, fail here and not at a later name; but do not import it yet: it
+# Fail here if it is missing, and not at a later name. It is not imported yet: that
 # takes long, and the command line first has to watch for interrupts.
 if importlib.util.find_spec("jax") is None:
     raise ModuleNotFoundError("dpbilevel needs jax: pip install jax", name="jax")
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """A public name or a module of the library, imported when it is first read."""
+        """Return a public name or module of the library, imported at its first use."""
         if name == "__all__":
             return _names()
         if name.startswith("_") or not name.isidentifier():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Modules first: they read each other while the public names are not complete.
+        # Modules first: they read each other while the public names are incomplete.
         if importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f".{name}", __name__)
         if name == "PrivateSearch":
@@ -36,29 +36,29 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        """The public names, imported or not."""
+        """Return the public names, imported or not."""
         return sorted(_names())
 
 
 def _names() -> list[str]:
-    """What `import *` binds."""
+    """Return the names that `import *` binds."""
     from . import _public
 
     return ["PrivateSearch", "__version__", *_public.__all__]
 
 
 def _private_search() -> type:
-    """The class, or where scikit-learn is missing one whose calls say so."""
+    """Return the class; without scikit-learn, one whose calls raise an error."""
     try:
         return importlib.import_module(".search.estimator", __name__).PrivateSearch
-    except ImportError as error:  # reading a name raises `AttributeError` alone
+    except ImportError as error:  # reading a name may raise `AttributeError` only
         from ._extras import stand_in
 
         return stand_in("PrivateSearch", error)
 
 
 def _unknown(name: str) -> AttributeError:
-    """The error for a name that only a package of the library has, if any."""
+    """Return the error for an unknown name; it names a package that has the name."""
     from . import _public
 
     message = f"module {__name__!r} has no attribute {name!r}"

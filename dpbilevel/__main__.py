@@ -6,9 +6,9 @@ from .runs.interrupts import ended, watch
 
 
 def main() -> int:
-    """Runs the command line of this process and returns its exit code."""
+    """Run the command line of this process; return its exit code."""
     watch()
-    # Imported here: it takes seconds, in which an interrupt may come as well.
+    # Imported here: it takes seconds, in which an interrupt may arrive.
     from .cli.main import main as command
 
     code = command()

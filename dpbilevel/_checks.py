@@ -27,72 +27,54 @@ if TYPE_CHECKING:
 else:
     from equinox import AbstractVar as AbstractVar
 
+# A number that is known on the host, or a value inside a program.
+Number = float | Float[Array, ""]
+
 
 def concrete(value: object) -> bool:
-    """Whether `value` is known on the host (not a tracer or an abstract leaf)."""
+    """Return whether `value` is known on the host (no tracer or abstract leaf)."""
     return isinstance(value, int | float | np.number | np.ndarray) or (
         isinstance(value, jax.Array) and not isinstance(value, Tracer)
     )
 
 
 def number(value: Any) -> Any:
-    """A number as a float where it is known, and as it is inside a program."""
+    """Return a known number as a float, and a value inside a program as it is."""
     return float(value) if concrete(value) else value
 
 
 def at_least_single(value: float | jax.Array) -> float | jax.Array:
-    """A number, or an array of one, in float32 at least, whose rounding is covered."""
+    """Return a number or array in float32 at least, whose rounding is covered."""
     if isinstance(value, np.generic):
         return float(value)
     if isinstance(value, np.ndarray | jax.Array):
-        single = value.dtype in (jnp.float32, jnp.float64)
-        return jnp.asarray(value) if single else jnp.asarray(value, jnp.float32)
+        return jnp.asarray(value, jnp.promote_types(value.dtype, jnp.float32))
     return value
 
 
-def single_precision(owner: str, tree: PyTree) -> None:
-    """Raises `TypeError` where a number of a pytree is of half precision."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", jnp.float32)
-        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-            raise TypeError(
-                f"{owner}: {type(tree).__name__}{jax.tree_util.keystr(path)} is "
-                f"{dtype}, which rounds noise multipliers and clip norms by more than "
-                "the margin of the noise. Cast parameters and records if you like, and "
-                "keep the solver's and mechanism's numbers in float32 or as Python "
-                "floats."
-            )
+def floats(value: Any) -> Any:
+    """Return a tuple whose integers are floats: as integers their sum might overflow.
+
+    Any other value is returned as it is, for the check of the field.
+    """
+    if not isinstance(value, tuple | list):
+        return value
+    return tuple(
+        float(v) if isinstance(v, int | np.integer) and not isinstance(v, bool) else v
+        for v in value
+    )
 
 
-def positive(owner: str, **values: object) -> None:
-    """Raises `ValueError` unless every known value is a finite number above zero."""
-    _require(owner, values, lambda v: v > 0, "positive and finite")
-
-
-def non_negative(owner: str, **values: object) -> None:
-    """Raises `ValueError` unless every known value is a finite number of at least 0."""
-    _require(owner, values, lambda v: v >= 0, "non-negative and finite")
-
-
-def signed_share(owner: str, **values: object) -> None:
-    """Raises `ValueError` unless every known value lies in [-1, 1]."""
-    _require(owner, values, lambda v: -1 <= v <= 1, "in [-1, 1]")
-
-
-def fraction(owner: str, **values: object) -> None:
-    """Raises `ValueError` unless every known value lies strictly between 0 and 1."""
-    _require(owner, values, lambda v: 0 < v < 1, "strictly between 0 and 1")
-
-
-def proper_fraction(owner: str, **values: object) -> None:
-    """Raises `ValueError` unless every known value is at least 0 and below 1."""
-    _require(owner, values, lambda v: 0 <= v < 1, "at least 0 and below 1")
+def on_device(records: PyTree) -> PyTree:
+    """Return records as JAX arrays, without a warning, which would reveal a value."""
+    with np.errstate(all="ignore"):
+        return jax.tree.map(jnp.asarray, records)
 
 
 def shown(value: Any) -> str:
-    """Describes a wrong value for a message.
+    """Describe a wrong value for a message.
 
-    Arrays, dicts and lists may hold records: their kind and size are shown alone.
+    Arrays, dicts and lists may hold records: only their kind and size are shown.
     """
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else f"{value[:40]}...")
@@ -104,41 +86,12 @@ def shown(value: Any) -> str:
         return str(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {value.shape}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    name = getattr(value, "__name__", None)
     kind = type(value).__name__
-    article = "an" if kind[0] in "AEIOU" else "a"
-    return f"the function {name}" if name else f"{article} {kind}"
-
-
-def floats(value: Any) -> Any:
-    """The integers of a tuple as floats: inside a program their sum might overflow."""
-
-    def converted(number):
-        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        return float(number) if whole else number
-
-    # Anything but several numbers is left to the check of the field.
-    return tuple(map(converted, value)) if isinstance(value, tuple | list) else value
-
-
-def budget_split(owner: str, value: object, *parts: str) -> None:
-    """Raises `ValueError` unless there is a number from 1e-30 to 1e30 for each part."""
-    if not isinstance(value, tuple | list) or len(value) != len(parts):
-        *first, last = parts
-        raise ValueError(
-            f"{owner}: budget_split must be {len(parts)} positive numbers, for "
-            f"{', '.join(first)} and {last}, got {shown(value)}."
-        )
-    for number in value:
-        dtype = getattr(number, "dtype", float)
-        if not np.issubdtype(dtype, np.floating):
-            raise ValueError(
-                f"{owner}: budget_split must hold floating-point numbers, got {dtype}."
-            )
-        within = {"budget_split": number}
-        _require(owner, within, lambda v: 1e-30 <= v <= 1e30, "from 1e-30 to 1e30")
+    if isinstance(value, tuple | list):
+        return f"a {kind} of {len(value)}"
+    if name := getattr(value, "__name__", None):
+        return f"the function {name}"
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -151,8 +104,59 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
+def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[..., None]:
+    """Return a check that raises `ValueError` unless all known values are in a range.
+
+    It is called with the name of the owner, and with the values by name.
+    """
+
+    def check(owner: str, **values: object) -> None:
+        for name, value in values.items():
+            if np.ndim(value) != 0:  # pyright: ignore[reportArgumentType]
+                raise ValueError(
+                    f"{owner}: {name} must be a single number, got {shown(value)}."
+                )
+            if isinstance(value, Tracer | jax.ShapeDtypeStruct):
+                continue
+            known = concrete(value) and not isinstance(value, bool)
+            # As floats of the host: inside a trace, device arrays do not compare.
+            found = float(value) if known else math.nan  # pyright: ignore
+            if not (math.isfinite(found) and holds(found)):
+                kind = "" if known else "a number, "
+                raise ValueError(
+                    f"{owner}: {name} must be {kind}{words}, got {shown(value)}."
+                )
+
+    return check
+
+
+positive = _check_of_range("positive and finite", lambda v: v > 0)
+non_negative = _check_of_range("non-negative and finite", lambda v: v >= 0)
+fraction = _check_of_range("strictly between 0 and 1", lambda v: 0 < v < 1)
+proper_fraction = _check_of_range("at least 0 and below 1", lambda v: 0 <= v < 1)
+signed_share = _check_of_range("in [-1, 1]", lambda v: -1 <= v <= 1)
+_part = _check_of_range("from 1e-30 to 1e30", lambda v: 1e-30 <= v <= 1e30)
+
+
+def budget_split(owner: str, value: object, *parts: str) -> None:
+    """Raise `ValueError` unless there is a number from 1e-30 to 1e30 for each part."""
+    if not isinstance(value, tuple | list) or len(value) != len(parts):
+        *first, last = parts
+        raise ValueError(
+            f"{owner}: budget_split must be {len(parts)} positive numbers, for "
+            f"{', '.join(first)} and {last}, got {shown(value)}."
+        )
+    for part in value:
+        dtype = getattr(part, "dtype", float)
+        if not np.issubdtype(dtype, np.floating):
+            raise ValueError(
+                f"{owner}: budget_split must hold floating-point numbers, got {dtype}."
+            )
+        _part(owner, budget_split=part)
+
+
 def count(owner: str, **values: object) -> None:
-    """Raises `ValueError` unless every value is a Python integer of at least 1."""
+    """Raise `ValueError` unless every value is an integer of at least 1."""
     for name, value in values.items():
         whole = isinstance(value, int | np.integer)
         if not whole or isinstance(value, bool) or value < 1:
@@ -162,15 +166,22 @@ def count(owner: str, **values: object) -> None:
 
 
 def one_of(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises `ValueError` unless `value` is among `allowed`."""
+    """Raise `ValueError` unless `value` is among `allowed`."""
     options = list(allowed)
     if hasattr(value, "shape") or value not in options:
         got = shown(value)
         raise ValueError(f"{owner}: {name} must be one of {options}, got {got}.")
 
 
-# What to write where an instance of a class is expected.
-_SUCH_AS = {
+def function(owner: str, **values: object) -> None:
+    """Raise `TypeError` unless every value can be called."""
+    for name, value in values.items():
+        if not callable(value):
+            raise TypeError(f"{owner}: {name} must be a function, got {shown(value)}.")
+
+
+# Examples of instances of a class, for messages.
+_EXAMPLES = {
     "AbstractSampling": "dpb.Poisson(rate=0.1) or dpb.FullBatch()",
     "AbstractFiniteSum": "dpb.FiniteSum(loss)",
     "AbstractProblem": "dpb.FiniteSum(loss) or dpb.BilevelProblem(upper, lower)",
@@ -187,62 +198,78 @@ _SUCH_AS = {
 
 
 def such_as(*kinds: type) -> str:
-    """A sentence that names what to give, where one is known for these classes."""
-    such = [_SUCH_AS[k.__name__] for k in kinds if k.__name__ in _SUCH_AS]
+    """Return a sentence with examples of these classes; empty if none is known."""
+    such = [_EXAMPLES[k.__name__] for k in kinds if k.__name__ in _EXAMPLES]
     return f" Give {' or '.join(such)}." if such else ""
-
-
-def classes_of(kind: Any) -> tuple[type, ...]:
-    """Return the classes of a class, a union or a tuple."""
-    return kind if isinstance(kind, tuple) else typing.get_args(kind) or (kind,)
 
 
 def names_of(kind: Any) -> str:
     """Return the names of a class, a union or a tuple of classes."""
-    return " or ".join(each.__name__ for each in classes_of(kind))
+    return " or ".join(each.__name__ for each in _classes_of(kind))
+
+
+def _classes_of(kind: Any) -> tuple[type, ...]:
+    return kind if isinstance(kind, tuple) else typing.get_args(kind) or (kind,)
 
 
 def instance(owner: str, kind: Any, **values: object) -> None:
-    """Raises `TypeError` unless every value is an instance of `kind`.
+    """Raise `TypeError` unless every value is an instance of `kind`.
 
     Args:
-        owner: Who raises.
+        owner: The caller, for the message.
         kind: A class, a union or a tuple of classes.
-        values: What is checked, by name.
+        values: The values by name.
     """
-    kinds = classes_of(kind)
+    kinds = _classes_of(kind)
     for name, value in values.items():
         if not isinstance(value, kinds):
-            got = value if isinstance(value, type) else type(value)
-            what = "the class" if isinstance(value, type) else "an instance of"
+            got = f"an instance of {type(value).__name__}"
+            got = shown(value) if isinstance(value, type) else got
             raise TypeError(
-                f"{owner}: {name} must be an instance of {names_of(kinds)}, got {what} "
-                f"{got.__name__}.{such_as(*kinds)}"
+                f"{owner}: {name} must be an instance of {names_of(kinds)}, got {got}."
+                f"{such_as(*kinds)}"
             )
 
 
-def function(owner: str, **values: object) -> None:
-    """Raises `TypeError` unless every value can be called."""
-    for name, value in values.items():
-        if not callable(value):
-            raise TypeError(f"{owner}: {name} must be a function, got {shown(value)}.")
+def single_precision(owner: str, tree: PyTree) -> None:
+    """Raise `TypeError` if a number of a pytree is of half precision."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", jnp.float32)
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+            raise TypeError(
+                f"{owner}: {type(tree).__name__}{jax.tree_util.keystr(path)} is "
+                f"{dtype}, whose rounding exceeds the margin of the noise. Give a "
+                "float32 or a Python float; parameters and records may be of half "
+                "precision."
+            )
+
+
+def strict_floats(owner: str) -> None:
+    """Raise `ValueError` if `XLA_FLAGS` turns fast floating-point math on."""
+    words = os.environ.get("XLA_FLAGS", "").lower().split()
+    if any("enable_fast_math" in word and "=false" not in word for word in words):
+        raise ValueError(
+            f"{owner}: XLA_FLAGS turns fast math on, with which a record of NaN would "
+            "not be clipped. Remove the flag and start again."
+        )
 
 
 class AbstractStored(eqx.Module):
-    """Stands for records that are not in memory, so that no rows can be taken."""
+    """Records that are not in memory, so that no rows can be taken."""
 
 
 def leading_axis(name: str, records: PyTree) -> int:
-    """The common length of the leading axes of records.
+    """Return the common length of the leading axes of records.
 
-    Raises `ValueError` where they are no numeric arrays or their axes differ; the
-    message has types and shapes, never a value.
+    Raises:
+        ValueError: They are no numeric arrays in memory, or their axes differ. The
+            message has types and shapes, never a value.
     """
     if isinstance(records, AbstractStored):
         raise ValueError(
             f"{name} must be in memory here, got {type(records).__name__}: records on "
-            "disk are read by clipped means of all records alone. Use FullBatch() and "
-            "a solver of clipped means, or give a part that fits in memory."
+            "disk support full-batch training by clipped means only. Use FullBatch() "
+            "and a solver of clipped means, or give a part that fits in memory."
         )
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(records):
@@ -266,44 +293,6 @@ def leading_axis(name: str, records: PyTree) -> int:
     return next(iter(lengths.values()))[0]
 
 
-def on_device(records: PyTree) -> PyTree:
-    """The records as JAX arrays, without the warning that a value is too large."""
-    with np.errstate(all="ignore"):  # a warning would tell something about a value
-        return jax.tree.map(jnp.asarray, records)
-
-
-def strict_floats(owner: str) -> None:
-    """Raises `ValueError` where `XLA_FLAGS` turns fast floating-point math on."""
-    words = os.environ.get("XLA_FLAGS", "").lower().split()
-    if any("enable_fast_math" in word and "=false" not in word for word in words):
-        raise ValueError(
-            f"{owner}: XLA_FLAGS turns fast math on, which lets the compiler assume "
-            "that no value is NaN or infinite, so a hostile record would not be "
-            "clipped. Remove the flag and start again."
-        )
-
-
-def _require(owner, values, holds, words) -> None:
-    for name, value in values.items():
-        if np.ndim(value) != 0:
-            raise ValueError(
-                f"{owner}: {name} must be a single number, got an array of shape "
-                f"{np.shape(value)}."
-            )
-        if isinstance(value, Tracer | jax.ShapeDtypeStruct):
-            continue
-        known = concrete(value) and not isinstance(value, bool)
-        # On the host: comparing a device array inside a trace would not give a truth.
-        if not known or not (math.isfinite(float(value)) and holds(float(value))):
-            kind = "" if known else "a number, "
-            raise ValueError(
-                f"{owner}: {name} must be {kind}{words}, got {shown(value)}."
-            )
-
-
-# Known on the host, or inside a program.
-Number = float | Float[Array, ""]
-
 Count = Annotated[int, count]
 Positive = Annotated[float, positive]
 NonNegative = Annotated[float, non_negative]
@@ -316,10 +305,10 @@ class Checked(eqx.Module):
     """A module whose fields are checked against their annotations.
 
     The annotations of this module refuse numbers outside their range, a `Literal`
-    other values, a subclass of `equinox.Module` what is no instance of it, and a
-    `Callable` what cannot be called; a field that may be `None` admits that too.
+    other values, a subclass of `equinox.Module` values of other classes, and a
+    `Callable` values that cannot be called; a field that may be `None` admits that too.
     Equinox runs the check after those of subclasses, which call `check_fields` first
-    where they rely on it.
+    if they rely on it.
     """
 
     def __new__(cls, *args: Any, **options: Any):
@@ -330,7 +319,7 @@ class Checked(eqx.Module):
         check_fields(self)
 
 
-# What other libraries call an argument: the field that does the same, and how.
+# Names of arguments in other libraries: the field that does the same, and how.
 _POISSON = "=dpb.Poisson(rate), whose batches have rate * n records"
 _ELSEWHERE = {
     "batch_size": ("sampling", _POISSON),
@@ -349,7 +338,7 @@ _ELSEWHERE = {
 
 
 def check_names(cls: type, options: Iterable[str]) -> None:
-    """Raises `TypeError` where a class has no argument of such a name."""
+    """Raise `TypeError` if a class has no argument of such a name."""
     names = _arguments(cls)
     for name in options:
         if name in names:
@@ -369,14 +358,13 @@ def check_names(cls: type, options: Iterable[str]) -> None:
 
 @functools.cache
 def _arguments(cls: type) -> tuple[str, ...]:
-    """The names of what a class is made of."""
     return tuple(inspect.signature(cls.__init__).parameters)[1:]
 
 
 def check_fields(module: Any) -> None:
-    """Raises unless every field of a dataclass holds what its annotation admits.
+    """Raise an error unless every field of a dataclass fits its annotation.
 
-    `TypeError` where a value is of another class, else `ValueError`.
+    It is a `TypeError` if a value is of another class, else a `ValueError`.
     """
     owner = type(module).__name__
     for name, optional, check in _checks_of(type(module)):
@@ -387,27 +375,24 @@ def check_fields(module: Any) -> None:
 
 @functools.cache
 def _checks_of(cls: type) -> list[tuple[str, bool, Any]]:
-    """For each field with a check: its name, whether it may be `None`, the check."""
+    """Return name, whether it may be `None`, and check of each field with a check."""
     found = []
-    # Annotations are strings where a module imports them from __future__.
+    # Annotations are texts if a module imports them from __future__.
     fields = dataclasses.fields(cls)
     texts = any(isinstance(field.type, str) for field in fields)
     hints = typing.get_type_hints(cls, include_extras=True) if texts else {}
     for field in fields:
-        kinds = _members(hints.get(field.name, field.type))
+        kind = hints.get(field.name, field.type)
+        union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+        kinds = typing.get_args(kind) if union else (kind,)
         checks = [check for kind in kinds if (check := _check_of(kind)) is not None]
         if len(checks) == 1:  # a union of several is for the class itself to check
             found.append((field.name, type(None) in kinds, checks[0]))
     return found
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    return typing.get_args(annotation) if union else (annotation,)
-
-
 def _check_of(kind: Any) -> Any:
-    """The check of one annotation, called with owner, name and value."""
+    """Return the check of one annotation, called with owner, name and value."""
     if typing.get_origin(kind) is typing.Literal:
         options = typing.get_args(kind)
         return lambda owner, name, value: one_of(owner, name, value, options)
@@ -415,7 +400,6 @@ def _check_of(kind: Any) -> Any:
         return lambda owner, name, value: function(owner, **{name: value})
     if isinstance(kind, type) and issubclass(kind, eqx.Module | enum.Enum):
         return lambda owner, name, value: instance(owner, kind, **{name: value})
-    checks = [check for check in getattr(kind, "__metadata__", ()) if callable(check)]
-    if checks:
-        return lambda owner, name, value: checks[0](owner, **{name: value})
+    for check in filter(callable, getattr(kind, "__metadata__", ())):
+        return lambda owner, name, value: check(owner, **{name: value})
     return None

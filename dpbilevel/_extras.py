@@ -18,11 +18,11 @@ else:
 
     dp_accounting = _DpAccounting()
 
-_PACKAGES = {"sklearn": "scikit-learn"}  # where module and package have two names
+_PACKAGES = {"sklearn": "scikit-learn"}  # modules whose package has another name
 
 
 def missing(what: str, *modules: str, extra: str = "cli") -> str:
-    """The message of a part of the library whose optional modules are missing.
+    """Return the message of a part of the library that lacks optional modules.
 
     `extra` is the group of pyproject.toml that has them.
     """
@@ -34,7 +34,7 @@ def missing(what: str, *modules: str, extra: str = "cli") -> str:
 
 
 def stand_in(name: str, error: ImportError) -> type:
-    """A class whose calls raise what importing the class of that name raised."""
+    """Return a class whose calls raise the error of a failed import of that class."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise ImportError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The public names of the library, but for `PrivateSearch`, which needs more."""
+"""The public names of the library, except `PrivateSearch`, which needs more."""
 
 from . import (
     applications,

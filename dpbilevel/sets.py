@@ -24,25 +24,25 @@ class AbstractSet(eqx.Module):
 
     @abc.abstractmethod
     def project(self, w: PyTree) -> PyTree:
-        """The point of the set nearest to `w` in the Euclidean norm."""
+        """Return the point of the set nearest to `w` in the Euclidean norm."""
 
     @abc.abstractmethod
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether `w` is in the set up to an absolute `tolerance`."""
+        """Return whether `w` is in the set, up to an absolute `tolerance`."""
 
     @abc.abstractmethod
     def support(self, g: PyTree) -> Float[Array, ""]:
-        r"""The support function $h(g) = \sup_{w \in W} \langle g, w \rangle$.
+        r"""Return the support function $h(g) = \sup_{w \in W} \langle g, w \rangle$.
 
         Args:
             g: A pytree like a member.
 
         Returns:
-            The supremum; `inf` where the set is unbounded in the direction of `g`.
+            The supremum; `inf` if the set is unbounded in the direction of `g`.
         """
 
     def dimension(self, w: PyTree) -> int:
-        """The dimension of the affine hull.
+        """Return the dimension of the affine hull.
 
         Args:
             w: A member, or its shapes.
@@ -52,15 +52,15 @@ class AbstractSet(eqx.Module):
     @property
     @abc.abstractmethod
     def diameter(self) -> float:
-        """The largest distance between two members; `inf` when unbounded.
+        """The largest distance between two members; `inf` if it has no bound.
 
-        On the host, but inside a program whose argument the set is.
+        A float, or a traced value in a program that has the set as an argument.
         """
 
     @property
     @abc.abstractmethod
     def reach(self) -> float:
-        """At least the largest norm of a member; `inf` when unbounded."""
+        """Upper bound of the norm of a member; `inf` if there is none."""
 
 
 class AbstractUnboundedSet(AbstractSet):
@@ -85,12 +85,12 @@ class Euclidean(AbstractUnboundedSet):
         return w
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether every entry is finite."""
+        """Return whether every entry is finite."""
         del tolerance
         return _all(jax.tree.map(jnp.isfinite, w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """Zero at zero, else `inf`."""
+        """Return zero at zero, else `inf`."""
         return jnp.where(_all(jax.tree.map(lambda v: v == 0, g)), 0.0, jnp.inf)
 
 
@@ -99,7 +99,7 @@ class Ball(AbstractSet):
 
     Args:
         radius: $r > 0$.
-        center: $c$, a pytree like `w`; the origin when omitted.
+        center: $c$, a pytree like `w`; by default the origin.
     """
 
     radius: float | Float[Array, ""]
@@ -109,17 +109,17 @@ class Ball(AbstractSet):
         _checks.positive("Ball", radius=self.radius)
 
     def project(self, w: PyTree) -> PyTree:
-        """Scales `w - center` to the radius when it is longer."""
+        """Scale `w - center` to the radius if it is longer."""
         offset = _minus(w, self.center)
         inside = optax.projections.projection_l2_ball(offset, self.radius)
         return inside if self.center is None else optax.tree.add(inside, self.center)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether the distance to the center is at most `radius + tolerance`."""
+        """Return whether the distance to the center is at most the radius."""
         return optax.tree.norm(_minus(w, self.center)) <= self.radius + tolerance
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        r"""$\langle g, c \rangle + r \|g\|_2$."""
+        r"""Return $\langle g, c \rangle + r \|g\|_2$."""
         at_center = 0.0 if self.center is None else optax.tree.vdot(g, self.center)
         return jnp.asarray(at_center + self.radius * optax.tree.norm(g))
 
@@ -158,11 +158,11 @@ class Box(AbstractSet):
             )
 
     def project(self, w: PyTree) -> PyTree:
-        """Clips every entry to its bounds."""
+        """Clip every entry to its bounds."""
         return jax.tree.map(jnp.clip, w, *self._bounds(w))
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether every entry is within its bounds up to `tolerance`."""
+        """Return whether every entry is within its bounds, up to `tolerance`."""
 
         def within(v, low, high):
             return (v >= low - tolerance) & (v <= high + tolerance)
@@ -170,7 +170,7 @@ class Box(AbstractSet):
         return _all(jax.tree.map(within, w, *self._bounds(w)))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        r"""$\sum_j \max(g_j l_j, g_j u_j)$."""
+        r"""Return $\sum_j \max(g_j l_j, g_j u_j)$."""
 
         def largest(v, low, high):
             ends = jnp.maximum(v * low, v * high)
@@ -180,9 +180,9 @@ class Box(AbstractSet):
 
     @property
     def reach(self) -> float:
-        """The norm of both corners together; raises as `diameter` does."""
+        """The norm of both corners together; raises an error as `diameter` does."""
         squares = optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2
-        return _checks.number(squares**0.5) + 0 * self.diameter  # for what it raises
+        return _checks.number(squares**0.5) + 0 * self.diameter  # raises its error
 
     @property
     def diameter(self) -> float:
@@ -195,8 +195,8 @@ class Box(AbstractSet):
         leaves = jax.tree.leaves((self.lower, self.upper))
         if any(np.ndim(v) == 0 for v in leaves):
             raise ValueError(
-                "Box: the diameter depends on the number of entries, which plain "
-                "numbers as bounds do not tell; give arrays shaped like w."
+                "Box: the diameter depends on the number of entries, which bounds that "
+                "are plain numbers leave open. Give arrays shaped like w."
             )
         if not all(map(_checks.concrete, leaves)):
             diagonal = optax.tree.sub(self.upper, self.lower)
@@ -222,15 +222,15 @@ class NonNegative(AbstractUnboundedSet):
     r"""The non-negative orthant $\{w : w \ge 0\}$."""
 
     def project(self, w: PyTree) -> PyTree:
-        """Replaces negative entries by zero."""
+        """Replace negative entries by zero."""
         return optax.projections.projection_non_negative(w)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether every entry is at least `-tolerance`."""
+        """Return whether every entry is at least `-tolerance`."""
         return _all(jax.tree.map(lambda v: v >= -tolerance, w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """Zero where no entry is positive, else `inf`."""
+        """Return zero if no entry is positive, else `inf`."""
         return jnp.where(_all(jax.tree.map(lambda v: v <= 0, g)), 0.0, jnp.inf)
 
 
@@ -247,27 +247,27 @@ class Simplex(AbstractSet):
         _checks.positive("Simplex", scale=self.scale)
 
     def project(self, w: PyTree) -> PyTree:
-        """The exact projection, by sorting."""
-        # A common shift of all entries leaves the projection as it is; without it the
-        # sum of the result is as far from `scale` as large entries are rounded.
+        """Return the exact projection, by sorting."""
+        # A common shift of all entries does not change the projection. It removes the
+        # rounding of large entries from the sum of the result.
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers in
             top = _largest(w)
             shifted = jax.tree.map(lambda v: v - top.astype(v.dtype), w)
             return optax.projections.projection_simplex(shifted, self.scale)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether entries are non-negative and sum to `scale`, up to `tolerance`."""
+        """Return whether entries are non-negative and sum to `scale`."""
         total = optax.tree.sum(w)
         return NonNegative().contains(w, tolerance) & (
             jnp.abs(total - self.scale) <= tolerance * max(1, optax.tree.size(w))
         )
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """The largest entry times the scale."""
+        """Return the largest entry times the scale."""
         return self.scale * _largest(g)
 
     def dimension(self, w: PyTree) -> int:
-        """One less than the number of entries."""
+        """Return the number of entries minus one."""
         return AbstractSet.dimension(self, w) - 1
 
     @property
@@ -292,25 +292,25 @@ class Product(AbstractSet):
     sets: PyTree
 
     def project(self, w: PyTree) -> PyTree:
-        """Projects every part onto its own set."""
+        """Project every part onto its own set."""
         return self._map(lambda part, v: part.project(v), w)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Whether every part is in its own set."""
+        """Return whether every part is in its own set."""
         return _all(self._map(lambda part, v: part.contains(v, tolerance), w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """The sum over the parts."""
+        """Return the sum over the parts."""
         supports = self._map(lambda part, v: part.support(v), g)
         return jnp.asarray(optax.tree.sum(supports))
 
     def dimension(self, w: PyTree) -> int:
-        """The sum over the parts."""
+        """Return the sum over the parts."""
         return sum(jax.tree.leaves(self._map(lambda part, v: part.dimension(v), w)))
 
     @property
     def reach(self) -> float:
-        """The root of the sum of squares."""
+        """The root of the sum of squared bounds of the parts."""
         parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
         return sum(part.reach**2 for part in parts) ** 0.5
 
@@ -336,7 +336,7 @@ def _minus(w: PyTree, center: PyTree | None) -> PyTree:
 
 
 def _check_shapes(owner: str, name: str, part: PyTree, w: PyTree, numbers=False):
-    """Raises where a part would be broadcast, which diameter and reach do not see."""
+    """Raise `ValueError` if a part would be broadcast: `diameter` would miss that."""
     like: Any = jax.tree.structure(w)
     if jax.tree.structure(part) == like:
         shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (part, w)]

@@ -1,6 +1,5 @@
 """What a result folder already holds, and whether a run may start in it."""
 
-import re
 from pathlib import Path
 
 from ..runs import checkpoint, spending
@@ -22,7 +21,7 @@ def check(out: Path, resume: bool, restart: bool) -> None:
     elif resume:
         checkpoint.read(out)
         return
-    if _is_lost(out) and (finished or restart or not interrupted):
+    if spending.is_lost(out) and (finished or restart or not interrupted):
         raise ValueError(
             f"--out {out} holds {'a finished' if finished else 'an earlier'} run, but "
             f"no spending record that can be read ({spending.NAME}): what earlier "
@@ -39,26 +38,10 @@ def check(out: Path, resume: bool, restart: bool) -> None:
 def spent(out: Path) -> str:
     """What the runs of a folder cost, as text; empty where none was started."""
     record = spending.read(out)
-    above = out.resolve().parent
-    moved = re.fullmatch(r"run-\d+", out.resolve().name)  # by a later run
-    if not record.runs and moved and (above / spending.NAME).is_file():
+    if spending.is_moved(out.resolve()):  # by a later run
+        above = out.resolve().parent
         return f"spending: in the record of its folder: dpbilevel report {above}"
-    return str(record) if record.runs or _is_lost(out) else ""
-
-
-def _is_lost(out: Path) -> bool:
-    """Whether runs were started in a folder and none of them is on record."""
-    record = spending.read(out)
-    if record.runs:
-        return False
-    if record.last or record.unreadable or (out / results.RESULT).exists():
-        return True
-    if not (out / checkpoint.NAME).exists():
-        return False
-    try:
-        return checkpoint.read(out).has_released
-    except ValueError:
-        return True
+    return str(record) if record.runs or spending.is_lost(out) else ""
 
 
 def _settle(out: Path) -> None:

@@ -21,7 +21,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.noise import derive, root_key
 from ..privacy.per_example.mixing import check_jax
 from ..privacy.report import PrivacyReport, rounded_up
-from ..runs import checkpoint, lock, odometer, spending
+from ..runs import checkpoint, lock, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
 from ..runs.resume import (
@@ -249,7 +249,7 @@ def _checked(
     """
     number, report = saved.fingerprint["run"], prepared.report
     first = prepared.report_of_check
-    odometer.begin(out, number, report, prepared.config.tables, first=first)
+    spending.begin(out, number, report, prepared.config.tables, first=first)
     if first is None:
         return saved
     if checkpoint.CHECK not in saved.fingerprint:
@@ -274,7 +274,7 @@ def _checked(
             "eyes alone.",
             stacklevel=2,
         )
-    odometer.charge(out, number, report)
+    spending.charge(out, number, report)
     return saved
 
 

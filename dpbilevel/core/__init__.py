@@ -1,1 +1,1 @@
-"""What a method is: problems, solvers, their loop, plans and what is kept on disk."""
+"""The parts of a method: problems, solvers, their loop, plans and solutions."""

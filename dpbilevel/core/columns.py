@@ -1,8 +1,8 @@
-"""Columns of tables, entry by entry: no entry changes what another one is.
+"""Columns of tables, converted entry by entry: no entry changes another one.
 
-NumPy gives all entries one type, which depends on what they are: a missing integer
-makes floating-point numbers of all, whose last digits are lost above 2^53, and a long
-text makes all as long. Here entries are converted alone, and errors follow types.
+NumPy gives all entries one type, which depends on all of them. A missing integer turns
+all into floating-point numbers, whose last digits are lost above 2^53, and a long text
+makes all as long. Here each entry is converted alone, and errors depend on types only.
 """
 
 import collections
@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-# How the names of types begin, in lower case, in data frames and Arrow tables.
+# Beginnings of the names of types in data frames and Arrow tables, in lower case.
 _TEXTS = "string", "large_string", "utf8", "large_utf8", "categor", "enum"
 _NUMBERS = "int", "uint", "float", "double", "half", "decimal", "bool", "sparse"
 _OBJECTS = "object", "null", "unknown"
-# Methods of arrays and data frames, one of which each of them has.
+# Every array and data frame has one of these methods.
 _ARRAYS = "__array__", "__array_interface__", "__array_struct__"
 _ARRAYS += "to_pylist", "to_list", "tocsr"
-# Of NumPy's kinds of types.
+# Meanings of NumPy's kinds of types.
 _OF_NUMPY = dict.fromkeys("biuf", "numbers") | {"U": "texts", "S": "texts"}
 _OF_NUMPY |= {"O": "objects"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The entries of a column.
+    """Entries of a column.
 
     Attributes:
-        entries: An array of a type of NumPy's as it came, else objects.
-        kind: What the column's type stands for: "numbers", "texts", or "objects", any
-            of both.
+        entries: The array as given if NumPy has its type, else an array of objects.
+        kind: Meaning of the column's type: "numbers", "texts", or "objects", which may
+            be both.
     """
 
     entries: Shaped[np.ndarray, "..."]
@@ -64,10 +64,10 @@ class Column:
         return cls(separate(values, len(values)), kind_of(own))
 
     def numbers(self) -> Float[np.ndarray, "..."]:
-        """The entries as numbers of 64 bits; NaN where an object is none."""
+        """Return the entries as 64-bit floats; NaN for objects that are no numbers."""
         array = self.entries
         with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")  # one would tell of an entry
+            warnings.simplefilter("ignore")  # a warning would reveal an entry
             if array.dtype.kind in "biuf":
                 return array.astype(np.float64, copy=False)
             flat = [_number(value) for value in array.ravel().tolist()]
@@ -98,7 +98,7 @@ def elements(values: Any) -> list[Any] | None:
             f"{type(values).__name__} is no sequence. Give a list or an array with one "
             "element for each record."
         )
-    # Some sequences do not tell their end to a loop.
+    # A loop would not find the end of some sequences.
     return list(itertools.islice(values, len(values)))
 
 
@@ -137,7 +137,7 @@ def _cells(row: Any) -> list[Any] | None:
         if isinstance(row, str | bytes | dict | set | frozenset) or len(row) < 0:
             return None
         return list(row)
-    except Exception:  # an object that is no row may raise anything
+    except Exception:  # objects may raise anything
         return None
 
 
@@ -149,7 +149,7 @@ def _entry(value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == 1:
             return value[0]
         return value[0] if getattr(value, "shape", None) == (1,) else value
-    except Exception:  # an object that is no number may raise anything
+    except Exception:  # objects may raise anything
         return None
 
 
@@ -161,18 +161,18 @@ def _unmasked(array: np.ma.MaskedArray) -> Shaped[np.ndarray, "..."]:
 
 
 def kind_of(dtype: Any) -> str:
-    """What a type stands for: "numbers", "texts", or "objects".
+    """Return the meaning of a type: "numbers", "texts", or "objects".
 
     Args:
         dtype: The type of a column of NumPy, pandas, polars or pyarrow.
 
     Raises:
-        ValueError: Neither, such as dates.
+        ValueError: The type is another one, such as dates.
     """
     if isinstance(dtype, np.dtype):
         kind = _OF_NUMPY.get(dtype.kind)
     else:
-        # Of categories, as pandas and Arrow tables have them, their values decide.
+        # The values decide for categories of pandas and Arrow tables.
         categories = getattr(getattr(dtype, "categories", None), "dtype", None)
         if categories is not None:
             return kind_of(categories)
@@ -192,15 +192,15 @@ def kind_of(dtype: Any) -> str:
 
 def _named(name: str) -> str | None:
     kinds = {"texts": _TEXTS, "numbers": _NUMBERS, "objects": _OBJECTS}
-    if name == "str":  # and no struct
+    if name == "str":  # not a struct
         return "texts"
-    if name.startswith("interval"):  # and no integer
+    if name.startswith("interval"):  # not an integer
         return None
     return next((k for k, begins in kinds.items() if name.startswith(begins)), None)
 
 
 def _only_column(table: Any) -> Any:
-    """That of a data frame of one column; anything else as it is."""
+    """Return the column of a data frame of one column; anything else as it is."""
     shape = getattr(table, "shape", ())
     if len(shape) != 2 or shape[1] != 1:
         return table
@@ -212,7 +212,7 @@ def _only_column(table: Any) -> Any:
 
 
 def _listed(column: Any, dtype: Any) -> list[Any] | None:
-    """The entries where NumPy would choose their type; `None` for arrays."""
+    """Return the entries if NumPy would choose their type; `None` for arrays."""
     if hasattr(column, "to_pylist"):  # pyarrow
         return column.to_pylist()
     if isinstance(dtype, np.dtype):
@@ -225,5 +225,5 @@ def _listed(column: Any, dtype: Any) -> list[Any] | None:
 def _number(value: Any) -> float:
     try:
         return float(value)
-    except Exception:  # whatever an object raises that stands for a number
+    except Exception:  # objects may raise anything
         return np.nan

@@ -1,4 +1,4 @@
-"""Whether steps are too long for the public terms, before anything runs."""
+"""Forecasts of steps that are too long for the curvature of the objective."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _ITERATIONS, _ACCURACY = 100, 1e-4
 def overshooting_row(
     step_size: Any, public_gradient: Callable[[PyTree], PyTree], w0: PyTree
 ) -> tuple[ForecastRow, ...]:
-    r"""The row of a forecast on steps that overshoot the public terms.
+    r"""Return the row of a forecast on steps that overshoot the public terms.
 
     Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
     `Descent.curvature_limited` prevents that while a solver runs, at the cost of
@@ -27,10 +27,10 @@ def overshooting_row(
     Args:
         step_size: A number, or a `Rule`, about whose steps nothing is known.
         public_gradient: The gradient of the public terms.
-        w0: Where they are evaluated.
+        w0: The point at which they are evaluated.
 
     Returns:
-        No row where step size times curvature is at most 2.
+        No row if step size times curvature is at most 2.
     """
     if isinstance(step_size, Rule):
         return ()
@@ -78,27 +78,27 @@ def unstable_row(
 
 
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
-    """The largest eigenvalue of a Hessian, by power iteration: at most the true one.
+    """Return the largest eigenvalue of a Hessian, by power iteration from below.
 
     Args:
         gradient: The gradient of a function without data.
-        w: Where, floats.
+        w: The point, of floats.
 
     Returns:
-        Infinity where the Hessian is not finite, or too large for the floats.
+        Infinity if the Hessian is not finite, or too large for the floats.
     """
     if not jax.tree.leaves(w):
         return 0.0
     found = _eigenvalue(gradient, w, 0.0)
-    if found < 0:  # the largest in absolute value: those above it, once all are shifted
+    if found < 0:  # the largest in absolute value; a shift finds the largest one
         found = _eigenvalue(gradient, w, -found)
     return found if math.isfinite(found) else math.inf
 
 
 def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
-    """The eigenvalue of the Hessian whose sum with the shift is largest in size."""
+    """Return the eigenvalue of the Hessian whose sum with the shift is largest."""
 
-    # Compiled, as the steps are that the answer is about.
+    # Compiled, as the steps of the solver are.
     @jax.jit
     def iterated(w: PyTree, shift: Float[Array, ""]) -> Float[Array, ""]:
         flat, unravel = ravel_pytree(w)
@@ -115,7 +115,7 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
         def moves(state):
             count, _, before, found = state
             moved = jnp.abs(found - before) > _ACCURACY * jnp.abs(found)
-            return (count < 2) | ((count < _ITERATIONS) & moved)  # not where NaN
+            return (count < 2) | ((count < _ITERATIONS) & moved)  # stops at NaN
 
         def iterate(state):
             count, v, _, before = state
@@ -123,7 +123,7 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
             v_next = unit(along + shift.astype(v.dtype) * v)
             return count + 1, v_next, before, v @ along
 
-        # Entries of several sizes and signs, other ones in every leaf.
+        # Entries of different sizes and signs in every leaf.
         start = unit(jnp.cos(jnp.arange(flat.size, dtype=flat.dtype)))
         zero = jnp.zeros((), flat.dtype)
         return jax.lax.while_loop(moves, iterate, (0, start, zero, zero))[-1]
@@ -133,7 +133,7 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
 
 
 def float_array(value: Any) -> jax.Array:
-    """An array of floats, for derivatives."""
+    """Return an array of floats, for derivatives."""
     value = jnp.asarray(value)
     floating = jnp.issubdtype(value.dtype, jnp.inexact)
     return value if floating else value.astype(jnp.result_type(float))

@@ -1,4 +1,4 @@
-"""Records of two levels, and how many there are of each."""
+"""Records of two levels, and their numbers."""
 
 import dataclasses
 import itertools
@@ -16,10 +16,10 @@ from ..privacy.records.stores import AbstractStore, copies
 
 
 class Levels(eqx.Module):
-    """A pair: what belongs to the upper level and what to the lower.
+    """A pair of the parts of the upper and the lower level.
 
     As data, `upper` and `lower` are pytrees whose leaves share their leading axis
-    within a level. With `people="disjoint"` no array may be in both.
+    within a level. With `people="disjoint"` no array may be in both levels.
 
     Attributes:
         upper: The upper level's part.
@@ -33,7 +33,7 @@ class Levels(eqx.Module):
 
     @classmethod
     def shared(cls, records: PyTree) -> Self:
-        """Data in which every record enters both levels.
+        """Return data in which every record enters both levels.
 
         Args:
             records: A pytree whose leaves share their leading axis.
@@ -42,21 +42,21 @@ class Levels(eqx.Module):
 
 
 def check_pair(owner: str, w0: PyTree) -> None:
-    """Raises `ValueError` unless a start of two levels is a pair (x, y)."""
+    """Raise `ValueError` unless an initial point of two levels is a pair (x, y)."""
     if not isinstance(w0, tuple | list) or len(w0) != 2:
         raise ValueError(
-            f"{owner}: w0 must be a pair (x, y) of the upper and the lower starting "
+            f"{owner}: w0 must be a pair (x, y) of the upper and the lower initial "
             f"point, got {_checks.shown(w0)}."
         )
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Sizes:
-    """How many records each level has, and whether a person may have records in both.
+    """Numbers of records of two levels, and the relation of the people in them.
 
     Args:
-        upper: Records of the upper level.
-        lower: Records of the lower level.
+        upper: Number of records of the upper level.
+        lower: Number of records of the lower level.
         people: `"disjoint"` (a person has records in one level only),
             `"overlapping"` (may have one record in each) or `"shared"` (the levels
             are the same records).
@@ -87,7 +87,7 @@ class Sizes:
 
 
 def people_of(sizes: object) -> People | None:
-    """Who is behind the records of two levels; `None` for the number of one level."""
+    """Return the relation of the people in two levels; `None` for one level."""
     return sizes.people if isinstance(sizes, Sizes) else None
 
 
@@ -114,19 +114,17 @@ def check_disjoint(data: Levels) -> None:
     if len(stores) == 2 and (same := _same_files(*stores)):
         raise ValueError(
             f'people="disjoint" contradicts the data: both levels read {same}. Use '
-            'Levels.shared(records) and people="shared", or people="overlapping"; or '
-            "write the records of each level to files of its own."
+            'Levels.shared(records) and people="shared", people="overlapping", or '
+            "separate files for each level."
         )
     for (here, first), (there, second) in itertools.product(upper, lower):
         if first is second or _share_memory(first, second):
             one, other = (jax.tree_util.keystr(path) for path in (here, there))
             raise ValueError(
                 f'people="disjoint" contradicts the data: upper{one} and lower{other} '
-                "are the same array or parts of it, so whoever is in it has records in "
-                'both levels. Use Levels.shared(records) and people="shared" if every '
-                'record enters both levels, people="overlapping" if a person may have '
-                "one in each; otherwise split the records, and give each level its own "
-                "copy of a public column."
+                "are the same array or parts of it. Use Levels.shared(records) and "
+                'people="shared", or people="overlapping"; or split the records, and '
+                "give each level its own copy of a public column."
             )
 
 
@@ -142,7 +140,7 @@ def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
 
 
 def _arrays(level: PyTree) -> PyTree:
-    """The records, or the arrays that those on disk are read from."""
+    """Return the records; for records on disk, the arrays that they are read from."""
     return level.store.arrays if isinstance(level, OnDisk) else level
 
 
@@ -151,10 +149,10 @@ def _filled(leaf: object) -> bool:
 
 
 def _share_memory(first: object, second: object) -> bool:
-    """Whether two NumPy arrays have an entry in common, where that is quick to tell."""
+    """Return whether two NumPy arrays have an entry in common, if that is quick."""
     if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray):
         return False
-    most: Any = 10_000  # whose type differs between the stubs of NumPy's releases
+    most: Any = 10_000  # its type differs between stubs of NumPy's releases
     try:
         return np.shares_memory(first, second, max_work=most)
     except np.exceptions.TooHardError:
@@ -162,15 +160,15 @@ def _share_memory(first: object, second: object) -> bool:
 
 
 def one_level(data: PyTree) -> int:
-    """The number of records of a problem of one level.
+    """Return the number of records of a problem of one level.
 
     Raises:
-        TypeError: They are those of two levels.
+        TypeError: The records are `Levels`.
         ValueError: Leading axes differ.
     """
     if isinstance(data, Levels):
         raise TypeError(
-            "data is Levels, the records of two levels, but the problem has one: give "
-            "the records of one level, such as data.upper."
+            "data must be the records of one level, got Levels. Give one of them, such "
+            "as data.upper."
         )
     return _checks.leading_axis("data", shapes_of(data))

@@ -19,10 +19,12 @@ from ..privacy.records.shards import shards_of
 from . import spent
 from .descent import rejected_updates
 from .levels import Levels, people_of
-from .modules import Kept, arrays_of
+from .modules import arrays_of
 from .problem import AbstractProblem
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver
+
+Count = Int[Array, ""]
 
 
 def solve(
@@ -45,7 +47,7 @@ def solve(
         problem: A `BilevelProblem` or a `FiniteSum`.
         solver: A calibrated solver of that problem.
         data: `Levels` for two levels, a pytree of records for one.
-        w0: The starting point, public or already private: `(x, y)` for two levels. Of
+        w0: The initial point, public or already private: `(x, y)` for two levels. Of
             an Equinox module the arrays are the variables, and the answer is a module.
         key: One typed key; consumed by this run.
         trajectory: Whether to return the released iterates. Static: under `jax.jit`
@@ -68,50 +70,49 @@ def solve(
         holds. All errors depend on shapes and public values only. `dpbilevel.spent()`
         lists the run, if JAX does not trace the call: a function compiled by `jax.jit`
         is a run each time that it is executed, and is not counted. If the solver is not
-        that of a plan, what the run costs is printed to the standard error.
+        that of a plan, the cost of the run is printed to the standard error.
     """
-    _check_static(trajectory)
-    problem, w0, kept = arrays_of("solve", problem, w0)
-    bound = bound_run("solve", problem, solver, data, w0, key)
-    run = problem, bound, data, w0, key, trajectory, kept
+    problem, w0, leaves = arrays_of("solve", problem, w0)
+    bound = check_run("solve", problem, solver, data, w0, key)
+    run = problem, bound, data, w0
     given = problem, solver, data, w0, key
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(given)):
-        return _run(*run)
-    costs = spent.costs_of(problem, solver, bound.sizes, "solve")
-    name, relation = f"solve: {type(solver).__name__}", solver.neighbours
-    count = spent.begun(name, relation.value, costs, bound.sizes, data)
-    solution = _run(*run)
-    count()
-    return solution
+        solution = run_checked(*run, key=key, trajectory=trajectory)
+    else:
+        costs = spent.costs_of(problem, solver, bound.sizes, "solve")
+        name, relation = f"solve: {type(solver).__name__}", solver.neighbours
+        count = spent.begun(name, relation.value, costs, bound.sizes, data)
+        solution = run_checked(*run, key=key, trajectory=trajectory)
+        count()
+    return solution if leaves is None else solution.with_leaves(leaves)
 
 
-def solved(
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    *,
-    key: PRNGKey,
-    trajectory: bool = False,
-) -> Solution[None]:
+def solved(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
     """Run what `solve` runs, without counting it among the runs of this process.
 
-    For callers that count it themselves, and for runs on synthetic records.
+    It is for callers that count it themselves, and for runs on synthetic records.
+    Arguments are those of `solve`.
     """
-    _check_static(trajectory)
-    bound = bound_run("solve", problem, solver, data, w0, key)
-    return _run(problem, bound, data, w0, key, trajectory)
+    bound = check_run("solve", problem, solver, data, w0, key)
+    return run_checked(problem, bound, data, w0, key=key, trajectory=trajectory)
 
 
-def bound_run(
-    owner: str,
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    key: PRNGKey,
-) -> AbstractSolver:
+def check_run(owner: str, problem, solver, data, w0, key) -> AbstractSolver:
     """Check the arguments of a run; return the solver bound to the data's sizes.
+
+    `owner` is the called function, for errors; other arguments are those of `solve`.
+
+    Raises:
+        TypeError: As `solve`.
+        ValueError: As `solve`.
+    """
+    check_method(owner, problem, solver, key)
+    problem.check(w0, data)
+    return bound_to(problem, solver, data, owner)
+
+
+def check_method(owner: str, problem: object, solver: Any, key: PRNGKey) -> None:
+    """Check what a run needs besides records: key, solver, device and software.
 
     Raises:
         TypeError: As `solve`.
@@ -119,11 +120,30 @@ def bound_run(
     """
     check_key(key)
     solver_for(problem, solver, owner)
-    problem.check(w0, data)
     check_products(owner)
     check_jax(owner)
-    # Before records are copied: two levels with one array would get two.
-    return bound_to(problem, solver, data, owner)
+
+
+def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
+    """Run a solver that is bound to the sizes of the data; all arguments are checked.
+
+    Arguments are those of `solve`.
+
+    Raises:
+        TypeError: `trajectory` is not a Python bool.
+    """
+    if isinstance(trajectory, Tracer):
+        raise TypeError(
+            "solve: trajectory must be a Python bool. Under jax.jit give "
+            'static_argnames="trajectory".'
+        )
+    data = rows_of(solver, data, key)
+    state = solver.init(problem, w0)
+    _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
+    # If the caller compiles this call, the loop is traced as a part of that program.
+    steps = all_steps if _checks.concrete(key) else scan_steps
+    state, path = steps(problem, solver, data, state, keys, trajectory=trajectory)
+    return Solution(solver.answer(problem, state), path, rejected_updates(state))
 
 
 def rows_of(
@@ -133,27 +153,6 @@ def rows_of(
     data = _checks.on_device(data)
     check_shared(key, data)
     return planned_rows(solver, data, owner)
-
-
-def _check_static(trajectory: Any) -> None:
-    if isinstance(trajectory, Tracer):
-        raise TypeError(
-            "solve: trajectory must be a Python bool; under jax.jit pass "
-            'static_argnames="trajectory".'
-        )
-
-
-def _run(
-    problem, solver, data, w0, key, trajectory, kept: Kept | None = None
-) -> Solution[None]:
-    data = rows_of(solver, data, key)
-    state = solver.init(problem, w0)
-    _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
-    # If the caller compiles this call, the loop is traced as a part of that program.
-    steps = all_steps if _checks.concrete(key) else scan_steps
-    state, path = steps(problem, solver, data, state, keys, trajectory=trajectory)
-    solution = Solution(solver.answer(problem, state), path, rejected_updates(state))
-    return solution if kept is None else solution.with_kept(kept)
 
 
 def scan_steps(
@@ -182,15 +181,11 @@ def scan_steps(
 all_steps = jax.jit(scan_steps, static_argnames="trajectory")
 
 
-def inner_solve(
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    data: PyTree,
-    start: PyTree,
-    *,
-    key: PRNGKey,
-) -> tuple[PyTree, Int[Array, ""]]:
-    """A whole run: its released answer, and how many updates were left out."""
+def inner_solve(problem, solver, data, start, *, key) -> tuple[PyTree, Count]:
+    """Make a whole run; return its answer and the number of skipped updates.
+
+    Solver and records are as for `scan_steps`; `start` is the initial point.
+    """
     _, keys = step_keys(key, solver.num_steps)
     state, _ = scan_steps(problem, solver, data, solver.init(problem, start), keys)
     return solver.answer(problem, state), rejected_updates(state)
@@ -199,7 +194,7 @@ def inner_solve(
 def bound_to(
     problem: AbstractProblem, solver: Solver, data: PyTree, owner: str = "solve"
 ) -> Solver:
-    """The solver with the sizes that its plan fixed, checked against the data.
+    """Return the solver with the sizes of its plan, checked against the data.
 
     Only the shapes of the data are read; `owner` is named in an error.
 
@@ -207,20 +202,20 @@ def bound_to(
         ValueError: Under replace-one, the data's sizes are not the planned ones; under
             add-or-remove-one, there is no plan to take the public sizes from.
     """
-    people = people_of(solver.sizes)  # of the plan; None for one level or no plan
-    if people is not None:
-        problem.check_people(data, people)
+    people = people_of(solver.sizes)  # None for one level or no plan
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if solver.sizes is None:
             raise ValueError(
                 f"{owner}: under add-or-remove-one the number of records is private, "
-                "so the public denominators must come from a plan; run "
+                "so the public denominators must come from a plan. Run "
                 "dpbilevel.calibrate(problem, solver, budget, sizes=...) first."
             )
+        if people is not None:
+            problem.check_people(data, people)
         return solver
-    if solver.sizes is None:
-        return solver.with_sizes(problem.sizes_of(data))
     found = problem.sizes_of(data, people)
+    if solver.sizes is None:
+        return solver.with_sizes(found)
     if found != solver.sizes:
         raise ValueError(
             f"{owner}: the plan is for {solver.sizes}, but the data have {found}. The "
@@ -231,9 +226,9 @@ def bound_to(
 
 
 def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> PyTree:
-    """The records in a number of rows that is public.
+    """Return the records in a number of rows that is public.
 
-    Under add-or-remove-one how many there are is private, and the program that reads
+    Under add-or-remove-one the number of records is private, and the program that reads
     them, down to the rounding of every record's gradient, depends on the shapes that it
     is compiled for. They are padded to the rows of the plan, and the padding is masked:
     `Padded` records, in each level, or `OnDisk` ones of so many rows. Under replace-one
@@ -242,16 +237,15 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     Raises:
         ValueError: There are more records than rows.
     """
+    sizes = solver.sizes
     if solver.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
         return data
-
     if not isinstance(data, Levels):
-        return public_rows(data, solver.sizes, "data", owner)
-    upper = public_rows(data.upper, solver.sizes.upper, "data.upper", owner)
+        return public_rows(data, sizes, "data", owner)
+    upper = public_rows(data.upper, sizes.upper, "data.upper", owner)
     if data.is_shared:
         return Levels.shared(upper)  # one copy, or it would read as two levels
-    lower = public_rows(data.lower, solver.sizes.lower, "data.lower", owner)
-    return Levels(upper, lower)
+    return Levels(upper, public_rows(data.lower, sizes.lower, "data.lower", owner))
 
 
 def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
@@ -276,7 +270,7 @@ def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
 
 
 def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
-    """What was given as `solver`, if it is one and solves problems of this kind.
+    """Return `solver`, checked to be a solver of problems of this kind.
 
     Raises:
         TypeError: The solver is a plan or no solver, or holds numbers of half
@@ -297,7 +291,7 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
 
 
 def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
-    """Refuses a start that is coarser than what errors are planned for.
+    """Check that an initial point is as fine as the plan of rounding errors assumes.
 
     Raises:
         ValueError: Its dtype is coarser than `dtype`, the planned one if there is one.
@@ -306,7 +300,7 @@ def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return
     raise ValueError(
-        f"{owner}: planned for values computed in {dtype}, but the starting point is "
-        f"of {found.name}; give {dtype} records and starting point, or calibrate "
-        "without 64-bit."
+        f"{owner}: planned for values computed in {dtype}, but the initial point is "
+        f"{found.name}. Give {dtype} records and initial point, or calibrate without "
+        "64-bit."
     )

@@ -1,4 +1,4 @@
-"""Initial points that are Equinox modules: arrays are variables, the rest is kept."""
+"""Initial points that are Equinox modules: their arrays are the variables."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from .problem import AbstractOneLevel, AbstractProblem
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """The leaves of an initial point that are no arrays, such as activations.
+class StaticLeaves:
+    """Leaves of an initial point that are no arrays, such as activations.
 
     Attributes:
         variables: The structure of the arrays.
-        parts: The kept leaves, one pytree for each variable of the problem.
+        parts: These leaves, one pytree for each variable of the problem.
         pair: Whether the variables are a pair, as of two levels.
     """
 
@@ -26,7 +26,7 @@ class Kept:
     pair: bool
 
     def merge(self, value: PyTree) -> PyTree:
-        """Return `value` with the kept leaves, if it is like the initial point."""
+        """Return `value` with these leaves, if it is like the initial point."""
         if self.pair and isinstance(value, tuple) and value[1:] == (None,):
             return eqx.combine(value[0], self.parts[0]), None
         if jax.tree.structure(value) != self.variables:
@@ -50,7 +50,7 @@ class _OfArrays:
 
 def arrays_of(
     owner: str, problem: AbstractProblem, w0: PyTree
-) -> tuple[Any, PyTree, Kept | None]:
+) -> tuple[Any, PyTree, StaticLeaves | None]:
     """Split the leaves that are no arrays off an initial point that is a module.
 
     Args:
@@ -59,8 +59,8 @@ def arrays_of(
         w0: The initial point, or its shapes.
 
     Returns:
-        The problem on arrays, the arrays, and the kept leaves; an initial point without
-        modules, or of arrays alone, is returned as it is, with `None`.
+        The problem on arrays, the arrays, and the other leaves; an initial point
+        without modules, or of arrays alone, is returned as it is, with `None`.
 
     Raises:
         TypeError: The problem is of a kind whose functions cannot be wrapped.
@@ -74,22 +74,22 @@ def arrays_of(
     terms = vars(type(problem)).get("terms")
     if terms is None:
         raise TypeError(
-            f"{owner}: w0 holds leaves that are no arrays, which a problem of type "
-            f"{type(problem).__name__} cannot keep. Give the first part of "
+            f"{owner}: w0 holds leaves that are no arrays, which a "
+            f"{type(problem).__name__} cannot carry. Give the first part of "
             "equinox.partition(w0, equinox.is_inexact_array), and let the losses call "
             "equinox.combine."
         )
-    arrays, kept = eqx.partition(w0, _is_array)
+    arrays, others = eqx.partition(w0, _is_array)
     pair = not isinstance(problem, AbstractOneLevel)
-    parts = tuple(kept) if pair else (kept,)
+    parts = tuple(others) if pair else (others,)
     found, structure = jax.tree.flatten(parts)
     changes = {
         name: _OfArrays(fun, tuple(found), structure)
         for name in terms
         if (fun := getattr(problem, name)) is not None
     }
-    rest = Kept(jax.tree.structure(arrays), parts, pair)
-    return dataclasses.replace(problem, **changes), arrays, rest
+    static = StaticLeaves(jax.tree.structure(arrays), parts, pair)
+    return dataclasses.replace(problem, **changes), arrays, static
 
 
 def _is_array(leaf: object) -> bool:

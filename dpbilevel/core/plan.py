@@ -32,7 +32,7 @@ from .problem import AbstractProblem
 from .solution import Plan, Solver
 
 _LARGEST_SCALE = 2.0**60
-_TINY = 1e-300  # a sign that a root search sees, and nothing else
+_TINY = 1e-300  # shows a root search the sign, and nothing else
 
 
 def calibrate(
@@ -59,35 +59,34 @@ def calibrate(
         budget: The guarantee to reach.
         sizes: `Sizes(upper, lower, people)` for two levels, the number of records for
             one.
-        w0: The starting point, or its shapes; only sharpens the report's forecast. As
-            in `solve`, it may be an Equinox module.
+        w0: The initial point, or its shapes; it only sharpens the report's forecast.
+            As in `solve`, it may be an Equinox module.
         precision: `"grid"` sums records exactly and rounds the noise to the same grid,
             so that the guarantee survives floating-point arithmetic; `"float"` is for
             research and labelled so in the report.
-        before: Further releases of the same records, with their noise, such as those of
-            a `RecordsCheck`. They count against the budget and are in the report; they
-            are made by the caller and not by `solve`.
+        before: Further releases of the same records, with their noise, such as the
+            releases of a `RecordsCheck`. They count against the budget and are in the
+            report; the caller makes them, `solve` does not.
 
     Returns:
         The calibrated solver, bound to these sizes, and the report.
 
     Raises:
         ValueError: Gaussian noise with `delta = 0`; a `w0` of two levels that is no
-            pair; a sampling scheme that the
-            relation does not admit; a budget that no noise reaches, for instance a
-            delta smaller than the chance of an overflowing batch; scores that are
-            computed too coarsely for the budget.
+            pair; a sampling scheme that the relation does not admit; a budget that no
+            noise reaches, such as a delta below the probability of an overflowing
+            batch; scores that are computed too coarsely for the budget.
 
     Warns:
         UserWarning: Delta is not below one over the number of records; or steps are
-            too long at `w0` for the curvature of the public terms, and are shortened,
-            or for a declared smoothness.
+            too long for a declared smoothness, or at `w0` for the curvature of the
+            public terms, which shortens them.
 
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
         is, on this problem and data of these sizes. A second run is a second release,
-        and changing a field of the solver or the problem voids the report. Start, step
-        size and public terms may follow from releases in the ledger.
+        and changing a field of the solver or the problem voids the report. Initial
+        point, step size and public terms may follow from releases in the ledger.
     """
     options: Any = {"sizes": sizes, "w0": w0, "precision": precision, "before": before}
     plan = calibrated(problem, solver, budget, **options)
@@ -96,16 +95,9 @@ def calibrate(
 
 
 def calibrated(
-    problem: AbstractProblem,
-    solver: Solver,
-    budget: PrivacyBudget,
-    *,
-    sizes: Sizes | int,
-    w0: PyTree | None = None,
-    precision: Precision = "grid",
-    before: tuple[AbstractRelease, ...] = (),
+    problem, solver: Solver, budget, *, sizes, w0=None, precision="grid", before=()
 ) -> Plan[Solver]:
-    """Return what `calibrate` does, without a warning of the plan's remarks."""
+    """Return the plan of `calibrate`, without a warning of the plan's remarks."""
     solver_for(problem, solver, "calibrate")
     _checks.instance("calibrate", PrivacyBudget, budget=budget)
     _checks.instance("calibrate", tuple, before=before)
@@ -118,10 +110,10 @@ def calibrated(
 
     _check_releases(ledger(1.0), budget, type(solver).__name__)  # any noise will do
     for release in ledger(1.0).releases:
-        release.check(budget)  # what the release itself refuses
+        release.check(budget)
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
-    found = planned.with_noise(scale).with_counts(problem)  # which follow from it
+    found = planned.with_noise(scale).with_counts(problem)
     if w0 is not None and people_of(sizes) is not None:
         check_pair("calibrate", w0)
     problem, w0, _ = arrays_of("calibrate", problem, w0)
@@ -142,14 +134,14 @@ def calibrated(
 
 
 def _shaped(leaf: Any) -> Any:
-    """Zeros for a shape, which take no memory."""
+    """Return zeros for a shape, which take no memory."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _too_long(forecast: tuple[ForecastRow, ...]) -> tuple[str, ...]:
-    """Return what to warn of: steps that are too long from the start on."""
+    """Return a warning for each row of steps that are too long from the start on."""
     return tuple(str(row) for row in forecast if row.from_start)
 
 
@@ -161,10 +153,10 @@ def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
 def least_multiplier(
     sampling: AbstractSampling, count: int, size: int, budget: PrivacyBudget
 ) -> float:
-    """The least noise multiplier at which Gaussian releases stay within a budget.
+    """Return the least noise multiplier at which Gaussian releases meet a budget.
 
-    Under replace-one; what `calibrate` finds for a solver of `count` such releases from
-    `size` records alone.
+    The relation is replace-one. `calibrate` finds this multiplier for a solver that
+    makes only `count` such releases from `size` records.
 
     Raises:
         ValueError: No noise reaches the budget.
@@ -180,27 +172,26 @@ def least_multiplier(
 def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     if not ledger.releases:
         raise ValueError(
-            f"calibrate: {name} makes no release here, so there is nothing to "
-            "calibrate."
+            f"calibrate: {name} makes no release of this problem; run it without a "
+            "plan."
         )
     events = ledger.events().values()
     if budget.delta == 0 and not all(map(profiles.pure_epsilons, events)):
         raise ValueError(
-            f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
-            "releases with Gaussian noise, or draws at its price, which has none at "
-            "any scale. Use a delta well below 1/n, or ExponentialMechanism, or, on a "
-            "black box, RandomSearch."
+            f"calibrate: delta = 0 asks for pure differential privacy, which {name} "
+            "does not have at any noise. Use a delta well below 1/n, "
+            "ExponentialMechanism, or RandomSearch on a black box."
         )
     if budget.delta == 0 and ledger.failure > 0:
         raise ValueError(
-            f"calibrate: delta = 0 asks for pure differential privacy, but the draw of "
-            f"{name} is only close to its target. Use a delta well below 1/n, or "
-            "Grid, which draws exactly."
+            f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
+            "draws only close to its target. Use a delta well below 1/n, or Grid, "
+            "which draws exactly."
         )
 
 
 def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
-    """Refuses a plan whose noise only serves to hide the errors of computed scores."""
+    """Refuse a plan whose noise mainly hides the errors of computed scores."""
     inexact = sum(release.computed_error for release in ledger.releases)
     cost = profiles.total_variation_delta(budget.epsilon, inexact)  # of all draws
     check_rounding(
@@ -236,7 +227,7 @@ def _least_safe(
     tolerance: float,
     step: float = 2.0,
 ) -> float:
-    """The least argument, up to the tolerance, at which a falling delta is allowed."""
+    """Return the least argument, up to the tolerance, at which delta is allowed."""
     delta = functools.cache(delta)  # with sampled batches one takes a second
 
     def unsafe(scale: float) -> bool:
@@ -248,11 +239,10 @@ def _least_safe(
         step = step**2  # the bracket grows doubly exponentially
         if high > _LARGEST_SCALE:
             raise ValueError(
-                "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
-                "too small: with Poisson batches delta must exceed the chance that one "
-                "overflows, and with any sampled batches the rounding of their "
-                "composition, about 1e-15 a release. A declared training and the "
-                "releases of before= may not cost the budget by themselves."
+                "calibrate: no amount of noise reaches the budget, because epsilon or "
+                "delta is too small or before= or a declared training costs all of it. "
+                "Delta must exceed the probability that a Poisson batch overflows, and "
+                "1e-15 for each release from sampled batches."
             )
     if low == high:
         while not unsafe(low):
@@ -264,7 +254,7 @@ def _least_safe(
     ends = {math.log(scale): scale for scale in (low, high)}
 
     def excess(log_scale: float) -> float:
-        # The ends as they were found: an exponential of a logarithm is rounded.
+        # The ends as found: the exponential of a logarithm is rounded.
         scale = ends.get(log_scale, math.exp(log_scale))
         if delta(scale) > 0 and allowed > 0:  # nearly linear in the logarithm
             ratio = math.log(delta(scale) / allowed)
@@ -273,8 +263,8 @@ def _least_safe(
         if unsafe(scale):
             return max(ratio, _TINY)
         if -4 * tolerance < ratio < 0:
-            return 0.0  # near enough, so the search stops
-        # Not 0 where delta is what is allowed: it may be the same for less noise.
+            return 0.0  # close enough: the search stops
+        # Not 0 if delta equals the allowed one: it may be the same for less noise.
         return min(ratio, -_TINY)
 
     root = scipy.optimize.brentq(excess, *ends, xtol=tolerance / 4, maxiter=500)

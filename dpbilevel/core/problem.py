@@ -1,4 +1,4 @@
-"""What a plan and a run need of a problem, whatever it is."""
+"""The parts of a problem that plans and runs need."""
 
 import abc
 from typing import Self
@@ -13,47 +13,49 @@ from .levels import Sizes, one_level
 
 
 class AbstractProblem(eqx.Module):
-    """A problem on records: its shapes, their numbers, and what it refuses."""
+    """A problem on records."""
 
     @abc.abstractmethod
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Raises `ValueError` or `TypeError` where `w0` or `data` do not fit."""
+        """Raise `ValueError` or `TypeError` if `w0` or `data` do not fit."""
 
     @abc.abstractmethod
     def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
-        """The numbers of records in `data`.
+        """Return the numbers of records in `data`.
 
         Args:
             data: The records.
-            people: Who is behind them, for two levels.
+            people: Relation of the people in the levels, for two levels.
         """
 
     @abc.abstractmethod
     def check_sizes(self, owner: str, sizes: object) -> None:
-        """Refuses sizes of another kind than `sizes_of` returns.
+        """Refuse sizes of another kind than `sizes_of` returns.
 
         Args:
-            owner: What to name in an error.
+            owner: The caller, for an error.
             sizes: The planned sizes.
         """
 
     @abc.abstractmethod
     def check_people(self, data: PyTree, people: People) -> None:
-        """Refuses data that contradict `people`.
+        """Refuse data that contradict `people`.
 
         Args:
             data: The records.
-            people: Who is said to be behind them.
+            people: The declared relation of the people in the levels.
         """
 
     def traced(self, w0: PyTree, data: PyTree) -> Self:
-        """The problem with what tracing its functions can tell; by default nothing.
+        """Check `w0` and `data`; return the problem with what tracing them can tell.
+
+        Tracing tells nothing by default. Errors are those of `check`.
 
         Args:
-            w0: The starting point.
+            w0: The initial point.
             data: The records; only their shapes are read.
         """
-        del w0, data
+        self.check(w0, data)
         return self
 
 
@@ -61,7 +63,7 @@ class AbstractOneLevel(AbstractProblem):
     """A problem on the records of one level, whose sizes are one number."""
 
     def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
-        """The length of the leading axis.
+        """Return the length of the leading axis.
 
         Raises:
             TypeError: `people` is given, or the records are those of two levels.
@@ -79,7 +81,7 @@ class AbstractOneLevel(AbstractProblem):
         _checks.count(owner, sizes=sizes)
 
     def check_people(self, data: PyTree, people: People) -> None:
-        """Raises `TypeError`: `people` is for problems of two levels."""
+        """Raise `TypeError`: `people` is for problems of two levels."""
         raise TypeError(
             f"people={people.value!r} is for two levels; {type(self).__name__} has one."
         )

@@ -3,12 +3,11 @@
 from typing import Any, Self
 
 _WHY = {
-    "sample_weight": "weights would let one record count for more than the noise is "
-    "made for. Repeat no records either: a repeated record is one of a person with "
-    "several.",
-    "random_state": "whoever guesses a seed can subtract the noise. Pass key= to fit, "
-    "a typed key such as dpbilevel.root_key(), or nothing: then every fit draws a new "
-    "one from the operating system.",
+    "sample_weight": "weights would let one record count for more than the noise "
+    "covers. Do not repeat records either.",
+    "random_state": "a person who guesses a seed can subtract the noise. Give fit a "
+    "key=, such as dpbilevel.root_key(), or nothing: then every fit draws a new key "
+    "from the operating system.",
 }
 
 

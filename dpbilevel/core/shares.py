@@ -8,12 +8,12 @@ import numpy as np
 
 from ..privacy.queries import RECORDS
 
-# The noise of shares of columns and classes, and of groups and sources, in units of the
+# Noise of the shares of columns and classes, and of groups and sources, in units of the
 # noise of the usable share.
 OF_COLUMNS, OF_PLACES = 2.0, 3.0
-# Shares are judged with so many standard deviations of their noise, the usable share
-# and wrong columns with twice as many: a level whose records are all usable does not
-# stop by chance, except with probability 3e-5.
+# Margin of decisions, in standard deviations of the noise; twice as many for the usable
+# share and wrong columns. A level whose records are all usable stops by chance with
+# probability 3e-5.
 _DEVIATIONS = 2.0
 # A column is reported if it is wrong in more than this share of the records.
 _MANY = 0.1
@@ -22,13 +22,13 @@ _NEARLY_NONE = 0.05  # share of usable records that is called next to none
 
 @dataclasses.dataclass(frozen=True)
 class LevelUsability:
-    """The released means of the indicators of one level. Public.
+    """Released means of the indicators of one level. Public.
 
     Attributes:
         usable: The share of records that can be used, with noise: it may be outside
             of [0, 1].
-        noise_std: The standard deviation of the noise of `usable`; that of `columns`
-            and `classes` is twice as large, that of `places` three times.
+        noise_std: The standard deviation of the noise of `usable`. The noise of
+            `columns` and `classes` is twice as large, of `places` three times.
         columns: For each column, the share of records in which it is wrong. A record
             with `j` wrong columns counts as `j**-0.5` in each of them. The first one is
             the label's if there are classes.
@@ -61,7 +61,7 @@ class LevelUsability:
 
     @property
     def none_usable(self) -> bool:
-        """Return whether hardly any record can be used, as far as the noise tells."""
+        """Whether hardly any record can be used, beyond the noise."""
         most = max(_NEARLY_NONE, _DEVIATIONS * self.noise_std)
         return self.stops and self.usable < most
 
@@ -157,7 +157,7 @@ class LevelUsability:
 
 @dataclasses.dataclass(frozen=True)
 class Usability:
-    """Released shares of usable records of all levels. Public.
+    """Released fractions of usable records of all levels. Public.
 
     Attributes:
         levels: The released means by role: `"records"`, or `"upper"` and `"lower"`.
@@ -185,7 +185,7 @@ class Usability:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """One text for each level whose columns differ from the declaration."""
+        """Texts on the levels whose columns differ from the declaration, one each."""
         found = {role: _remark(level) for role, level in self.levels.items()}
         return tuple(
             f"{text[0].upper()}{text[1:]}"
@@ -197,7 +197,7 @@ class Usability:
 
 
 def _unseen(shares: dict[str, float], noise: float) -> list[str]:
-    """Return the values whose share does not stand out of zero."""
+    """Return the values whose share is zero up to noise."""
     return [name for name, share in shares.items() if share < _DEVIATIONS * noise]
 
 
@@ -205,13 +205,11 @@ def _remark(level: LevelUsability) -> str:
     """Return a text on the mistakes in a level; empty if there are none."""
     parts = []
     if level.stops or level.many_unusable:
-        share = f"{_percent(level.usable)} of the records can be used as declared"
-        noise = f"(noise {_percent(level.noise_std)})"
+        none = "no or next to no record can be used, so that a model of the records is "
         parts.append(
-            f"no or next to no record can be used, so that a model of the records is "
-            f"noise alone: about {share} {noise}"
-            if level.none_usable
-            else f"about {share} {noise}"
+            f"{f'{none}noise alone: ' if level.none_usable else ''}about "
+            f"{_percent(level.usable)} of the records can be used as declared (noise "
+            f"{_percent(level.noise_std)})"
         )
     elif level.often_wrong:
         parts.append(
@@ -220,11 +218,9 @@ def _remark(level: LevelUsability) -> str:
         )
     if parts and level.wrong:
         # These are lower bounds: several wrong cells of a record count in part.
-        shares = (
-            f"{name!r} (at least {_percent(level.columns[name])})"
-            for name in level.wrong[:5]
-        )
-        parts.append(f"wrong in many records: {', '.join(shares)}")
+        worst = ((name, _percent(level.columns[name])) for name in level.wrong[:5])
+        listed = ", ".join(f"{name!r} (at least {share})" for name, share in worst)
+        parts.append(f"wrong in many records: {listed}")
     absent = level.dropped if level.stops else level.rare
     if absent:
         names = _first(map(repr, absent))
@@ -235,15 +231,14 @@ def _remark(level: LevelUsability) -> str:
             "rare or misspelt"
         )
     if parts and (level.stops or absent):
-        for kind, of, times in (
-            ("classes", level.classes, OF_COLUMNS),
-            ("groups or sources", level.places, OF_PLACES),
-        ):
-            if of:
-                listed = (f"{name!r} ({_percent(v)})" for name, v in of.items())
-                noise = _percent(times * level.noise_std)
-                of_all = f"shares of the declared {kind} (noise {noise})"
-                parts.append(f"{of_all}: {_first(listed)}")
+        classes = "classes", level.classes, OF_COLUMNS
+        places = "groups or sources", level.places, OF_PLACES
+        for kind, shares, times in (classes, places):
+            if shares:
+                listed = (f"{name!r} ({_percent(v)})" for name, v in shares.items())
+                noise = f"(noise {_percent(times * level.noise_std)})"
+                declared = f"shares of the declared {kind} {noise}"
+                parts.append(f"{declared}: {_first(listed)}")
     return f"{'; '.join(parts)}." if parts else ""
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import html_table
-from .modules import Kept
+from .modules import StaticLeaves
 from .solver import Solver
 
 Report = TypeVar("Report", bound=PrivacyReport | None)
@@ -53,7 +53,7 @@ class Plan(Generic[Solver]):
         return html_table(type(self).__name__, self.rows())
 
     def __str__(self) -> str:
-        """The calibrated solver and the guarantee."""
+        """Return the calibrated solver and the guarantee as text."""
         return f"solver: {self.solver}\n\n{self.report}"
 
 
@@ -62,13 +62,13 @@ class Solution(eqx.Module, Generic[Report]):
 
     Attributes:
         value: The released answer: `w` for one level, `(x, y)` for two and for saddle
-            points; `y` is `None` where a solver does not release it.
+            points; `y` is `None` if the solver does not release it.
         trajectory: The released iterates with a leading axis of steps, or `None`.
-        rejected_updates: How many updates of an iterate, those of inner runs included,
-            were left out because their result was not finite. More than 0 means that
-            the run diverged: the answer is finite, but take a smaller step size.
+        rejected_updates: Number of updates of an iterate, those of inner runs included,
+            that were skipped because their result was not finite. If it is above 0 the
+            run diverged: the answer is finite, but take a smaller step size.
             Counted from released values: as private as the rest.
-        report: The guarantee, where the call planned the run: `fit`, or
+        report: The guarantee, if the call planned the run: `fit`, or
             `search.minimize` with `budget`; otherwise `None`, as the plan has it.
             Static.
     """
@@ -78,11 +78,11 @@ class Solution(eqx.Module, Generic[Report]):
     rejected_updates: Int[Array, ""] | int = 0
     report: Report = eqx.field(static=True, default=None)
 
-    def with_kept(self, kept: Kept) -> Self:
+    def with_leaves(self, leaves: StaticLeaves) -> Self:
         """Return the solution as modules, with the leaves that are no arrays."""
-        parts: dict[str, Any] = {"value": kept.merge(self.value)}
+        parts: dict[str, Any] = {"value": leaves.merge(self.value)}
         if self.trajectory is not None:
-            parts["trajectory"] = kept.merge(self.trajectory)
+            parts["trajectory"] = leaves.merge(self.trajectory)
         return dataclasses.replace(self, **parts)
 
     def __repr__(self) -> str:
@@ -119,19 +119,19 @@ class Solution(eqx.Module, Generic[Report]):
     def _pair(self) -> tuple[PyTree, PyTree]:
         if not isinstance(self.value, tuple) or len(self.value) != 2:
             raise AttributeError(
-                "only the solution of a bilevel problem or a saddle point has x and y; "
+                "only solutions of bilevel problems and saddle points have x and y; "
                 "use .value."
             )
         return self.value
 
 
 def divergence(rejected_updates: int) -> str | None:
-    """The warning for the user, or `None` where no update was left out."""
+    """Return the warning for the user, or `None` if no update was skipped."""
     if not rejected_updates:
         return None
     return (
         f"the run diverged: {rejected_updates} updates were left out because their "
-        "result was not finite, so the answer is finite but of little use. What was "
-        "released is as private as stated. Take a smaller step size, or sets that "
-        "bound the variables; another run is another release."
+        "result was not finite, so the answer is of little use, but as private as "
+        "stated. Take a smaller step size, or sets that bound the variables; another "
+        "run is another release."
     )

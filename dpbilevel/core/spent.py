@@ -1,4 +1,4 @@
-"""The private runs of this process, and what they cost together."""
+"""The private runs of this process, and their total cost."""
 
 import dataclasses
 import math
@@ -17,9 +17,11 @@ from ..privacy.records.disk import shapes_of
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from .levels import people_of
 
+Costs = tuple[float, float]  # epsilon and delta
+
 
 class PrivacyWarning(UserWarning):
-    """Warning that several runs on records of one shape add up their budgets."""
+    """Warning that the budgets of several runs on records of one shape add up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class ProcessRun:
         relation: The neighbouring relation.
         people: Relation of the people in the levels; empty for one level.
         records: The public number of records, and the shapes of their parts.
-        times: How often it was made without another run in between.
+        times: Number of such runs without another run in between.
     """
 
     method: str
@@ -47,11 +49,10 @@ class ProcessRun:
     def __str__(self) -> str:
         """Return the run as one line of text."""
         times = f"{self.times} times, each " if self.times > 1 else ""
-        cost = f"epsilon = {rounded_up(self.epsilon)} at delta = "
         people = f", people {self.people}" if self.people else ""
         return (
-            f"{self.method}: {times}{cost}{rounded_up(self.delta)} "
-            f"({self.relation}{people}), {self.records}"
+            f"{self.method}: {times}{cost_of([self])} ({self.relation}{people}), "
+            f"{self.records}"
         )
 
 
@@ -88,7 +89,7 @@ class ProcessSpending:
         return min(1.0, total(run.times * run.delta for run in self.runs))
 
     @property
-    def advanced(self) -> tuple[float, float]:
+    def advanced(self) -> Costs:
         r"""Epsilon and delta by advanced composition.
 
         With $\tilde\delta = \sum_i \delta_i$ the total is
@@ -113,8 +114,8 @@ class ProcessSpending:
         epsilon, delta = self.advanced
         if epsilon < self.epsilon:
             lines.append(
-                f"  by advanced composition: epsilon = {rounded_up(epsilon)} at delta "
-                f"= {rounded_up(delta)}, if all budgets were fixed before the first run"
+                f"  by advanced composition: {_text(epsilon, delta)}, if all budgets "
+                "were fixed before the first run"
             )
         return "\n".join([*lines, *(f"  {run}" for run in self.runs)])
 
@@ -125,20 +126,15 @@ class _Process:
     def __init__(self):
         self.lock = threading.Lock()
         self.runs: list[ProcessRun] = []
-        self.shapes: dict[str, bool] = {}  # whether each was warned of
-        self.costs: dict[int, tuple[weakref.ref, Any, tuple[float, float]]] = {}
+        self.shapes: dict[str, bool] = {}  # whether a warning was given for each
+        self.costs: dict[int, tuple[weakref.ref, Any, Costs]] = {}  # by id of solver
 
-    def count(self, run: ProcessRun, shapes: str) -> None:
+    def count(self, run: ProcessRun) -> None:
         """Add a run, under the lock."""
-        self.shapes.setdefault(shapes, False)
+        self.shapes.setdefault(run.records, False)
         if self.runs and dataclasses.replace(self.runs[-1], times=1) == run:
             run = dataclasses.replace(run, times=self.runs.pop().times + 1)
         self.runs.append(run)
-
-    def costs_of(self, solver: Any, sizes: Any) -> tuple[float, float] | None:
-        """Return epsilon and delta of a run on data of these sizes, if known."""
-        of, planned, costs = self.costs.get(id(solver), (lambda: None, None, None))
-        return costs if of() is solver and planned == sizes else None
 
 
 _process = _Process()
@@ -166,18 +162,14 @@ def planned(solver: Any, report: PrivacyReport) -> None:
     _remember(solver, solver.sizes, costs_by(report))
 
 
-def costs_by(report: PrivacyReport) -> tuple[float, float]:
-    """Return the epsilon and delta that a report claims."""
+def costs_by(report: PrivacyReport) -> Costs:
+    """Return epsilon and delta of a report; epsilon is infinite if none is claimed."""
     claimed = report.status is not Status.HEURISTIC
     return report.epsilon if claimed else math.inf, report.delta
 
 
 def begun(
-    method: str,
-    relation: str,
-    costs: tuple[float, float],
-    sizes: Any,
-    records: PyTree,
+    method: str, relation: str, costs: Costs, sizes: Any, records: PyTree
 ) -> Callable[[], None]:
     """Return a function that counts a run of this process, once however often called.
 
@@ -195,28 +187,26 @@ def begun(
             each shape and process.
     """
     parts = jax.tree.leaves(shapes_of(records))
-    widths = sorted({np.shape(part)[1:] for part in parts})
+    widths = ", ".join(map(str, sorted({np.shape(part)[1:] for part in parts})))
     people = people_of(sizes)
-    whose = "" if people is None else str(people.value)
-    many = f"{sizes} records" if people is None else f"{sizes.upper} upper records"
+    shapes = f"{sizes} records"
     if people is not None:
-        many += f", {sizes.lower} lower records"
-    each = ", ".join(map(str, widths))
-    shapes = f"{many} (shapes of one record: {each})" if widths else many
+        shapes = f"{sizes.upper} upper records, {sizes.lower} lower records"
+    shapes += f" (shapes of one record: {widths})" if widths else ""
+    whose = "" if people is None else str(people.value)
     run = ProcessRun(method, *costs, relation, whose, shapes)
     with _process.lock:
         again = _process.shapes.get(shapes) is False
-        earlier = [r for r in _process.runs if r.records == shapes] if again else []
+        earlier = [r for r in _process.runs if r.records == shapes]
         if again:
             _process.shapes[shapes] = True
     if again:
         both = ProcessSpending((*earlier, run))
         _checks.warn(
             f"{method}: a second private run of this process on {shapes}. If both read "
-            f"the same records, their budgets add: epsilon = "
-            f"{rounded_up(both.epsilon)} at delta = {rounded_up(both.delta)}. This is "
-            "said once for each shape of records; dpbilevel.spent() has the total of "
-            "all runs.",
+            f"the same records, their budgets add: {_text(both.epsilon, both.delta)}. "
+            "This is said once for each shape of records; dpbilevel.spent() has the "
+            "total of all runs.",
             PrivacyWarning,
         )
     waiting = [run]
@@ -224,12 +214,12 @@ def begun(
     def count() -> None:
         with _process.lock:
             while waiting:
-                _process.count(waiting.pop(), shapes)
+                _process.count(waiting.pop())
 
     return count
 
 
-def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, float]:
+def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> Costs:
     """Return epsilon and delta of a run: those of its plan, or computed and printed.
 
     Args:
@@ -239,11 +229,10 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
         owner: The called function.
     """
     with _process.lock:
-        known = _process.costs_of(solver, sizes)
-    if known is not None:
-        return known
-    people = people_of(sizes)
-    count = sizes if people is None else min(sizes.upper, sizes.lower)
+        of, planned, costs = _process.costs.get(id(solver), (lambda: None, None, None))
+    if costs is not None and of() is solver and planned == sizes:
+        return costs
+    count = sizes if people_of(sizes) is None else min(sizes.upper, sizes.lower)
     delta = 10.0 ** math.floor(math.log10(0.1 / max(count, 1)))
     try:
         ledger = solver.with_sizes(sizes).ledger(problem, sizes)
@@ -251,17 +240,17 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
     except ValueError:  # not calibrated: the run itself raises the error
         return math.inf, delta
     print(
-        f"{owner}: without a plan, this run costs epsilon = {rounded_up(epsilon)} at "
-        f"delta = {rounded_up(delta)} ({solver.neighbours.value}, {sizes} records), by "
-        "the noise and in the precision of the solver. dpbilevel.calibrate finds the "
-        'noise for a budget, and sets precision="grid".',
+        f"{owner}: without a plan, this run costs {_text(epsilon, delta)} "
+        f"({solver.neighbours.value}, {sizes} records), by the noise and in the "
+        "precision of the solver. dpbilevel.calibrate finds the noise for a budget, "
+        'and sets precision="grid".',
         file=sys.stderr,
     )
     _remember(solver, sizes, (epsilon, delta))
     return epsilon, delta
 
 
-def _remember(solver: Any, sizes: Any, costs: tuple[float, float]) -> None:
+def _remember(solver: Any, sizes: Any, costs: Costs) -> None:
     place = id(solver)
 
     def forget(_):
@@ -272,7 +261,7 @@ def _remember(solver: Any, sizes: Any, costs: tuple[float, float]) -> None:
 
 
 def totals(runs: Sequence[Any]) -> list[str]:
-    """Return what runs cost together, in lines of text."""
+    """Return the total cost of runs, in lines of text."""
     lines, groups = [], {}
     for run in sorted(runs, key=lambda run: (run.relation, run.people)):
         groups.setdefault((run.relation, run.people), []).append(run)
@@ -281,19 +270,22 @@ def totals(runs: Sequence[Any]) -> list[str]:
         whose = f", people {people}" if people else ""
         lines += [f"spending: {count} {cost_of(group)} ({relation}{whose})"]
     if len(runs) > 1:
-        lines += ["  by basic composition, where they read the same records"]
+        lines += ["  by basic composition, if they read the same records"]
     if len(groups) > 1:
         lines += ["  under different relations or people no total is stated"]
     return lines
 
 
 def total(costs: Iterable[float]) -> float:
-    """The sum of costs, rounded once."""
+    """Return the sum of costs, rounded once."""
     return math.fsum(costs)
 
 
 def cost_of(runs: Sequence[Any]) -> str:
     """Return the summed epsilon and delta of runs as text."""
-    epsilon = total(run.epsilon for run in runs)
     delta = min(1.0, total(run.delta for run in runs))
+    return _text(total(run.epsilon for run in runs), delta)
+
+
+def _text(epsilon: float, delta: float) -> str:
     return f"epsilon = {rounded_up(epsilon)} at delta = {rounded_up(delta)}"

@@ -29,13 +29,13 @@ from .loop import public_rows
 from .plan import least_multiplier
 from .shares import OF_COLUMNS, OF_PLACES, LevelUsability, Usability
 
-SHARE = 0.01  # share of the squared budget
+SHARE = 0.01  # of the squared budget
 # Lengths of the blocks, in units of the usable entry. Shorter blocks mean less noise in
 # the usable entry, and more noise in the blocks.
 _BLOCK, _PLACES = 1 / OF_COLUMNS, 1 / OF_PLACES
 # With more groups or sources their shares are lost in the noise, so none is released.
 _MOST_PLACES = 64
-_MOST_NOISE = 0.25  # the usable share is released if its noise is at most this
+_MOST_NOISE = 0.25  # of the usable share, for its release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +244,7 @@ def released_mean(
 
 
 @functools.lru_cache(maxsize=128)
-def _planned(
-    columns: tuple[tuple[str, Columns], ...],
-    budget: PrivacyBudget,
-    sizes: Sizes | int,
-    neighbours: Neighbours,
-    precision: Precision,
-) -> RecordsCheck:
+def _planned(columns, budget, sizes, neighbours, precision) -> RecordsCheck:
     if budget.delta == 0:
         return RecordsCheck(columns, ())
 
@@ -265,10 +259,10 @@ def _planned(
         return [Release(_NAMES[q.role], 1, (q,), noise) for q in queries]
 
     all_roles = dict(columns)
-    kept = [r for r in planned(all_roles) if r.noise_std <= _MOST_NOISE]
+    precise = [r for r in planned(all_roles) if r.noise_std <= _MOST_NOISE]
     return RecordsCheck(
         columns,
-        tuple(planned({q.role: all_roles[q.role] for r in kept for q in r.queries})),
+        tuple(planned({q.role: all_roles[q.role] for r in precise for q in r.queries})),
     )
 
 
@@ -277,9 +271,7 @@ _NAMES[RECORDS] = "usable records"
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _released(
-    query: Query, mechanism: Gaussian, rows: Any, *, key: PRNGKey
-) -> Float[Array, " w"]:
+def _released(query: Query, mechanism: Gaussian, rows, *, key) -> Float[Array, " w"]:
     """Make the release of one query; compiled once for all multipliers."""
     upper, lower = (rows if role == query.role else None for role in LEVELS)
     data = rows if query.role == RECORDS else Levels(upper, lower)
@@ -291,9 +283,7 @@ def _itself(row: Float[Array, " w"]) -> Float[Array, " w"]:
     return row
 
 
-def _level(
-    columns: Columns, released: Float[Array, " w"], noise_std: float
-) -> LevelUsability:
+def _level(columns: Columns, released, noise_std: float) -> LevelUsability:
     """Return the shares that a mean of rows of `Columns.indicators` represents."""
     means, count = np.asarray(released, float), len(columns.names)
     wrong, rest = means[1 : 1 + count] / _BLOCK, means[1 + count :]

@@ -1,1 +1,1 @@
-"""A run between its steps: callbacks, checkpoints, locks and what it has spent."""
+"""Runs between their steps: callbacks, checkpoints, locks and spending records."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in progress. SECRET: they hold the key of noise to come."""
+"""Checkpoints of a run in progress. SECRET: they hold the key of future noise."""
 
 import contextlib
 import dataclasses
@@ -38,12 +38,12 @@ class Checkpoint:
     """A run between two chunks. SECRET.
 
     Attributes:
-        done: The number of steps done.
+        done: Number of steps done.
         key: The key of the steps to come. Earlier noise cannot be computed from it.
         state: The solver's state, on the host; a list of its leaves after `read`.
         path: The released trajectory so far, on the host; a list of its leaves after
             `read`.
-        fingerprint: What must not change between the parts of a run.
+        fingerprint: Facts that must not change between the parts of a run.
     """
 
     done: int
@@ -52,20 +52,15 @@ class Checkpoint:
     path: PyTree
     fingerprint: dict[str, Any]
 
-    @property
-    def has_released(self) -> bool:
-        """Whether anything was released from the records so far."""
-        return self.done > 0 or CHECK in self.fingerprint
-
     def __repr__(self) -> str:
-        """The number of steps; never the key."""
+        """Return the number of steps; never the key."""
         return f"Checkpoint(done={self.done})"
 
 
 def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> None:
-    """Replaces the folder's checkpoint in one step; readable by its owner alone.
+    """Replace the folder's checkpoint in one step; only its owner can read it.
 
-    The file starts with `notice`: what it holds, for whoever finds it.
+    The file starts with `notice`, a text that says what the file holds.
 
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
@@ -87,7 +82,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
 
 
 def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
-    """Reads the checkpoint of a folder.
+    """Return the checkpoint of a folder.
 
     Raises:
         ValueError: There is none, or it is damaged or of another program.
@@ -102,7 +97,7 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
 
 
 def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint:
-    """The checkpoint that a file holds.
+    """Return the checkpoint that a file holds.
 
     Raises:
         ValueError: The content is damaged or of another program.
@@ -112,9 +107,8 @@ def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint
     if not content.startswith(notice) or not intact:
         raise ValueError(
             f"{file} is damaged or not a checkpoint of this version of dpbilevel, so "
-            "the run cannot go on. Put back a copy of it if there is one. Otherwise "
-            "start over with --restart: a new release, which the folder's spending "
-            "record adds up."
+            "the run cannot go on. Put back a copy of it, or start a new run: another "
+            "release, which adds to the folder's spending record."
         )
     arrays = np.load(io.BytesIO(body), allow_pickle=False)  # a pickle could run code
     public = json.loads(arrays["public"].tobytes())
@@ -128,14 +122,28 @@ def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint
     )
 
 
+def has_released(folder: Path) -> bool:
+    """Return whether the run of a folder's checkpoint, if any, released anything."""
+    file = folder / NAME
+    if not file.exists():
+        return False
+    content = file.read_bytes()
+    notice = content[: content.find(b"\n") + 1]  # of a run or a search
+    try:
+        saved = parsed(file, content, notice=notice)
+    except Exception:  # damaged
+        return True
+    return saved.done > 0 or CHECK in saved.fingerprint
+
+
 def remove(folder: Path) -> None:
-    """Deletes the checkpoint of a finished run, and what a crash left of one."""
+    """Delete the checkpoint of a finished run, and the leftovers of a crash."""
     for name in (NAME, TEMPORARY):
         (folder / name).unlink(missing_ok=True)
 
 
 def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Writes a file so that at any time it is the old one or the new one, whole.
+    """Write a file so that at any time it is completely the old or the new one.
 
     Raises:
         OSError: The disk refuses; the old file is intact.
@@ -143,7 +151,7 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
     temporary = file.with_name(f"{file.name}.tmp")
     with uninterruptible():
         try:
-            temporary.unlink(missing_ok=True)  # what a crash left
+            temporary.unlink(missing_ok=True)  # of a crash
             _create(temporary, content, mode)
             os.replace(temporary, file)  # at once, or not at all
             _sync_folder(file.parent)
@@ -155,25 +163,25 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def replace_json(file: Path, page: dict[str, Any]) -> None:
-    """Writes a page of JSON by `replace`, which raises `OSError`."""
+    """Write a page of JSON by `replace`, which raises `OSError`."""
     replace(file, (json.dumps(page, indent=2) + "\n").encode())
 
 
 def npz(arrays: dict[str, Any]) -> bytes:
-    """Arrays in NumPy's format."""
+    """Return arrays as a file in NumPy's format."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     return buffer.getvalue()
 
 
 def versions() -> dict[str, str]:
-    """The software that a run's bits depend on."""
+    """Return the versions of the software that a run's bits depend on."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
 
 
 def software() -> dict[str, str | bool]:
-    """All that a run's bits depend on besides its arguments."""
+    """Return all that a run's bits depend on besides its arguments."""
     settings: Any = jax.config  # without the names of all settings for type checkers
     return {
         **versions(),
@@ -184,7 +192,7 @@ def software() -> dict[str, str | bool]:
 
 
 def _create(file: Path, content: bytes, mode: int) -> None:
-    """Writes a new file, down to the disk."""
+    """Write a new file, down to the disk."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # refuses a link at that name
     descriptor = os.open(file, flags, mode)
     with os.fdopen(descriptor, "wb") as out:
@@ -194,7 +202,7 @@ def _create(file: Path, content: bytes, mode: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut, where folders can be synced."""
+    """Make a rename last through a power cut, if the system can sync folders."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,14 +1,13 @@
-"""Ctrl-C and SIGTERM on the command line: the process ends at once, its files whole.
+"""Ctrl-C and SIGTERM on the command line: the process ends at once, its files intact.
 
-Python's `KeyboardInterrupt` would not do. Raised in an import, a callback or a
-destructor it is lost or leaves half of something behind; while compiled code runs it
-has to wait; and after it the interpreter is torn down under threads that still compile
-or compute, which crashes. Here a thread of its own waits for the signals. When one
-comes, the thread lets the files that are being written be written
-(`uninterruptible`), calls what has to be called at the end (`on_exit`), writes one line
-to stderr and ends the process without a teardown. A second signal a second later ends
-the process wherever it hangs. A command that has `ended` leaves without a teardown too,
-so that a signal is never late.
+Python's `KeyboardInterrupt` is not enough. Raised in an import, a callback or a
+destructor it is lost or leaves something half done. While compiled code runs it has to
+wait. After it the interpreter is torn down under threads that still compile or compute,
+which crashes. Here a separate thread waits for the signals. When one arrives, the
+thread waits for files that are being written (`uninterruptible`), calls the actions of
+`on_exit`, writes one line to stderr and ends the process without a teardown. A second
+signal a second later ends the process wherever it hangs. A command that has `ended`
+leaves without a teardown too, so that a signal is never late.
 
 Only the process of a command is watched. Elsewhere, and on Windows, an interrupt is
 Python's `KeyboardInterrupt`.
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PATIENCE = 1.0  # seconds: what forwards a signal often sends it twice
+_PATIENCE = 1.0  # seconds; programs that forward a signal often send it twice
 
 _writing: AbstractContextManager[object] = contextlib.nullcontext()
 _code: list[int] = []
@@ -34,9 +33,9 @@ _message: list[Callable[[], str]] = [lambda: "dpbilevel: interrupted"]
 
 
 def watch() -> None:
-    """Ends this process at SIGINT and SIGTERM from now on, with codes 130 and 143.
+    """End this process at SIGINT and SIGTERM from now on, with codes 130 and 143.
 
-    To be called once, in the main thread, before anything that takes long is imported.
+    Call it once, in the main thread, before anything that takes long is imported.
     A signal that the process was started to ignore stays ignored.
     """
     if os.name != "posix":
@@ -46,7 +45,7 @@ def watch() -> None:
     numbers = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     arrived, arrives = os.pipe()
     os.set_blocking(arrives, False)
-    signal.set_wakeup_fd(arrives)  # written to whatever the main thread does
+    signal.set_wakeup_fd(arrives)  # also while the main thread is busy
     for number in numbers:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
@@ -55,21 +54,21 @@ def watch() -> None:
 
 
 def ended(code: int) -> None:
-    """Says that the command of this process has ended, and nothing else is to come."""
+    """Declare that the command of this process has ended."""
     _code.append(code)
 
 
 def uninterruptible() -> AbstractContextManager[object]:
-    """A block that is run to its end, or not at all: no signal ends the process in it.
+    """Return a context in which no signal ends the process.
 
-    For writing files; nothing in it may take long.
+    It is for writing files; nothing in it may take long.
     """
     return _writing
 
 
 @contextlib.contextmanager
 def on_exit(action: Callable[[], None]) -> Iterator[None]:
-    """Calls a short `action` at the end of a block, also where a signal ends it."""
+    """Call a short `action` at the end of a block, also if a signal ends it."""
     _actions.append(action)
     try:
         yield
@@ -80,14 +79,14 @@ def on_exit(action: Callable[[], None]) -> Iterator[None]:
 
 
 def say(message: Callable[[], str]) -> None:
-    """Sets what is said when a signal ends the process."""
+    """Set the message that is written when a signal ends the process."""
     _message[0] = message
 
 
 def _wait(arrived: int) -> None:
-    """Ends the process at the first signal."""
+    """End the process at the first signal."""
     code = 128 + os.read(arrived, 1)[0]
-    with contextlib.suppress(RuntimeError):  # where no thread can be started
+    with contextlib.suppress(RuntimeError):  # no thread can be started
         threading.Thread(target=_insist, args=(arrived, code), daemon=True).start()
     with _writing:
         try:
@@ -100,14 +99,14 @@ def _wait(arrived: int) -> None:
 
 
 def _insist(arrived: int, code: int) -> None:
-    """Ends the process at the second signal."""
+    """End the process at the second signal."""
     time.sleep(_PATIENCE)
     os.read(arrived, 1)
     os._exit(code)
 
 
 def _leave(numbers: list[signal.Signals]) -> None:
-    """Skips the teardown after a command; after an error, lets signals kill in it."""
+    """Skip the teardown after a command; let signals kill it after an error."""
     if _code:
         with contextlib.suppress(OSError):  # which the teardown reports
             sys.stdout.flush()

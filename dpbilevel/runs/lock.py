@@ -1,69 +1,88 @@
-"""One run at a time in a folder: a lock that the operating system lets go of."""
+"""One run at a time in a folder: a lock that ends with its process."""
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import filelock
 
 from .interrupts import on_exit, uninterruptible
 from .process_zero import on_process_zero
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 NAME = "dpbilevel.lock"
-_ATTEMPTS = 100  # each fails only if another run ends at that moment
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Callable[[], None]]:
     """Keep every other run out of a folder, which is created if need be.
 
-    Yields a function that raises `ValueError` if the lock file was deleted or replaced
-    since, because another run may hold a new one. Call it, in process 0, before a run
-    writes a release to disk.
+    Yields a function that raises `ValueError` unless this process still holds the lock
+    file of the folder. If the file was deleted or replaced, another run may hold a new
+    one. Call the function, in process 0, before a run writes a release to disk.
 
-    A killed process leaves its file behind but no lock; the next run takes it over.
-    If there are no file locks, a warning says so and nothing is locked. A folder that
-    was created here and is empty at the end is removed. A process that is forked inside
-    leaves the lock as it is.
+    A killed process leaves its file behind but no lock; the next run takes it over. A
+    process that is forked inside neither holds nor ends the lock. A folder that was
+    created here and is empty at the end is removed.
 
     In a program of several processes (`jax.distributed`) all call this together, and
     process 0 holds the lock.
 
     Raises:
         ValueError: Another run is in progress there.
-        OSError: The folder cannot be made or written to.
+        OSError: The folder cannot be made or written to, or its disk has no file locks.
     """
-    made: list[Path] = []
-    taken: list[int] = []
-    process = os.getpid()
+    file, locked = folder / NAME, []
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+
+    def sign(descriptor: int) -> None:
+        locked.append(os.fstat(descriptor))
+        with contextlib.suppress(OSError):  # the disk may be full; the lock holds
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+
+    lock = filelock.FileLock(
+        file, timeout=0, mode=0o600, thread_local=False, on_acquired=sign
+    )
 
     def take() -> None:
-        made.extend(path for path in (folder, *folder.parents) if not path.exists())
-        taken.extend(_take(folder))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(
+                f"{folder} is in use by another run{_holder(file)}. Wait until that "
+                "run ends, or give a new folder; nothing was spent."
+            ) from None
+        except OSError as error:
+            raise OSError(
+                f"cannot lock the folder {folder}: {error.strerror or error}. Give a "
+                "folder on a local disk that you can write to."
+            ) from error
+
+    def is_held() -> bool:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return lock.is_locked and os.path.samestat(locked[0], file.stat())
+        return False
 
     def leave() -> None:
-        forked = os.getpid() != process  # the lock is still that of the other process
-        for descriptor in taken:
-            with contextlib.suppress(OSError):  # the lock itself goes last
-                if not forked and _is_at(descriptor, folder / NAME):
-                    (folder / NAME).unlink()
-            os.close(descriptor)
-        for path in made if not forked else ():
-            with contextlib.suppress(OSError):
+        if not lock.is_locked:  # a forked process, or one that is not process 0
+            return
+        with contextlib.suppress(OSError):
+            if is_held():
+                file.unlink()
+        lock.release()
+        for path in made:
+            with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
 
     def check() -> None:
-        if not all(_is_at(descriptor, folder / NAME) for descriptor in taken):
+        if not is_held():
             raise ValueError(
-                f"{folder / NAME} was deleted or replaced while this run held it, so "
-                "another run may be in progress in the folder. This run stops without "
-                f"its last release; if no other process uses {folder}, start again as "
-                "after an interruption."
+                f"{file} was deleted or replaced while this run held it, so another "
+                "run may be in progress in the folder. This run stops without its last "
+                f"release; if no other process uses {folder}, start again as after an "
+                "interruption."
             )
 
     with on_exit(leave):
@@ -73,92 +92,18 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a run is in progress in a folder, as far as locks can tell."""
-    if fcntl is None:
+    """Return whether a run is in progress in a folder, as far as locks can tell."""
+    if not (folder / NAME).exists():
         return False
     try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+        with filelock.FileLock(folder / NAME, timeout=0):
+            return False
+    except OSError as error:
+        return isinstance(error, filelock.Timeout)
 
 
-def _take(folder: Path) -> list[int]:
-    """Return the descriptor of the locked file; none if there are no locks."""
-    for _ in range(_ATTEMPTS):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"cannot create the folder {folder}: {error.strerror}"
-            ) from error
-        if fcntl is None:
-            _warn(folder)
-            return []
-        try:
-            descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:
-            continue  # another run, at its end, removed the empty folder
-        except OSError as error:
-            raise OSError(
-                f"cannot write to the folder {folder}: {error.strerror}"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 20).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise ValueError(_busy(folder, holder)) from None
-        except OSError:
-            os.close(descriptor)
-            (folder / NAME).unlink(missing_ok=True)
-            _warn(folder)
-            return []
-        if _is_at(descriptor, folder / NAME):
-            _sign(descriptor)
-            return [descriptor]
-        os.close(descriptor)  # its last holder removed the file in the meantime
-    raise OSError(
-        f"cannot lock the folder {folder}: its disk does not tell whether "
-        f"{NAME} is the file that was opened. Give a folder on a local disk."
-    )
-
-
-def _busy(folder: Path, holder: str) -> str:
-    process = f" (process {holder})" if holder else ""
-    return (
-        f"--out {folder} is in use by another run{process}. Wait until that run ends, "
-        "or give a new folder; this command has spent nothing."
-    )
-
-
-def _warn(folder: Path) -> None:
-    """Says that nothing is locked."""
-    warnings.warn(
-        f"no file locks on this system or disk: start no other run in {folder} while "
-        "this one is in progress, or their results and spending records mix.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-def _sign(descriptor: int) -> None:
-    """Writes the number of this process, for the message to another."""
-    with contextlib.suppress(OSError):  # the disk may be full; the lock holds
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-
-
-def _is_at(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+def _holder(file: Path) -> str:
+    """Return the number of the process that wrote a lock file, for a message."""
+    with contextlib.suppress(OSError):
+        return f" (process {file.read_text(errors='replace').strip()})"
+    return ""

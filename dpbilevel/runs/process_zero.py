@@ -10,7 +10,7 @@ _KINDS = {"OSError": OSError, "ValueError": ValueError}
 
 
 def on_process_zero(action: Callable[[], bytes | None]) -> bytes | None:
-    """Calls `action` in process 0, and returns in every process what it returned.
+    """Call `action` in process 0; return its result in every process.
 
     All processes call this together; each waits until the action has ended. In a
     program of one process it is a plain call.
@@ -30,16 +30,16 @@ def on_process_zero(action: Callable[[], bytes | None]) -> bytes | None:
         except (OSError, ValueError) as error:
             raised, content = error, str(error).encode()
             outcome = "OSError" if isinstance(error, OSError) else "ValueError"
-    outcome, content = _from_first(outcome.encode()).decode(), _from_first(content)
+    outcome, content = _broadcast(outcome.encode()).decode(), _broadcast(content)
     if outcome in _KINDS:
         raise raised or _KINDS[outcome](content.decode())
     return content if outcome == "bytes" else None
 
 
-def _from_first(content: bytes) -> bytes:
-    """The bytes of process 0, in all processes."""
+def _broadcast(content: bytes) -> bytes:
+    """Return the bytes of process 0 in all processes."""
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    own = np.zeros(size, np.uint8)  # of the others, nothing is read
+    own = np.zeros(size, np.uint8)  # those of other processes are ignored
     if jax.process_index() == 0:
         own = np.frombuffer(content, np.uint8)
     return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()

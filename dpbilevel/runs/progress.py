@@ -9,7 +9,7 @@ from .interrupts import uninterruptible
 
 
 def check_bar(what: str) -> None:
-    """Refuses to show a bar without tqdm.
+    """Check that tqdm is installed.
 
     Raises:
         ValueError: tqdm is not installed; the message starts with `what`.
@@ -22,16 +22,16 @@ def check_bar(what: str) -> None:
 def step_bar(
     num_steps: int, what: str, *, shown: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """A bar that appears when it is first set; needs tqdm where it is shown.
+    """Make a bar that appears when it is first set; a shown bar needs tqdm.
 
     Args:
-        num_steps: How many there are, or 0 where it is not known yet.
-        what: What makes the steps, in front of the bar.
+        num_steps: Number of steps, or 0 if it is not known yet.
+        what: Label of the bar.
         shown: Whether to show it.
 
     Yields:
-        `at(done, total=None, **numbers)`: sets the steps done, their number where it
-        was not known, and numbers to show beside them.
+        A function `at(done, total=None, **numbers)` that sets the steps done, the
+        number of all steps if it was not known, and numbers to show beside the bar.
     """
     if not shown:
         yield lambda done, total=None, **numbers: None

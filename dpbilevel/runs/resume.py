@@ -1,4 +1,4 @@
-"""A run in parts: how it begins, goes on from a checkpoint, and ends."""
+"""Runs in parts: how they begin, go on from a checkpoint, and end."""
 
 import dataclasses
 import json
@@ -29,10 +29,10 @@ def first_checkpoint(
     fingerprint: dict[str, Any],
     with_start: bool,
 ) -> Checkpoint:
-    """A run before its first step.
+    """Return a run before its first step.
 
-    `fingerprint` holds what must not change between the parts of the run; with
-    `with_start` the start is row 0 of its path.
+    `fingerprint` holds the facts that must not change between the parts of the run.
+    With `with_start` the initial point is row 0 of its path.
     """
     state = _on_host(solver.init(problem, w0))
     start = _on_host(solver.released(state))
@@ -48,18 +48,18 @@ def run_in_parts(
     *,
     chunk: int = 1,
 ) -> Checkpoint:
-    """Runs the steps that are left; the bits do not depend on interruptions.
+    """Run the steps that are left; the bits do not depend on interruptions.
 
     Args:
         part: Maps the run so far and one key for each of the next steps to the state
             after them and the iterates that they released, one a row.
         saved: The run so far.
-        num_steps: The steps of a whole run.
+        num_steps: Number of steps of a whole run.
         keep: Called with the run after each part.
-        chunk: The steps of a part; the last part may have fewer.
+        chunk: Number of steps of a part; the last part may have fewer.
     """
     while saved.done < num_steps:
-        # The next checkpoint holds `key`, which does not tell the noise before it.
+        # The next checkpoint holds `key`, from which earlier noise cannot be computed.
         key, keys = step_keys(saved.key, min(chunk, num_steps - saved.done))
         saved = after(saved, key, len(keys), *part(saved, keys))
         keep(saved)
@@ -69,13 +69,13 @@ def run_in_parts(
 def after(
     saved: Checkpoint, key: PRNGKey, steps: int, state: PyTree, rows: PyTree
 ) -> Checkpoint:
-    """The run after further steps.
+    """Return the run after further steps.
 
     Args:
-        saved: The run before them.
-        key: That of the steps to come.
-        steps: How many were made.
-        state: The state after them.
+        saved: The run before these steps.
+        key: The key of the steps to come.
+        steps: Number of steps made.
+        state: The state after the steps.
         rows: The iterates that they released, one a row.
     """
     # Through the host each time, as after a resume, so that no bit can differ.
@@ -87,16 +87,16 @@ def after(
 def resume_run(
     folder: Path, saved: Checkpoint, first: Checkpoint, records: str = "the records"
 ) -> Checkpoint:
-    """An interrupted run, to go on with.
+    """Return an interrupted run, checked to be the same as at its beginning.
 
     Args:
         folder: Its folder.
         saved: Its checkpoint, as read.
         first: The same run before its first step, as it would begin now.
-        records: What `fingerprint["records"]` tells from others, in words.
+        records: Name of what `fingerprint["records"]` identifies, for a message.
 
     Raises:
-        ValueError: What the run depends on has changed.
+        ValueError: Something that the run depends on has changed.
     """
     check_same_run(folder, saved.fingerprint, first.fingerprint)
     if saved.fingerprint["records"] != first.fingerprint["records"]:
@@ -112,14 +112,14 @@ def resume_run(
 
 
 def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises where two fingerprints differ in more than `records`, which are SECRET.
+    """Check that two fingerprints agree in all but `records`, whose hash is SECRET.
 
     Raises:
         ValueError: The message says what changed.
     """
-    for part in [k for k in now if k != "records"]:  # a hash of records is SECRET
+    for part in [k for k in now if k != "records"]:
         changed = _differences(then[part], now[part], part)
-        if changed and part == "program":  # a hash tells nobody anything
+        if changed and part == "program":  # it is a hash
             changed = ["the loss or the solver has changed"]
         if changed:
             raise ValueError(
@@ -131,14 +131,14 @@ def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> N
 def solution_of(
     problem: AbstractProblem, solver: AbstractSolver, saved: Checkpoint
 ) -> Solution:
-    """What a run released, by its last checkpoint, as NumPy arrays."""
+    """Return what a run released, by its last checkpoint, as NumPy arrays."""
     state = jax.tree.map(jnp.asarray, saved.state)
     value = _on_host(solver.answer(problem, state))
     return Solution(value, saved.path, int(rejected_updates(state)))
 
 
 def check_empty(name: str, folder: Path) -> None:
-    """Raises `ValueError` where a folder has more than a limit or a crash leaves."""
+    """Raise `ValueError` if a folder has more than a limit, a lock or a leftover."""
     ours = (checkpoint.TEMPORARY, lock.NAME, spending.LIMIT)
     others = sorted(p.name for p in folder.glob("*") if p.name not in ours)
     if others:
@@ -149,7 +149,7 @@ def check_empty(name: str, folder: Path) -> None:
 
 
 def finish_run(folder: Path, number: int) -> None:
-    """Ends a run whose result is written; `OSError` where the disk refuses."""
+    """End a run whose result is written; raise `OSError` if the disk refuses."""
     spending.finish(folder, number)
     checkpoint.remove(folder)
 
@@ -159,7 +159,7 @@ def _on_host(tree: PyTree) -> PyTree:
 
 
 def _differences(then: Any, now: Any, name: str) -> list[str]:
-    """What differs between two nested values, in words."""
+    """Return the differences between two nested values, in words."""
     if isinstance(then, dict) and isinstance(now, dict):
         return [
             difference

@@ -1,4 +1,4 @@
-"""A run step by step: advanced, looked at, saved and resumed between its steps."""
+"""Runs step by step: advanced, looked at, saved and resumed between steps."""
 
 import dataclasses
 import hashlib
@@ -16,8 +16,8 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..core import spent
 from ..core.descent import rejected_updates
-from ..core.loop import bound_run, rows_of
-from ..core.modules import Kept, arrays_of
+from ..core.loop import check_run, rows_of
+from ..core.modules import StaticLeaves, arrays_of
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan, Solution
 from ..privacy.jaxprs import constants
@@ -28,7 +28,7 @@ from .checkpoint import Checkpoint
 from .progress import check_bar, step_bar
 from .resume import resume_run
 
-_NAME = "first key"  # in a fingerprint: a hash that tells the run from others
+_NAME = "first key"  # in a fingerprint: a hash that identifies the run
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,12 +42,12 @@ class Run:
         plan: The plan, for one run.
         data: The records in a public number of rows, as `solver.step` takes them in a
             loop of your own.
-        done: The number of steps done.
+        done: Number of steps done.
         state: The state of the solver. It may hold more than is released.
         key: The key of the steps to come. Secret.
         path: Room for the released iterates of all steps, or `None`.
-        kept: The leaves of the initial point that are no arrays, if any.
-        name: A hash that tells the run from others, for its checkpoints. Secret.
+        leaves: The leaves of the initial point that are no arrays, if any.
+        name: A hash that identifies the run, for its checkpoints. Secret.
 
     Privacy:
         Only `value`, `solution`, `done` and `epsilon` of a run may be published.
@@ -60,7 +60,7 @@ class Run:
     state: PyTree
     key: PRNGKey
     path: PyTree | None = None
-    kept: Kept | None = None
+    leaves: StaticLeaves | None = None
     name: str = ""
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class Run:
         value = self.plan.solver.answer(self.problem, self.state)
         rejected = rejected_updates(self.state)
         solution = Solution(value, path, rejected, self.plan.report)
-        return solution if self.kept is None else solution.with_kept(self.kept)
+        return solution if self.leaves is None else solution.with_leaves(self.leaves)
 
     @cached_property
     def epsilon(self) -> float:
@@ -117,9 +117,8 @@ class Run:
         file = Path(folder) / checkpoint.NAME
         if file.exists() and not self._wrote(file):
             raise ValueError(
-                f"save: {file} is not a checkpoint of this run, and that of another "
-                "run could not be continued once it is replaced. Give another folder, "
-                "or delete the file if its run shall not go on."
+                f"save: {file} is not a checkpoint of this run. Give another folder, "
+                "or delete the file if its run is not to be continued."
             )
         checkpoint.write(Path(folder), self._checkpoint())
 
@@ -158,7 +157,7 @@ def start(
             rows of the plan.
         w0: The initial point.
         key: One typed key; consumed by this run.
-        trajectory: Whether to keep the released iterates, in `Run.solution`.
+        trajectory: Whether `Run.solution` has the released iterates.
 
     Raises:
         TypeError: As in `solve`, or `plan` is not a plan.
@@ -185,29 +184,19 @@ def start(
         10 1.0
     """
     _checks.instance("start", Plan, plan=plan)
-    problem, w0, kept = arrays_of("start", problem, w0)
-    run = started(
-        "start", problem, plan, data, w0, key=key, trajectory=trajectory, kept=kept
-    )
+    problem, w0, leaves = arrays_of("start", problem, w0)
+    check_run("start", problem, plan.solver, data, w0, key)
+    options: Any = {"trajectory": trajectory, "leaves": leaves}
+    run = first_run("start", problem, plan, data, w0, key=key, **options)
     name, report = f"start: {type(plan.solver).__name__}", plan.report
     costs, sizes = spent.costs_by(report), plan.solver.sizes
     spent.begun(name, report.relation, costs, sizes, data)()
     return run
 
 
-def started(
-    owner: str,
-    problem: AbstractProblem,
-    plan: Plan,
-    data: PyTree,
-    w0: PyTree,
-    *,
-    key: PRNGKey,
-    trajectory: bool,
-    kept: Kept | None,
-) -> Run:
-    """Return the run as `start` does, without counting it in this process."""
-    solver = bound_run(owner, problem, plan.solver, data, w0, key)
+def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run:
+    """Return a run before its first step, whose arguments are checked and counted."""
+    solver = plan.solver
     data = rows_of(solver, data, key, owner)
     state = solver.init(problem, w0)
     path = None
@@ -218,7 +207,7 @@ def started(
         )
     # As hard to invert as the keys of later steps, which a checkpoint holds anyway.
     name = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes()).hexdigest()
-    return Run(problem, plan, data, 0, state, key, path, kept, name)
+    return Run(problem, plan, data, 0, state, key, path, leaves, name)
 
 
 def advance(run: Run, steps: int | None = None) -> Run:
@@ -250,13 +239,8 @@ def advance(run: Run, steps: int | None = None) -> Run:
     )
 
 
-def watched(
-    run: Run,
-    count: Callable[[], None],
-    *,
-    progress: bool,
-    callback: Callable[[Run], object] | None,
-    every: int | None,
+def run_watched(
+    run: Run, count: Callable[[], None], *, progress, callback, every
 ) -> Run:
     """Return the run at its end, or where `callback` ended it; arguments as in `fit`.
 
@@ -303,15 +287,16 @@ def resume(
 
     Raises:
         TypeError: As in `start`.
-        ValueError: The folder holds no checkpoint, or what the run depends on has
-            changed. The same noise on other records or losses would reveal both.
+        ValueError: The folder holds no checkpoint, or something that the run depends on
+            has changed. The same noise on other records or losses would reveal both.
     """
     _checks.instance("resume", Plan, plan=plan)
     saved = checkpoint.read(Path(folder))
-    problem, w0, kept = arrays_of("resume", problem, w0)
-    options: Any = {"trajectory": len(saved.path) > 0, "kept": kept}
+    problem, w0, leaves = arrays_of("resume", problem, w0)
+    check_run("resume", problem, plan.solver, data, w0, saved.key)
+    options: Any = {"trajectory": len(saved.path) > 0, "leaves": leaves}
     # This continues a release that was counted when it began.
-    run = started("resume", problem, plan, data, w0, key=saved.key, **options)
+    run = first_run("resume", problem, plan, data, w0, key=saved.key, **options)
     name = saved.fingerprint.setdefault(_NAME, run.name)
     run = dataclasses.replace(run, name=name)
     saved = resume_run(Path(folder), saved, run._checkpoint())

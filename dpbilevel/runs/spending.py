@@ -1,25 +1,29 @@
-"""The spending record: the runs started in a folder, and what they cost together."""
+"""The spending record of a folder: its runs, what they cost together, and limits."""
 
 import dataclasses
 import datetime
 import hashlib
-import itertools
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
-from ..core.spent import cost_of, totals
-from ..privacy.report import PrivacyReport, Status
+from .. import _checks
+from ..core.spent import cost_of, costs_by, total, totals
+from ..privacy.budget import PrivacyBudget
+from ..privacy.report import PrivacyReport
 from . import checkpoint
 
 NAME = "spending.jsonl"
 LIMIT = "spending_limit.json"  # of all runs in a folder and below it
+_ROUNDING = 1e-12  # of a sum, relative
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that was started: spent, whether or not it ever finished.
+    """A run that was started; it counts whether or not it ever finished.
 
     Attributes:
         started: Time of the start, in UTC.
@@ -48,11 +52,11 @@ class Run:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Epsilon and delta."""
+        """Epsilon and delta of the run."""
         return self.epsilon, self.delta
 
     def __str__(self) -> str:
-        """One line of text."""
+        """Return the run as one line of text."""
         times = f", resumes: {self.resumed}" if self.resumed else ""
         end = "finished" if self.finished else "not finished"
         if self.stopped:
@@ -62,123 +66,243 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """What the runs of a folder have spent.
+    """Runs on record in one folder.
 
     Attributes:
         runs: The runs in the order in which they were started.
-        unreadable: Lines of the record that are damaged, so that the total may be
-            larger.
-        highest: The highest number of a run that any line tells of.
+        unreadable: Number of damaged lines; with any, the total may be larger.
+        last: The highest number of a run in any line; 0 without runs.
     """
 
     runs: tuple[Run, ...]
     unreadable: int = 0
-    highest: int = 0
-
-    def __str__(self) -> str:
-        """The total by basic composition, and one line per run."""
-        lines = []
-        if not self.runs:
-            lines += ["spending: no spending record: what earlier runs cost is unknown"]
-        lines += totals(self.runs)
-        if self.unreadable:
-            lines += [f"  at least: damaged lines in {NAME}: {self.unreadable}"]
-        if self.missing:
-            lost = ", ".join(self.missing)
-            lines += [f"  at least: no start is recorded of run {lost}"]
-        lines += [f"  run {run.number}, {run}" for run in self.runs]
-        return "\n".join(lines)
+    last: int = 0
 
     @property
-    def whole(self) -> bool:
-        """Whether every run that any line tells of is on record with its cost."""
+    def missing(self) -> int:
+        """Number of runs whose start is not on record."""
+        return self.last - len({run.number for run in self.runs})
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every run that any line mentions is on record with its cost."""
         return not self.unreadable and not self.missing
 
-    @property
-    def last(self) -> int:
-        """The highest number of a run; 0 where there is none."""
-        return max([self.highest, *(run.number for run in self.runs)])
+    def lines(self, folder: str = "") -> list[str]:
+        """Return lines of text: what is lost from the record, and each run."""
+        at, lost = f"{folder}: " if folder else "", []
+        if self.unreadable:
+            lost += [f"  at least: {at}damaged lines in {NAME}: {self.unreadable}"]
+        if self.missing:
+            lost += [f"  at least: {at}runs without a recorded start: {self.missing}"]
+        return lost + [f"  {at}run {run.number}, {run}" for run in self.runs]
+
+    def __str__(self) -> str:
+        """Return the total by basic composition, and one line for each run."""
+        lost = "spending: no spending record: what earlier runs cost is unknown"
+        return "\n".join([*(totals(self.runs) or [lost]), *self.lines()])
+
+
+@dataclasses.dataclass(frozen=True)
+class TotalSpent:
+    r"""Budget spent by all runs on record in a folder and in the folders below it.
+
+    Attributes:
+        records: The runs of each folder that has a record, by the folder's path.
+        unknown: Folders in which runs were made, but none is on record.
+
+    Privacy:
+        A run counts in full, with the epsilon and delta of its plan, from its start on,
+        whether or not it is finished. The totals are the sums of epsilons and of deltas
+        (basic composition). For any $\varepsilon$ and $\delta$ fixed in advance, all
+        that is released while the sums are at most these is
+        $(\varepsilon, \delta)$-DP, also if budget, solver and the decision to start
+        a run depend on what others released, and if runs overlap in time. It holds
+        for runs that read the same records; runs on records of different people cost
+        less together.
+
+    References:
+        Rogers, Roth, Ullman and Vadhan, "Privacy odometers and filters: pay-as-you-go
+        composition", NeurIPS 2016; for runs that overlap, Haney et al., "Concurrent
+        composition for interactive differential privacy with adaptive privacy-loss
+        parameters", CCS 2023.
+    """
+
+    records: dict[str, RunLog]
+    unknown: tuple[str, ...] = ()
 
     @property
-    def missing(self) -> list[str]:
-        """The numbers whose start is not on record, as single ones or `A to B`."""
-        known = sorted({0, self.last + 1, *(run.number for run in self.runs)})
-        return [
-            str(a + 1) if b == a + 2 else f"{a + 1} to {b - 1}"
-            for a, b in itertools.pairwise(known)
-            if b > a + 1
-        ]
+    def runs(self) -> tuple[Run, ...]:
+        """All runs, folder by folder."""
+        return tuple(run for record in self.records.values() for run in record.runs)
+
+    @property
+    def epsilon(self) -> float:
+        """The sum of epsilons; infinite if a record is lost or relations differ."""
+        return total(run.epsilon for run in self.runs) if self._adds_up else math.inf
+
+    @property
+    def delta(self) -> float:
+        """The sum of deltas, at most 1; 1 if a record is lost or relations differ."""
+        return min(1.0, total(r.delta for r in self.runs)) if self._adds_up else 1.0
+
+    @property
+    def _adds_up(self) -> bool:
+        whole = not self.unknown and all(v.is_complete for v in self.records.values())
+        return whole and len({(run.relation, run.people) for run in self.runs}) <= 1
+
+    def __str__(self) -> str:
+        """Return the totals, and one line for each run."""
+        lines = totals(self.runs) or ["spending: no run is recorded"]
+        lines += [f"  unknown: no record of the runs in {v}" for v in self.unknown]
+        logs = self.records.items()
+        return "\n".join(lines + [v for name, log in logs for v in log.lines(name)])
+
+
+def spent(folder: Path | str) -> TotalSpent:
+    """Add up all runs that were started in a folder, or in any folder below it.
+
+    These are runs of searches and of the command line, over processes and restarts.
+    Links are not followed, and a folder that was deleted or copied elsewhere is not
+    seen: keep all runs on the same records below one folder, and delete none.
+
+    Args:
+        folder: A folder of one or more runs.
+
+    Raises:
+        ValueError: There is no such folder.
+        OSError: A folder below it cannot be read.
+
+    Privacy:
+        As in `TotalSpent`. Records and total are public.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"spent: there is no folder {folder}. Give a folder of runs.")
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    places = sorted(Path(path) for path, *_ in os.walk(folder, onerror=refuse))
+    lost = (p for p in places if is_lost(p) and not is_moved(p))
+    records = {str(p): read(p) for p in places if (p / NAME).is_file()}
+    return TotalSpent(records, tuple(map(str, lost)))
+
+
+def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
+    """Refuse runs below a folder that would take its total above a budget.
+
+    From now on a run of a search with `folder=`, or of the command line, in this folder
+    or in any folder below it starts or goes on only if what `spent` adds up, with that
+    run included, is at most the budget. Several processes may start runs at once. The
+    limit is a file in the folder, `spending_limit.json`; another call replaces it.
+    A run in a folder that a link leads to elsewhere is not below this folder.
+
+    Args:
+        folder: The folder; created if need be.
+        budget: The limit, for all runs together.
+
+    Raises:
+        TypeError: `budget` is no `PrivacyBudget`.
+        OSError: The disk refuses.
+
+    Privacy:
+        All runs below the folder together are (epsilon, delta)-DP with these of the
+        budget, up to the rounding of a sum; a filter by basic composition, as in
+        `TotalSpent`, of a budget that is fixed before the first run.
+    """
+    _checks.instance("limit_spending", PrivacyBudget, budget=budget)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    page = {"epsilon": float(budget.epsilon), "delta": float(budget.delta)}
+    checkpoint.replace_json(Path(folder) / LIMIT, page)
 
 
 def read(folder: Path) -> RunLog:
-    """Reads the record of a folder, which may not exist; no runs without one.
+    """Return the record of a folder; no runs if it has none.
 
     Raises:
-        OSError: There is one that cannot be read.
+        OSError: There is a record that cannot be read.
     """
     try:
         lines = (folder / NAME).read_bytes().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         lines = []
     runs: list[Run] = []
-    unreadable = highest = 0
+    unreadable = last = 0
     for line in lines:
         try:
-            highest = max(highest, _apply(json.loads(line), runs))
+            last = max(last, _apply(json.loads(line), runs))
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1  # counted, so that a total says it may be too small
-    return RunLog(tuple(runs), unreadable, highest)
+    return RunLog(tuple(runs), unreadable, last)
+
+
+def is_lost(folder: Path) -> bool:
+    """Return whether runs were made in a folder, but none of them is on record."""
+    log = read(folder)
+    if log.runs:
+        return False
+    results = (folder / name for name in (checkpoint.RESULT, checkpoint.SEARCH))
+    begun = log.last or log.unreadable or any(file.exists() for file in results)
+    return bool(begun) or checkpoint.has_released(folder)
+
+
+def is_moved(folder: Path) -> bool:
+    """Return whether a folder holds an earlier result of the folder above."""
+    earlier = re.fullmatch(r"run-\d+", folder.name)
+    return bool(earlier) and not read(folder).runs and (folder.parent / NAME).is_file()
 
 
 def begin(
-    folder: Path, number: int, report: PrivacyReport, config: dict[str, Any]
+    folder: Path,
+    number: int,
+    report: PrivacyReport,
+    config: dict[str, Any],
+    *,
+    first: PrivacyReport | None = None,
 ) -> None:
-    """Records that a run starts, or goes on; to be called before it reads a record.
+    """Record that a run starts or continues; call this before it reads a record.
 
     Args:
-        folder: The result folder.
+        folder: The result folder, under its lock.
         number: The run's number in the folder, from 1.
         report: The guarantee of the run.
         config: The config as it was given.
+        first: The guarantee of the part of the run that comes first, if `charge` is
+            called before the rest. It is on record alone until then.
 
     Raises:
-        OSError: The disk refuses; the record is as before.
+        ValueError: The whole run would take the total above a limit; the record is as
+            before.
+        OSError: The disk refuses, or a folder below a limit cannot be read; the record
+            is as before.
     """
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    if any(run.number == number for run in read(folder).runs):
-        _append(folder, {"event": "resumed", "run": number, "time": now})
-        return
-    epsilon, delta = cost(report)
+    if earlier := _runs(folder, number):
+        event = {"event": "resumed", "resumed": earlier[0].resumed + 1}
+        return _record(folder, number, report, event)
+    epsilon, delta = costs_by(first or report)
+    now = datetime.datetime.now(datetime.UTC)
     text = json.dumps(config, sort_keys=True)  # one hash for any order of its keys
     event = {
         "event": "started",
-        "run": number,
-        "started": now,
+        "started": now.isoformat(timespec="seconds"),
         "epsilon": epsilon,
         "delta": delta,
         "relation": report.relation,
         "people": "" if report.people is None else str(report.people),
         "config": hashlib.sha256(text.encode()).hexdigest(),
     }
-    _append(folder, event)
-
-
-def cost(report: PrivacyReport) -> tuple[float, float]:
-    """Return epsilon and delta of a run; epsilon is infinite if none is claimed."""
-    heuristic = report.status is Status.HEURISTIC
-    return math.inf if heuristic else report.epsilon, report.delta
+    _record(folder, number, report, event)
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Record once that the whole run counts, instead of its first part alone.
+    """Record the cost of the whole run, once; call this before the rest reads a record.
 
-    Raises:
-        OSError: The disk refuses; the record is as before.
+    Arguments and errors are those of `begin`.
     """
-    if all(run.cost != cost(report) for run in _runs(folder, number)):
-        epsilon, delta = cost(report)
-        event = {"event": "charged", "run": number, "epsilon": epsilon, "delta": delta}
-        _append(folder, event)
+    epsilon, delta = costs_by(report)
+    event = {"event": "charged", "epsilon": epsilon, "delta": delta}
+    known = any(run.cost == (epsilon, delta) for run in _runs(folder, number))
+    _record(folder, number, report, None if known else event)
 
 
 def stop(folder: Path, number: int, why: str) -> None:
@@ -187,11 +311,11 @@ def stop(folder: Path, number: int, why: str) -> None:
     Raises:
         OSError: The disk refuses; the record is as before.
     """
-    _append(folder, {"event": "stopped", "run": number, "stopped": why})
+    _append(folder, number, {"event": "stopped", "stopped": why})
 
 
 def finish(folder: Path, number: int) -> None:
-    """Records that a run's result is written, once.
+    """Record once that a run's result is written.
 
     Raises:
         OSError: The disk refuses; the record is as before.
@@ -199,9 +323,8 @@ def finish(folder: Path, number: int) -> None:
     Privacy:
         Without the time: how long a run took is covered by no guarantee.
     """
-    runs = _runs(folder, number)
-    if runs and not runs[0].finished:
-        _append(folder, {"event": "finished", "run": number})
+    if any(not run.finished for run in _runs(folder, number)):
+        _append(folder, number, {"event": "finished", "finished": True})
 
 
 def _runs(folder: Path, number: int) -> tuple[Run, ...]:
@@ -209,40 +332,87 @@ def _runs(folder: Path, number: int) -> tuple[Run, ...]:
     return tuple(run for run in read(folder).runs if run.number == number)[-1:]
 
 
-def _append(folder: Path, event: dict[str, Any]) -> None:
-    """Adds a line; whole or not at all, and never at the cost of an earlier one."""
+def _record(
+    folder: Path, number: int, report: PrivacyReport, event: dict[str, Any] | None
+) -> None:
+    """Add an event to the record, unless the whole run would exceed a limit."""
+    file = folder / NAME
+    before = file.read_bytes() if file.is_file() else None
+    try:
+        # On record first: of two runs that start at once, at least one sees the other.
+        if event is not None:
+            _append(folder, number, event)
+        # A resumed run is checked, too: it may have been killed here, or moved since.
+        _check_limits(folder, number, report)
+    except BaseException:  # or a second attempt would find it on record
+        if before is None:
+            file.unlink(missing_ok=True)
+        else:
+            checkpoint.replace(file, before)
+        raise
+
+
+def _append(folder: Path, number: int, event: dict[str, Any]) -> None:
+    """Add a line in one step, and never at the cost of an earlier one."""
     file = folder / NAME
     before = file.read_bytes() if file.is_file() else b""
     end = b"\n" if before and not before.endswith(b"\n") else b""
-    line = json.dumps(event).encode() + b"\n"
+    line = json.dumps({"run": number, **event}).encode() + b"\n"
     checkpoint.replace(file, before + end + line)
 
 
 def _apply(event: dict[str, Any], runs: list[Run]) -> int:
-    """What one line of the record adds to the runs; returns the run's number."""
+    """Change the list of runs by one line of a record; return the run's number."""
     kind, number = event.pop("event"), event.pop("run")
     if type(number) is not int or number < 1:
         raise ValueError("a run has a number from 1.")
     if kind == "started":
         runs.append(_checked(Run(**event, number=number)))
         return number
-    if kind not in ("resumed", "charged", "stopped", "finished"):
-        raise ValueError("no such event.")
     found = [i for i, run in enumerate(runs) if run.number == number]
-    for i in found[-1:]:  # none where the line of its start is lost
-        if kind == "resumed":
-            event = {"resumed": runs[i].resumed + 1}
-        elif kind == "finished":
-            event = {"finished": True}
+    for i in found[-1:]:  # none if the line of its start is lost
         runs[i] = _checked(dataclasses.replace(runs[i], **event))
     return number
 
 
 def _checked(run: Run) -> Run:
-    """The run, if it can be added up and printed."""
+    """Return the run, if it can be added up and printed."""
     if not (run.epsilon >= 0 and run.delta >= 0):
         raise ValueError("a cost is not negative.")
     texts = run.started, run.relation, run.people, run.stopped
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is no text.")
     return run
+
+
+def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
+    """Raise `ValueError` if a run that is on record leads above a limit."""
+    (run,) = _runs(folder, number)
+    # The record may hold only a first part.
+    ahead = [max(0.0, b - a) for a, b in zip(run.cost, costs_by(report), strict=True)]
+    top = folder.resolve()
+    for place in (top, *top.parents):
+        try:
+            page = json.loads((place / LIMIT).read_text())
+            limit = float(page["epsilon"]), float(page["delta"])
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{place / LIMIT} is damaged. Declare the limit again by "
+                "dpbilevel.search.limit_spending(folder, budget); nothing was spent."
+            ) from None
+        found = spent(place)
+        costs = found.epsilon + ahead[0], min(1.0, found.delta + ahead[1])
+        pairs = zip(costs, limit, strict=True)
+        if not all(cost <= most * (1 + _ROUNDING) for cost, most in pairs):
+            raise ValueError(
+                f"this run of {_text(costs_by(report))} is refused by the limit of "
+                f"{place}, {_text(limit)}: the runs there would cost {_text(costs)} "
+                "together. Give a smaller budget or declare a larger limit; "
+                f"dpbilevel.search.spent({str(place)!r}) lists the runs."
+            )
+
+
+def _text(costs: tuple[float, float]) -> str:
+    return f"epsilon = {costs[0]:.6g} at delta = {costs[1]:.3g}"

@@ -1,6 +1,6 @@
 """Searches by losses alone: the problem has no derivatives."""
 
-from ..runs.odometer import TotalSpent, limit_spending, spent
+from ..runs.spending import TotalSpent, limit_spending, spent
 from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining
 from .gibo import GradientInformativeBO

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
-from ..runs import checkpoint, odometer, spending
+from ..runs import checkpoint, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
 from ..runs.process_zero import on_process_zero
@@ -89,7 +89,7 @@ class Folder:
         def record() -> None:
             self._forget(saved.done)
             try:
-                odometer.begin(self.path, _NUMBER, self.report, self._public)
+                spending.begin(self.path, _NUMBER, self.report, self._public)
             except ValueError:
                 begun = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
                 if saved.done == 0 and not begun:  # nothing was evaluated

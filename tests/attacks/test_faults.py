@@ -214,7 +214,7 @@ def test_lost_file_of_records_stops_a_resume_and_can_come_back(on_file):
 
 def test_restart_is_the_way_out_of_a_damaged_checkpoint(prepared, interrupted):
     (interrupted / checkpoint.NAME).write_bytes(b"\x00" * 100)
-    refused(r"start over with --restart: a new release", prepared, interrupted)
+    refused(r"start a new run: another release", prepared, interrupted)
     run(prepared, interrupted, restart=True)
     assert len(spending.read(interrupted).runs) == 2
 

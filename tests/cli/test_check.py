@@ -20,7 +20,7 @@ from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Location
 from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.privacy.budget import PrivacyBudget
-from dpbilevel.runs import checkpoint, odometer, spending
+from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_cli import failure
 from tests.cli.test_evaluation import TEST
 from tests.cli.test_files import SETTINGS, TRAINING
@@ -149,9 +149,9 @@ def fixed_key(monkeypatch):
 
 # The functions before and after which a run is killed: each makes one step durable.
 MOMENTS = [
-    (odometer, "begin"),
+    (spending, "begin"),
     (RecordsCheck, "release"),
-    (odometer, "charge"),
+    (spending, "charge"),
     (runner, "_steps"),
 ]
 
@@ -181,7 +181,7 @@ def test_a_run_killed_at_any_moment_checks_its_records_once(folder, fixed_key):
             (recorded,) = spending.read(out).runs or (None,)
             if recorded is not None:
                 assert (recorded.epsilon > 8) == ((where, name, after) in (
-                    (odometer, "charge", True), (runner, "_steps", False),
+                    (spending, "charge", True), (runner, "_steps", False),
                     (runner, "_steps", True),
                 ))  # fmt: skip
     found = run(prepared, out, resume=True)
@@ -227,7 +227,7 @@ def test_a_checkpoint_after_the_check_does_not_hold_the_key_of_its_noise(
     later = [jax.random.key_data(k).tolist() for k in (saved.key, root)]
     assert used[0].tolist() not in later
     assert later[0] != later[1]
-    assert saved.has_released
+    assert checkpoint.has_released(folder / "out")
 
 
 def test_a_limit_refuses_a_run_before_its_check_if_the_whole_is_too_much(folder):
@@ -397,17 +397,17 @@ def test_a_damaged_line_of_the_record_is_counted(folder):
     out.mkdir()
     prepared = prepare(read_config(folder / "a.toml"))
     first = prepared.report_of_check
-    odometer.begin(out, 1, prepared.report, {}, first=first)
-    odometer.charge(out, 1, prepared.report)
-    odometer.charge(out, 1, prepared.report)  # once
+    spending.begin(out, 1, prepared.report, {}, first=first)
+    spending.charge(out, 1, prepared.report)
+    spending.charge(out, 1, prepared.report)  # once
     started, charged = (out / spending.NAME).read_text().splitlines()
     assert json.loads(charged)["epsilon"] == prepared.report.epsilon
     (out / spending.NAME).write_text(f"{started}\n{charged[:-9]}\n")
-    assert not spending.read(out).whole
+    assert not spending.read(out).is_complete
     negative = json.dumps(json.loads(charged) | {"epsilon": -1.0})
     (out / spending.NAME).write_text(f"{started}\n{negative}\n")
     found = spending.read(out)
-    assert not found.whole
+    assert not found.is_complete
     assert found.runs[0].epsilon == first.epsilon
 
 

@@ -136,7 +136,7 @@ def test_missing_file_of_records_is_one_line(config_of_csv, tmp_path, capsys):
 
 def test_unusable_folder_is_one_line(config, tmp_path, capsys):
     out = str(tmp_path / "a.toml" / "out")
-    assert "cannot create the folder" in failure(capsys, "run", config, "--out", out)
+    assert "cannot lock the folder" in failure(capsys, "run", config, "--out", out)
 
 
 def test_report_of_no_run_is_one_line(tmp_path, capsys):

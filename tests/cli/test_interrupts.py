@@ -157,7 +157,7 @@ def test_interrupt_in_any_phase_leaves_a_folder_to_go_on_from(
 
 def of_module(script):
     """What becomes of a process that is watched."""
-    head = "import atexit, os, signal, time\nfrom dpbilevel.core import interrupts\n"
+    head = "import atexit, os, signal, time\nfrom dpbilevel.runs import interrupts\n"
     found = subprocess.run(
         [sys.executable, "-c", head + script],
         capture_output=True,
@@ -171,7 +171,7 @@ def test_signals_wait_for_a_block_that_is_whole_and_a_termination_has_its_own_co
     script = (
         "interrupts.watch()\n"
         "with interrupts.on_exit(lambda: print('end', flush=True)):\n"
-        "    with interrupts.whole():\n"
+        "    with interrupts.uninterruptible():\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "        time.sleep(0.5)\n"
         "        print('whole', flush=True)\n"
@@ -183,7 +183,7 @@ def test_signals_wait_for_a_block_that_is_whole_and_a_termination_has_its_own_co
 def test_second_interrupt_ends_what_hangs():
     script = (
         "interrupts.watch()\n"
-        "with interrupts.whole():\n"
+        "with interrupts.uninterruptible():\n"
         "    for _ in range(2):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(0.5)\n"
@@ -227,7 +227,7 @@ def test_ignored_signal_stays_ignored():
 
 def test_library_leaves_interrupts_to_python():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt), interrupts.whole():
+    with pytest.raises(KeyboardInterrupt), interrupts.uninterruptible():
         signal.raise_signal(signal.SIGINT)
 
 

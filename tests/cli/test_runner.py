@@ -283,7 +283,7 @@ def test_resume_without_a_checkpoint_is_refused(prepared, tmp_path):
 
 def test_folder_that_cannot_be_made_is_refused_before_any_step(prepared, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot create the folder"):
+    with pytest.raises(OSError, match="cannot lock the folder"):
         run(prepared, tmp_path / "file" / "out", progress=stop_at(0))
 
 

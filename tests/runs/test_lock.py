@@ -1,5 +1,7 @@
 """Two runs in one folder: the second is refused, whatever became of the first."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,7 +10,6 @@ import sys
 import pytest
 
 from dpbilevel.cli import results
-from dpbilevel.cli import run as runner
 from dpbilevel.cli.main import main
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
@@ -18,13 +19,11 @@ from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dpbilevel.core import lock
+from dpbilevel.runs import lock
 with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
-
-pytestmark = pytest.mark.skipif(lock.fcntl is None, reason="no file locks")
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +104,46 @@ def test_refused_run_leaves_no_folder(prepared, tmp_path):
     assert names_in(tmp_path) == []
 
 
-def test_file_removed_by_its_holder_is_locked_anew(tmp_path, monkeypatch):
-    file, real, opened = tmp_path / lock.NAME, os.open, []
+def test_a_lock_file_that_its_holder_removed_is_not_locked(tmp_path, monkeypatch):
+    file, real = tmp_path / lock.NAME, fcntl.flock
 
-    def late(path, *arguments):
-        descriptor = real(path, *arguments)
-        opened.append(descriptor)
-        if len(opened) == 1:  # the last holder goes between open and lock
-            file.unlink()
-        return descriptor
+    def late(descriptor, operation):  # the last holder goes between open and lock
+        file.unlink(missing_ok=True)
+        real(descriptor, operation)
 
-    monkeypatch.setattr(lock.os, "open", late)
-    with lock.held(tmp_path):
-        assert len(opened) == 2
-        assert file.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", late)
+        with pytest.raises(ValueError, match="in use by another run"):
+            with lock.held(tmp_path):
+                pass
+    with lock.held(tmp_path) as check:
+        check()
+
+
+def test_a_replaced_lock_file_is_left_to_its_new_holder(tmp_path):
+    with lock.held(tmp_path) as check:
+        (tmp_path / lock.NAME).unlink()
+        with lock.held(tmp_path) as check_second:
+            with pytest.raises(ValueError, match="was deleted or replaced"):
+                check()
+            check_second()
+    assert not lock.in_use(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_neither_holds_nor_ends_the_lock(tmp_path):
+    with lock.held(tmp_path) as check:
+        process = os.fork()
+        if process == 0:
+            try:
+                check()
+            except ValueError:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+        check()
+        assert lock.in_use(tmp_path)
 
 
 def test_run_whose_lock_file_is_deleted_stops_before_its_next_checkpoint(
@@ -145,28 +170,14 @@ def test_result_is_not_written_after_the_lock_file_is_deleted(prepared, tmp_path
     assert not (tmp_path / results.RESULT).exists()
 
 
-def test_disk_that_does_not_tell_files_apart_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_is_at", lambda *arguments: False)
-    with pytest.raises(OSError, match="Give a folder on a local disk"):
-        with lock.held(tmp_path):
-            pass
+def test_a_disk_without_file_locks_is_refused(prepared, tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
 
-
-def no_locks(*arguments):
-    raise OSError("no locks on this disk")
-
-
-@pytest.mark.parametrize("where", ["system", "disk"])
-def test_missing_locks_are_told_and_the_run_goes_on(
-    prepared, tmp_path, monkeypatch, where
-):
-    if where == "system":
-        monkeypatch.setattr(lock, "fcntl", None)
-    else:
-        monkeypatch.setattr(lock.fcntl, "flock", no_locks)
-    with pytest.warns(RuntimeWarning, match="start no other run in"):
-        runner.run(prepared, tmp_path)
-    assert lock.NAME not in names_in(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(OSError, match="No locks available"):
+        run(prepared, tmp_path / "out")
+    assert not (tmp_path / "out" / spending.NAME).exists()
 
 
 def test_the_command_line_is_refused_in_programs_of_several_processes(

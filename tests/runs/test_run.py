@@ -230,3 +230,20 @@ def test_a_notebook_shows_small_tables_whose_text_is_escaped():
     assert "<script>" not in dpb.privacy.rows.html_table(
         "<script>", {"<script>": "<script>"}
     )
+
+
+@pytest.mark.reuses_keys
+@pytest.mark.parametrize("callback", [None, lambda run: False])
+def test_a_run_checks_its_problem_once(callback, monkeypatch):
+    check, seen = dpb.FiniteSum.check, []
+
+    def counted(problem, w0, data):
+        seen.append(1)
+        check(problem, w0, data)
+
+    monkeypatch.setattr(dpb.FiniteSum, "check", counted)
+    key, options = jax.random.key(KEY), {"budget": BUDGET, "callback": callback}
+    dpb.fit(PROBLEM, PLANNED, ROWS, W0, key=key, **options)
+    assert len(seen) == 1
+    dpb.solve(PROBLEM, PLAN.solver, ROWS, W0, key=key)
+    assert len(seen) == 2

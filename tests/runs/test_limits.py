@@ -11,7 +11,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.runs import checkpoint, odometer, spending
+from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import Stop, config_of, stop_at
 from tests.search import test_search as looped
 from tests.search.test_ask_tell import finished, made
@@ -63,7 +63,7 @@ def test_runs_of_the_command_line_and_their_restarts_count(tmp_path):
 
 PROCESS = """
 import sys
-from tests.core.test_odometer import started
+from tests.runs.test_limits import started
 started(sys.argv[1])
 """
 
@@ -108,13 +108,18 @@ def test_an_interrupted_search_without_its_record_makes_the_total_infinite(tmp_p
     assert cost(tmp_path / "b")[0] == math.inf
 
 
-def test_runs_behind_links_count_once_and_circles_end(tmp_path):
+def test_links_are_not_followed(tmp_path):
+    """The limit of a folder holds for the real folders below it."""
     started(tmp_path / "elsewhere")
     (tmp_path / "runs").mkdir()
     for name in ("a", "b"):
         (tmp_path / "runs" / name).symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "runs")
-    assert cost(tmp_path / "runs") == pytest.approx((0.5, 1e-6), rel=1e-9)
+    assert cost(tmp_path / "runs") == (0.0, 0.0)
+    assert cost(tmp_path) == pytest.approx((0.5, 1e-6), rel=1e-9)
+    dpb.search.limit_spending(tmp_path / "elsewhere", dpb.PrivacyBudget(0.5, 1e-5))
+    with pytest.raises(ValueError, match="refused by the limit"):
+        started(tmp_path / "runs" / "a" / "deep", 0.1)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
@@ -127,12 +132,16 @@ def test_a_run_above_the_limit_does_not_start_and_leaves_nothing(tmp_path):
     started(tmp_path / "a")
     with pytest.raises(ValueError, match=r"epsilon = 0.75 .*refused by the limit of"):
         started(tmp_path / "deep" / "b", 0.75)
-    with pytest.raises(ValueError, match=r"cost epsilon = 0.6 at delta = 2.1e-05"):
+    with pytest.raises(
+        ValueError, match=r"cost epsilon = 0.6 at delta = 2.1e-05 together"
+    ):
         started(tmp_path / "b", 0.1, 2e-5)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", odometer.LIMIT]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", spending.LIMIT]
     started(tmp_path / "a", key=1)  # what is counted already goes on
     started(tmp_path / "b")  # up to the limit
-    with pytest.raises(ValueError, match="Nothing was spent"):
+    with pytest.raises(
+        ValueError, match="Give a smaller budget or declare a larger limit"
+    ):
         started(tmp_path / "c", 1e-3, 0.0)
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(1.1, 1e-5))
     started(tmp_path / "c", 0.1)
@@ -161,29 +170,29 @@ def test_where_the_total_is_unknown_nothing_starts(tmp_path):
     looped.search(NAME, folder=tmp_path / "a")
     (tmp_path / "a" / spending.NAME).unlink()
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(1e3, 1e-2))
-    with pytest.raises(ValueError, match=r"is unknown, or for other.*\s.*\s*unknown: "):
+    with pytest.raises(ValueError, match=r"would cost epsilon = inf .* lists the runs"):
         started(tmp_path / "b")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"epsilon": 1.0}', '{"epsilon": "a"}'])
 def test_a_damaged_limit_refuses_every_run(text, tmp_path):
-    (tmp_path / odometer.LIMIT).write_text(text)
-    with pytest.raises(ValueError, match="declare the limit again"):
+    (tmp_path / spending.LIMIT).write_text(text)
+    with pytest.raises(ValueError, match="Declare the limit again"):
         started(tmp_path / "a")
 
 
 def test_a_run_that_starts_while_another_is_checked_sees_it(tmp_path, monkeypatch):
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(0.9, 1e-5))
-    check = odometer._check_limits
+    check = spending._check_limits
 
     def interleaved(*arguments, **options):
         check(*arguments, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(odometer, "_check_limits", check)
+            patch.setattr(spending, "_check_limits", check)
             with pytest.raises(ValueError, match="refused by the limit"):
                 started(tmp_path / "b")
 
-    monkeypatch.setattr(odometer, "_check_limits", interleaved)
+    monkeypatch.setattr(spending, "_check_limits", interleaved)
     started(tmp_path / "a")
     assert cost(tmp_path) == pytest.approx((0.5, 1e-6), rel=1e-9)
 
@@ -202,7 +211,7 @@ def test_a_run_that_stopped_before_it_was_checked_is_checked_when_it_goes_on(
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(0.9, 1e-5))
     started(tmp_path / "a")
     with monkeypatch.context() as patch:
-        patch.setattr(odometer, "_check_limits", stops)
+        patch.setattr(spending, "_check_limits", stops)
         with pytest.raises(error):
             started(tmp_path / "b")
     assert not file.exists()
@@ -221,7 +230,7 @@ def test_a_run_from_elsewhere_goes_on_within_the_limit_alone(tmp_path):
     dpb.search.limit_spending(tmp_path / "a", dpb.PrivacyBudget(1.5, 1e-3))
     (tmp_path / "c").rename(tmp_path / "a" / "c")
     before = sorted(p.name for p in (tmp_path / "a" / "c").iterdir())
-    with pytest.raises(ValueError, match="goes on where limit_spending declares"):
+    with pytest.raises(ValueError, match=r"epsilon = 2 .* together"):
         made(NAME, folder=tmp_path / "a" / "c")
     assert sorted(p.name for p in (tmp_path / "a" / "c").iterdir()) == before
     dpb.search.limit_spending(tmp_path / "a", dpb.PrivacyBudget(2.0, 1e-3))
