@@ -13,7 +13,7 @@ from ..core.levels import check_disjoint
 from ..core.seeds import refuse
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
-from ..planning.dry_runs import AutoPlan, auto
+from ..planning.auto_plan import AutoPlan, auto
 from ..planning.race import Effort
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
