@@ -68,8 +68,8 @@ def generated(lower):
     sizes = dpb.Sizes(VALIDATION, lower, "disjoint")
     w0 = jnp.zeros(len(names)), jnp.zeros(30)
     key = jax.random.key(0)
-    twin = planning.Shifted(shift=2.0).draw(problem, w0, sizes, key)
-    return names, twin.data, twin.test
+    drawn = planning.Shifted(shift=2.0).draw(problem, w0, sizes, key)
+    return names, drawn.data, drawn.test
 
 
 def descent(steps, size, clip_norm=1.0):

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ..planning.dry_runs import AutoPlan, auto
+from ..planning.auto_plan import AutoPlan, auto
 from ..planning.race import Effort
 from ..planning.settings import toml_value
 from ..runs import checkpoint

@@ -1,23 +1,25 @@
-"""Plans without settings: solvers are chosen by dry runs on synthetic records."""
+"""Plans without settings: solvers are chosen by dry runs on synthetic data."""
 
-from .candidates import Candidate, candidates
+from .auto_plan import AutoPlan, auto
+from .candidates import candidates
 from .conclusions import Trial
-from .dry_runs import AutoPlan, auto
-from .records import Classes
-from .teachers import AbstractTeacherTwin, AbstractTwin, Twin
-from .twins import (
+from .methods import Candidate
+from .populations import (
     Alike,
     GoodOrBad,
     MissingPositives,
     NoiseGroups,
     Shifted,
     Tables,
-    twins,
+    populations,
 )
+from .records import Classes
+from .synthetic import AbstractPopulation, SyntheticData
+from .teachers import AbstractLinearPopulation
 
 __all__ = [
-    "AbstractTeacherTwin",
-    "AbstractTwin",
+    "AbstractLinearPopulation",
+    "AbstractPopulation",
     "Alike",
     "AutoPlan",
     "Candidate",
@@ -26,10 +28,10 @@ __all__ = [
     "MissingPositives",
     "NoiseGroups",
     "Shifted",
+    "SyntheticData",
     "Tables",
     "Trial",
-    "Twin",
     "auto",
     "candidates",
-    "twins",
+    "populations",
 ]

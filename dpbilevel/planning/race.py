@@ -1,94 +1,100 @@
-"""Successive halving of settings, by what they miss on synthetic twins."""
+"""Successive halving of settings by their regret on synthetic data."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from .candidates import Candidate
+from .methods import Candidate
 
 Effort = Literal["fast", "thorough"]
+Losses = list[list[float]]  # by run and population
 
-# How many runs each setting that is left makes, round after round: in the first two on
-# every twin, then on all twins together. In the last one rare failures have to show:
-# sources that are drawn anew may suit a method in four runs and not in the fifth.
+# Number of runs that each remaining setting makes, round after round: in the first two
+# rounds on every population, then over all populations together. In the last round rare
+# failures have to show: sources that are drawn anew may suit a method in four runs and
+# not in the fifth.
 _ROUNDS = {"fast": ((1, 3), (16, 24)), "thorough": ((2, 6), (64, 64))}
-# With little effort, where each run takes long.
+# The same if each run takes long and little effort is wanted.
 _FEW_ROUNDS = ((1, 1), (4, 8))
-# The share of a method's settings that goes on after each round but the last, at least
-# one. First the mean over the twins decides: the worst of few runs is little but noise.
-_KEPT = (0.4, 0.25, 0.25)
-# By how much the score has to be above the best one to be left out, after each round
-# but the last: few runs say little where the budget is small.
+# Fraction of a method's settings that stay after each round but the last, at least one.
+# The first time the mean over the populations decides: the worst of few runs is noise.
+_STAY = (0.4, 0.25, 0.25)
+# A method is dropped if its score is this far above the best one, after each round but
+# the last: few runs say little if the budget is small.
 _HOPELESS = (0.5, 0.2, 0.1)
-# The weight of the worst twin in a score; the mean of all has the rest.
-_OF_WORST = 0.25
-# What there is to gain counts as at least this share of the constant answer's loss.
+# Weight of the worst population in a score; the mean of all has the rest.
+_WORST_WEIGHT = 0.25
+# The achievable improvement is at least this fraction of the constant answer's loss.
 _LEAST = 0.15
 
 
-def rounds_of(effort: Effort, twins: int, *, large: bool) -> tuple[int, ...]:
-    """How many runs on every twin, round after round, for so many twins."""
-    on_every, on_all = _FEW_ROUNDS if large else _ROUNDS[effort]
-    return (*on_every, *(-(-count // twins) for count in on_all))
+class Outcome(NamedTuple):
+    """Losses of the best setting of a method in its dry runs.
+
+    Attributes:
+        setting: Index of the setting.
+        losses: Losses by run and population.
+        regret: Regret on the worst population; of methods that were dropped as it was
+            then, from fewer runs.
+    """
+
+    setting: int
+    losses: Losses
+    regret: float
+
+
+def rounds_of(effort: Effort, populations: int, *, large: bool) -> tuple[int, ...]:
+    """Return the number of runs on every population, round after round."""
+    each, total = _FEW_ROUNDS if large else _ROUNDS[effort]
+    return (*each, *(-(-count // populations) for count in total))
 
 
 def race(
     methods: list[Candidate],
     rounds: tuple[int, ...],
     dry_run: Callable[[int, int], list[float]],
-    answers: Callable[[int], list[float]],
+    constant_losses: Callable[[int], list[float]],
     progress: Callable[[int, int], None],
-) -> tuple[list[tuple[int, list[list[float]], float]], list[list[float]]]:
-    """Successive halving within each method, and of methods that are far behind.
+) -> tuple[list[Outcome], Losses]:
+    """Run successive halving within each method, and drop methods that are far behind.
 
     The best method of one level stays, for comparison with two levels.
 
     Args:
         methods: The method of each setting.
-        rounds: How many runs each setting that is left makes, round after round.
-        dry_run: The losses of a setting on all twins, by its index and the run's.
-        answers: The losses of the best constant answers on all twins, by the run's
-            index.
-        progress: As for `auto`, in runs on all twins.
+        rounds: The number of runs of each remaining setting, round after round.
+        dry_run: Returns the losses of a setting on all populations, by the index of
+            the setting and of the run.
+        constant_losses: Returns the losses of the best constant answers on all
+            populations, by the index of the run.
+        progress: As for `auto`, in runs on all populations.
 
     Returns:
-        The best settings of every method, their losses by run and twin, and what they
-        miss: of methods that were left out as it was then, from fewer runs. And the
-        losses of the constant answers by run and twin.
+        The best setting of every method, and the losses of the constant answers.
     """
-    losses: dict[int, list[list[float]]] = {index: [] for index in range(len(methods))}
-    left, behind, known = [*losses], {}, []
+    losses: dict[int, Losses] = {index: [] for index in range(len(methods))}
+    left, dropped, constants = [*losses], {}, []
     done = 0
     for number, count in enumerate(rounds):
         if number:
-            starts = np.mean(known, 0).tolist()
-            shares = shares_of([losses[index] for index in left], starts)
-            worst = dict(zip(left, np.max(shares, 1).tolist(), strict=True))
-            means = dict(zip(left, np.mean(shares, 1).tolist(), strict=True))
-            scores = dict(zip(left, scores_of(shares).tolist(), strict=True))
-            order = means if number == 1 else scores
-            left = sorted(left, key=order.__getitem__)
-            left, out = _survivors(
-                methods, left, scores, _HOPELESS[number - 1], _KEPT[number - 1]
-            )
-            behind |= {index: worst[index] for index in out}
+            made = {index: losses[index] for index in left}
+            left, worst = _survivors(methods, made, constants, number - 1)
+            dropped |= worst
         names = collections.Counter(methods[index].name for index in left)
         total = done + _most_runs(names, rounds, number)
-        for run in range(len(known), len(known) + count):
-            known.append(answers(run))
+        for run in range(len(constants), len(constants) + count):
+            constants.append(constant_losses(run))
             for index in left:
                 losses[index].append(dry_run(index, run))
                 done += 1
                 progress(done, total)
-    # Among those of equal runs: what few runs show depends on whose records they had.
-    starts = np.mean(known, 0).tolist()
-    regrets = regrets_of([losses[index] for index in left], starts)
-    missed = dict(zip(left, regrets, strict=True)) | behind
-    found = [(index, losses[index], regret) for index, regret in missed.items()]
-    return found, known
+    # Only among settings of equally many runs: few runs depend on their records.
+    last = worst_regrets([losses[index] for index in left], constants)
+    regret = dict(zip(left, last, strict=True)) | dropped
+    return [Outcome(index, losses[index], regret[index]) for index in regret], constants
 
 
 def _most_runs(
@@ -96,102 +102,113 @@ def _most_runs(
 ) -> int:
     """Return the largest possible number of runs from round `number` on.
 
-    The total that is shown never grows, so the share that is done never falls.
+    The total that is shown never grows, so the fraction that is done never falls.
     """
     runs = 0
     for later in range(number, len(rounds)):
         if later > number:
-            kept = _KEPT[later - 1]
-            settings = {k: max(1, round(kept * v)) for k, v in settings.items()}
+            settings = {k: _stay(v, later - 1) for k, v in settings.items()}
         runs += rounds[later] * sum(settings.values())
     return runs
 
 
+def _stay(settings: int, number: int) -> int:
+    """Return how many settings of a method stay after a round."""
+    return max(1, round(_STAY[number] * settings))
+
+
 def _survivors(
-    methods: list[Candidate],
-    left: list[int],
-    scores: dict[int, float],
-    hopeless: float,
-    kept: float,
-) -> tuple[list[int], list[int]]:
-    """The best settings of each method, and the best ones of those left out.
+    methods: list[Candidate], losses: dict[int, Losses], constants: Losses, number: int
+) -> tuple[list[int], dict[int, float]]:
+    """Return the settings that stay, and the best settings of dropped methods.
 
     Args:
         methods: The method of each setting.
-        left: The settings that are left, best first.
-        scores: What they miss, by setting.
-        hopeless: By how much more than the best a method that is left out misses.
-        kept: The share of a method's settings that goes on.
+        losses: The losses of the settings that are left.
+        constants: The losses of the constant answers.
+        number: The index of the round that was made.
+
+    Returns:
+        Settings that stay, and the worst regret of dropped ones.
     """
-    by_method: dict[str, list[int]] = {}
-    for index in left:
-        by_method.setdefault(methods[index].name, []).append(index)
-    firsts = [members[0] for members in by_method.values()]
-    single = min(
-        (i for i in firsts if methods[i].levels == 1),
-        key=scores.__getitem__,
-        default=None,
+    table = regrets([*losses.values()], constants)
+    mean, worst, score = (
+        dict(zip(losses, values.tolist(), strict=True))
+        for values in (np.mean(table, 1), np.max(table, 1), scores(table))
     )
-    limit = min(scores.values()) + hopeless
-    survivors, out = [], []
-    for members in by_method.values():
-        if members[0] == single or scores[members[0]] <= limit:
-            survivors += members[: max(1, round(kept * len(members)))]
+    order = score if number else mean
+    by_method: dict[str, list[int]] = {}
+    for index in sorted(losses, key=order.__getitem__):
+        by_method.setdefault(methods[index].name, []).append(index)
+    firsts = [settings[0] for settings in by_method.values()]
+    one_level = [index for index in firsts if methods[index].levels == 1]
+    single = min(one_level, key=score.__getitem__, default=None)
+    limit = min(score.values()) + _HOPELESS[number]
+    left, dropped = [], {}
+    for first, settings in zip(firsts, by_method.values(), strict=True):
+        if first == single or score[first] <= limit:
+            left += settings[: _stay(len(settings), number)]
         else:
-            out.append(members[0])
-    return survivors, out
+            dropped[first] = worst[first]
+    return left, dropped
 
 
-def scores_of(
-    shares: Float[np.ndarray, "settings twins"],
+def scores(
+    regrets: Float[np.ndarray, "settings populations"],
 ) -> Float[np.ndarray, " settings"]:
-    """Return what a method is chosen by, less being better.
+    """Return the score that a method is chosen by; the smallest is best.
 
-    The mean over the twins of the missed shares, and the share on the worst twin,
-    weighted: the restricted Bayes rule of Hodges and Lehmann, "The use of previous
-    experience in reaching statistical decisions", 1952.
+    The weighted mean of the mean regret and the worst one: the restricted Bayes rule of
+    Hodges and Lehmann, "The use of previous experience in reaching statistical
+    decisions", 1952.
     """
-    return (1 - _OF_WORST) * np.mean(shares, 1) + _OF_WORST * np.max(shares, 1)
+    mean, worst = np.mean(regrets, 1), np.max(regrets, 1)
+    return (1 - _WORST_WEIGHT) * mean + _WORST_WEIGHT * worst
 
 
-def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain on the worst twin."""
-    return np.max(shares_of(losses, starts), 1).tolist()
+def worst_regrets(losses: Sequence[Losses], constants: Losses) -> list[float]:
+    """Return the regret of each setting on its worst population."""
+    return np.max(regrets(losses, constants), 1).tolist()
 
 
-def shares_of(
-    losses: list[list[list[float]]], starts: list[float]
-) -> Float[np.ndarray, "settings twins"]:
-    """The missed shares of what there is to gain, by setting and twin."""
-    # The mean, because a run that fails counts by how much it loses.
-    return missed(np.asarray([np.mean(runs, 0) for runs in losses]), starts)
+def regrets(
+    losses: Sequence[Losses], constants: Losses
+) -> Float[np.ndarray, "settings populations"]:
+    """Return the regrets of settings from losses and constant answers by run."""
+    # The mean over the runs, because a failure counts by how much it loses.
+    table = np.asarray([np.mean(runs, 0) for runs in losses])
+    return regret(table, np.mean(constants, 0))
 
 
-def missed(
-    table: Float[np.ndarray, "settings twins"], starts: Sequence[float]
-) -> Float[np.ndarray, "settings twins"]:
-    """The missed shares of what there is to gain.
-
-    Where there is hardly anything to gain, in shares of the least that counts.
-    """
-    best = np.minimum(np.min(table, 0), starts)
-    room = np.maximum(np.asarray(starts) - best, _LEAST * np.abs(starts) + 1e-9)
-    return np.minimum((table - best) / room, 1e6)
-
-
-def leads_of(
-    losses: list[list[float]], of: list[list[float]], starts: list[float]
-) -> tuple[float, ...]:
-    """By how much a setting is better than another one, of what there is to gain.
-
-    On every twin, negative where it is worse, in the runs that both made.
+def regret(
+    table: Float[np.ndarray, "settings populations"],
+    starts: Sequence[float] | Float[np.ndarray, " populations"],
+) -> Float[np.ndarray, "settings populations"]:
+    """Return the fraction of the achievable improvement that each setting lacks.
 
     Args:
-        losses: Those of the setting, by run and twin.
-        of: Those of the other one.
-        starts: The losses of the best constant answers.
+        table: The mean losses.
+        starts: The mean losses of the best constant answers.
+    """
+    starts = np.asarray(starts)
+    best = np.minimum(np.min(table, 0), starts)
+    achievable = np.maximum(starts - best, _LEAST * np.abs(starts) + 1e-9)
+    return np.minimum((table - best) / achievable, 1e6)
+
+
+def advantage(losses: Losses, of: Losses, starts: Sequence[float]) -> tuple[float, ...]:
+    """Return by how much a setting is better than another one on each population.
+
+    Args:
+        losses: The losses of the setting.
+        of: The losses of the other setting; the runs that both made are compared.
+        starts: The mean losses of the best constant answers.
+
+    Returns:
+        Fractions of the achievable improvement, negative if the setting is worse.
     """
     both = min(len(losses), len(of))
-    table = np.asarray([np.mean(runs[:both], 0) for runs in (losses, of)])
-    here, there = missed(table, starts)
+    here, there = regret(
+        np.asarray([np.mean(runs[:both], 0) for runs in (losses, of)]), starts
+    )
     return tuple((there - here).tolist())

@@ -1,25 +1,30 @@
-"""What records look like, and synthetic records that look like that."""
+"""Descriptions of records, and synthetic records that follow them."""
 
 import dataclasses
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
 from ..applications.source_runs import ScoringModel
 
+_HOW = (
+    'Pass records={"features": jax.ShapeDtypeStruct((784,), "float32"), "label": '
+    "dpbilevel.planning.Classes(10)} with your shapes and classes, or synthetic= if "
+    "targets are no classes (docs/auto.md)."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Classes:
-    """Stands for the label in the description of a record.
+    """Label in the description of a record.
 
     Attributes:
-        values: What a label may be, or the number of classes, whose labels are then
-            0, 1, and so on. Public.
+        values: Possible values of the label, public; or the number of classes, whose
+            labels are then 0, 1, and so on.
 
     Raises:
         ValueError: There are fewer than two values.
@@ -30,25 +35,24 @@ class Classes:
     def __post_init__(self):
         if isinstance(self.values, int):
             object.__setattr__(self, "values", tuple(range(self.values)))
-        if len(self.of) < 2:
+        if len(self.listed) < 2:
             raise ValueError(f"Classes: a label needs two values, got {self.values}.")
 
     @property
-    def of(self) -> tuple[float, ...]:
-        """The values."""
+    def listed(self) -> tuple[float, ...]:
+        """Possible values of the label."""
         assert not isinstance(self.values, int)
         return self.values
 
-    def labels(self, drawn: Int[Array, " n"]) -> Array:
-        """Labels, integers where all values are."""
-        whole = all(isinstance(v, int) for v in self.of)
-        return jnp.asarray(self.of, jnp.int32 if whole else jnp.result_type(float))[
-            drawn
-        ]
+    def labels(self, numbers: Int[Array, " n"]) -> Array:
+        """Return the labels of classes by their numbers; integers if all values are."""
+        integers = all(isinstance(v, int) for v in self.listed)
+        dtype = jnp.int32 if integers else jnp.result_type(float)
+        return jnp.asarray(self.listed, dtype)[numbers]
 
 
 def shapes_of(record: PyTree) -> PyTree:
-    """The shapes of a record that may be given by arrays, which are not kept."""
+    """Return the shapes of a record, without the arrays that may describe it."""
 
     def shape(leaf):
         if isinstance(leaf, Classes) or not hasattr(leaf, "dtype"):
@@ -60,7 +64,7 @@ def shapes_of(record: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The leaves of a record: one label, and features.
+    """One label and features, the leaves of a record.
 
     Args:
         record: A pytree of the shapes of one record, `jax.ShapeDtypeStruct` or arrays,
@@ -74,45 +78,35 @@ class Layout:
 
     def __post_init__(self):
         leaves = jax.tree.leaves(self.record)
-        if sum(isinstance(leaf, Classes) for leaf in leaves) != 1 or len(leaves) < 2:
+        features = [leaf for leaf in leaves if not isinstance(leaf, Classes)]
+        if len(leaves) - len(features) != 1 or not features:
             raise ValueError(
-                "auto: records must have one leaf of Classes for the label, such as "
-                '{"features": jax.ShapeDtypeStruct((784,), "float32"), "label": '
-                "dpbilevel.planning.Classes(10)}, and one of features at least. Where "
-                "what is learnt is no class, pass twins=[...] instead: instances of a "
-                "subclass of dpbilevel.planning.AbstractTwin (docs/auto.md)."
+                "auto: records must have one leaf of Classes for the label, and one of "
+                f"features at least. {_HOW}"
             )
-        for leaf in leaves:
-            floating = isinstance(leaf, Classes) or jnp.issubdtype(
-                getattr(leaf, "dtype", object), jnp.floating
-            )
-            if not floating:
+        for leaf in features:
+            if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating):
                 raise ValueError(
                     "auto: every leaf of records but the label must be the shape of "
-                    f"floating-point features, got {_checks.shown(leaf)}. Pass "
-                    "twins=[...], instances of a subclass of "
-                    "dpbilevel.planning.AbstractTwin."
+                    f"floating-point features, got {_checks.shown(leaf)}. {_HOW}"
                 )
 
     @property
     def classes(self) -> Classes:
-        """The label."""
+        """Label of a record."""
         leaves = jax.tree.leaves(self.record)
         return next(leaf for leaf in leaves if isinstance(leaf, Classes))
 
     @property
     def width(self) -> int:
-        """The number of features."""
-        return sum(
-            int(np.prod(leaf.shape))
-            for leaf in jax.tree.leaves(self.record)
-            if not isinstance(leaf, Classes)
-        )
+        """Number of features."""
+        leaves = jax.tree.leaves(self.record)
+        return sum(math.prod(v.shape) for v in leaves if not isinstance(v, Classes))
 
     @property
     def teacher(self) -> tuple[int, ...]:
-        """The shape of a linear model: from three classes on a column for each."""
-        count = len(self.classes.of)
+        """Shape of a linear model: from three classes on a column for each."""
+        count = len(self.classes.listed)
         return (self.width,) if count == 2 else (self.width, count)
 
     def labelled(
@@ -122,12 +116,12 @@ class Layout:
         source: Int[Array, " n"],
         key,
     ) -> PyTree:
-        """Records whose labels follow the linear models of their sources.
+        """Draw records whose labels follow the linear models of their sources.
 
         Args:
-            features: A row for each record, for all of its features.
-            models: Of the shape `teacher`, one for each source. Labels follow the
-                logistic or softmax law of their scores.
+            features: A row for each record, with all of its features.
+            models: Models of the shape `teacher`, one for each source. Labels follow
+                the logistic or softmax distribution of their scores.
             source: The source of each record.
             key: A typed key; it protects nothing.
         """
@@ -136,62 +130,54 @@ class Layout:
         if scores.ndim == 1:
             scores = jnp.stack([jnp.zeros_like(scores), scores], 1)
         label = self.classes.labels(jax.random.categorical(key, scores))
-        return self._filled(features, label)
+
+        def filled(leaf):
+            nonlocal features
+            if isinstance(leaf, Classes):
+                return label
+            size = math.prod(leaf.shape)
+            part, features = features[:, :size], features[:, size:]
+            return part.reshape(-1, *leaf.shape).astype(leaf.dtype)
+
+        return jax.tree.map(filled, self.record)
 
     def linear(self) -> ScoringModel:
-        """A softmax regression of the label, on features of norm 1 and a constant 0.5.
+        """Return a softmax regression on features of norm 1 and a constant of 0.5.
 
         A constant of 1 would have half of every clipped gradient, for the frequencies
         of the classes alone.
         """
-        values = self.classes.labels(jnp.arange(len(self.classes.of)))
+        values = self.classes.labels(jnp.arange(len(self.classes.listed)))
 
         def linear_loss(y: Float[Array, "d k"], record: PyTree) -> Float[Array, ""]:
             # Records of two levels have further leaves, such as their source.
             own = {name: record[name] for name in self.record}
-            described = zip(
-                jax.tree.leaves(self.record), jax.tree.leaves(own), strict=True
-            )
-            leaves = [(isinstance(leaf, Classes), value) for leaf, value in described]
-            (label,) = (value for is_label, value in leaves if is_label)
-            parts = [jnp.ravel(value) for is_label, value in leaves if not is_label]
-            features = jnp.concatenate(parts).astype(y.dtype)
+            pairs = [*zip(*map(jax.tree.leaves, (self.record, own)), strict=True)]
+            (label,) = (value for leaf, value in pairs if isinstance(leaf, Classes))
+            features = jnp.concatenate(
+                [jnp.ravel(v) for leaf, v in pairs if not isinstance(leaf, Classes)]
+            ).astype(y.dtype)
             features /= jnp.maximum(jnp.linalg.norm(features), 1e-6)
-            scores = features @ y[:-1] + 0.5 * y[-1]
             return optax.losses.softmax_cross_entropy_with_integer_labels(
-                scores, jnp.argmax(values == label)
+                features @ y[:-1] + 0.5 * y[-1], jnp.argmax(values == label)
             )
 
         return ScoringModel(linear_loss, jnp.zeros((self.width + 1, len(values))))
 
-    def _filled(self, features: Float[Array, "n d"], label: Array) -> PyTree:
-        leaves, tree = jax.tree.flatten(self.record)
-        made: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, Classes):
-                made.append(label)
-                continue
-            size = int(np.prod(leaf.shape))
-            part, features = features[:, :size], features[:, size:]
-            made.append(part.reshape(-1, *leaf.shape).astype(leaf.dtype))
-        return tree.unflatten(made)
-
 
 def of_linear_model(model: PyTree) -> PyTree:
-    """Records of a linear model: a vector with labels -1 and 1, or a matrix of classes.
+    """Return the description of records of a linear model.
+
+    A vector has labels -1 and 1, a matrix has a column for each class.
 
     Raises:
         ValueError: The model is something else.
     """
     leaves = jax.tree.leaves(model)
     if len(leaves) != 1 or leaves[0].ndim not in (1, 2):
-        shapes = [leaf.shape for leaf in leaves]
         raise ValueError(
-            "auto: what records look like follows from linear models alone, one vector "
-            f"or one matrix, but the model has leaves of shapes {shapes}. Pass "
-            'records={"features": jax.ShapeDtypeStruct((784,), "float32"), "label": '
-            "dpbilevel.planning.Classes(10)}, with the shapes and the classes of your "
-            "records, or twins=[...]."
+            "auto: only a model of one vector or one matrix tells the shapes of records"
+            f", and this one has leaves of shapes {[v.shape for v in leaves]}. {_HOW}"
         )
     (start,) = leaves
     features = jax.ShapeDtypeStruct(start.shape[:1], jnp.result_type(float))

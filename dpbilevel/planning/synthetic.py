@@ -1,6 +1,8 @@
-"""Synthetic records from a function of the user."""
+"""Synthetic data for dry runs, and the populations that it is drawn from."""
 
-import inspect
+import abc
+import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,33 +13,50 @@ from jaxtyping import Key, PyTree
 from typing_extensions import override
 
 from ..core.levels import Levels, People, Sizes
-from ..core.problem import AbstractOneLevel, AbstractProblem
-from .teachers import AbstractTwin, Twin
-
-_OF_TWO_LEVELS = """
-def synthetic(key, sizes):  # from public knowledge
-    keys = jax.random.split(key, 3)
-    truth = jax.random.normal(keys[0], (10,))  # the same one for both levels
-    # rows(key, n, truth) draws n records: a field for each of your records.
-    upper = rows(keys[1], sizes.upper, truth)
-    return dpb.Levels(upper, rows(keys[2], sizes.lower, truth))
-"""
-_OF_ONE_LEVEL = """
-def synthetic(key, sizes):  # from public knowledge: a field for each of your records
-    keys = jax.random.split(key)
-    features = jax.random.normal(keys[0], (sizes, 10))
-    truth = jax.random.normal(keys[1], (10,))
-    return {"features": features, "label": jnp.sign(features @ truth)}
-"""
+from ..core.problem import AbstractProblem
 
 
-def example_for(problem: AbstractProblem) -> str:
-    """Return the text of a function for `synthetic=`, as an error message shows it."""
-    one = isinstance(problem, AbstractOneLevel)
-    return _OF_ONE_LEVEL if one else _OF_TWO_LEVELS
+@dataclasses.dataclass(frozen=True)
+class SyntheticData:
+    """Synthetic records for a run, and further ones for a test.
+
+    Attributes:
+        data: Records as for `solve`: `Levels`, or records of one level.
+        test: Further records of the population that the model is for: of the upper
+            level, or of the only one.
+    """
+
+    data: PyTree
+    test: PyTree
 
 
-class Synthetic(AbstractTwin):
+class AbstractPopulation(eqx.Module):
+    """A public distribution of records, for dry runs.
+
+    A subclass has one method, `draw`. It must not follow records of people: a statistic
+    of them would have to be released first.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def draw(
+        self, problem: AbstractProblem, w0: PyTree, sizes: Sizes | int, key: Key
+    ) -> SyntheticData:
+        """Draw records of these sizes.
+
+        Args:
+            problem: The problem.
+            w0: The initial point.
+            sizes: The planned sizes.
+            key: A typed key; it protects nothing.
+        """
+
+
+class FunctionPopulation(AbstractPopulation):
     """Records that a function of the user draws, test records in the same call."""
 
     fun: Callable[[Key, Any], PyTree] = eqx.field(static=True)
@@ -48,48 +67,36 @@ class Synthetic(AbstractTwin):
         return "synthetic"
 
     @override
-    def draw(self, problem, w0, sizes, key) -> Twin:
-        drawn, order = jax.random.split(key)
-        asked = _with_tests(sizes)
-        people = () if isinstance(sizes, int) else (sizes.people,)
-        self._check_signature()
+    def draw(self, problem, w0, sizes, key):
+        draw, order = jax.random.split(key)
+        request = _with_tests(sizes)
         try:
-            data = jax.tree.map(jnp.asarray, self.fun(drawn, asked))
+            data = jax.tree.map(jnp.asarray, self.fun(draw, request))
             problem.check(w0, data)
-            found = problem.sizes_of(data, *people)
+            people = () if isinstance(sizes, int) else (sizes.people,)
+            returned = problem.sizes_of(data, *people)
         except Exception as error:
             raise ValueError(
-                f"auto: synthetic, asked for {asked} records, failed or returned what "
-                f"the problem cannot read. {type(error).__name__}: {error}"
+                f"auto: synthetic, a function of a key and sizes, was called with "
+                f"{request} and failed or returned what the problem cannot read. "
+                f"{type(error).__name__}: {error}"
             ) from error
-        if found != asked:
+        if returned != request:
             raise ValueError(
-                f"auto: synthetic was asked for {asked} records, test records among "
-                f"them, and returned {found}. Draw as many as its second argument says."
+                f"auto: synthetic was called with {request}, test records included, "
+                f"and returned {returned}. Draw as many as its second argument says."
             )
         upper = data.upper if isinstance(data, Levels) else data
         size = sizes.upper if isinstance(sizes, Sizes) else sizes
         rows = jax.random.permutation(order, 2 * size)  # they may be sorted
         upper, test = (
-            jax.tree.map(lambda v, kept=kept: v[kept], upper)
-            for kept in (rows[:size], rows[size:])
+            jax.tree.map(operator.itemgetter(part), upper)
+            for part in (rows[:size], rows[size:])
         )
-        if not isinstance(data, Levels):
-            return Twin(upper, test)
-        shared = data.is_shared
-        return Twin(Levels.shared(upper) if shared else Levels(upper, data.lower), test)
-
-    def _check_signature(self) -> None:
-        """Check that the function can be called with a key and sizes."""
-        try:
-            inspect.signature(self.fun).bind(None, None)
-        except TypeError as error:
-            raise TypeError(
-                "auto: synthetic must take two arguments, a typed key and the sizes, "
-                f"got a function of other ones ({error})."
-            ) from None
-        except ValueError:  # some built-in functions have no known signature
-            return
+        if isinstance(data, Levels):
+            shared = data.is_shared
+            upper = Levels.shared(upper) if shared else Levels(upper, data.lower)
+        return SyntheticData(upper, test)
 
 
 def _with_tests(sizes: Sizes | int) -> Sizes | int:

@@ -1,4 +1,4 @@
-"""What all private estimators share: how records, keys and budgets enter a fit."""
+"""Base of the private estimators: how records, keys and budgets enter a fit."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
@@ -19,7 +19,7 @@ from ..core import spent
 from ..core.columns import Column, elements
 from ..core.loop import solved
 from ..core.problem import AbstractProblem
-from ..core.seeds import Seedless
+from ..core.seeds import Seedless, refuse
 from ..core.shares import Usability
 from ..core.solution import Plan, divergence
 from ..core.usability import Columns, RecordsCheck
@@ -34,47 +34,44 @@ _run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
     "transformations before the estimator, such as earlier steps of a pipeline, are "
     "public: fit cannot see them, and those fitted to the records are releases",
-    "what was declared of the records (classes, bounds and the like), their columns "
-    "and types hold no private data",
+    "the declared classes, bounds and the like, the columns and their types hold no "
+    "private data",
     "no cell has changed the type of its column, and with it the cells of others, when "
     "the table was read or made: read files with declared types",
 )
 _FLOATS: Any = (np.float64, np.float32)
-# Up to this number features are checked one by one, else in groups of neighbours.
+# Largest number of features that are checked one by one, not in groups of columns.
 _MOST_COLUMNS = 64
 _COMPARE = (
     "Compare what was declared, such as classes and bounds, with the spelling and the "
     "unit in the records. Another fit is another release."
 )
 _WIDE = (
-    "most rows are far shorter than the longest one that was declared, by the "
-    "released `row_length_`. Declare narrower bounds if they are public knowledge. For "
-    "rows of a known length, such as embeddings, declare data_norm=."
+    "most rows are far shorter than the longest declared one, by the released "
+    "`row_length_`. Declare narrower bounds from public knowledge, or data_norm= for "
+    "rows of a known length, such as embeddings."
 )
 _NOISE = (
-    "the noise of all steps together is as long as the gradients of records may be, so "
-    "the model says next to nothing of the records. Use more records, a larger epsilon "
-    "or fewer features."
+    "the noise of all steps together is as large as the clipped gradients, so the "
+    "model says little about the records. Use more records, a larger epsilon or fewer "
+    "features."
 )
 _MOST_NOISE = 0.5  # of this ratio for the mean of all steps
-# The columns of a level and the indicators of its records; a check and all indicators.
+# Columns and indicators of a level; a check and its indicators by level.
 Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
-# Problem, solver, records and initial point, from those that were planned.
+# Problem, solver, records and initial point.
 Run: TypeAlias = tuple[Any, Any, Any, Any]
 Prepare: TypeAlias = Callable[[Run, PRNGKey], Run]
 
 
-class PrivateEstimator(Seedless, BaseEstimator):
-    """An estimator whose `fit` is one run of a planned solver.
-
-    Subclasses have the parameters `epsilon`, `delta`, `bounds`, `data_norm` and
-    `check_records`.
+class _Fitted(Seedless, BaseEstimator):
+    """Attributes that a fit of every private estimator sets.
 
     Attributes:
-        privacy_report_: The guarantee of the last `fit`, with what it assumes.
-        records_check_: Released shares of usable records.
-        records_usable_: The share of usable records, with noise; NaN if it was not
+        privacy_report_: The guarantee of the last `fit`, with its assumptions.
+        records_check_: Released fractions of usable records.
+        records_usable_: Released fraction of usable records; NaN if it was not
             released.
     """
 
@@ -82,25 +79,61 @@ class PrivateEstimator(Seedless, BaseEstimator):
     records_check_: Usability
     records_usable_: float
     n_features_in_: int
+    _units_: Frame
 
-    def _budget(self) -> PrivacyBudget:
-        return PrivacyBudget(self._given("epsilon"), self._given("delta"))
 
-    def _given(self, name: str) -> Any:
-        """A parameter; parameters are those of the subclass's `__init__`."""
-        return getattr(self, name)
+@dataclasses.dataclass(eq=False, repr=False)
+class PrivateEstimator(_Fitted):
+    r"""An estimator whose `fit` is one run of a planned solver.
+
+    Args:
+        epsilon: $\varepsilon$.
+        delta: $\delta$.
+        bounds: Declared bounds of the features.
+        data_norm: Declared length of the longest row, instead of bounds.
+        check_records: Whether to release the fraction of usable records.
+    """
+
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    _: dataclasses.KW_ONLY
+    bounds: Any = None
+    data_norm: float | None = None
+    check_records: bool = True
 
     @property
     def _owner(self) -> str:
         return type(self).__name__
 
+    def _entry(
+        self, X: Any, key: PRNGKey | None, refused: dict[str, Any]
+    ) -> tuple[PrivacyBudget, PRNGKey, Float[np.ndarray, "n d"], Frame]:
+        """Return the budget, the key of a fit, the features and their units.
+
+        Raises:
+            TypeError: There are further arguments, or the key is not typed.
+            ValueError: The budget, the features or their bounds are invalid.
+        """
+        refuse(f"{self._owner}.fit", refused)
+        budget = PrivacyBudget(self.epsilon, self.delta)
+        key = root_key() if key is None else check_key(key)
+        table = self._table(X)
+        units = frame(
+            self._owner,
+            self.n_features_in_,
+            self.bounds,
+            self.data_norm,
+            centered=self._constant,
+        )
+        return budget, key, table, units
+
     def _table(self, X: Any) -> Float[np.ndarray, "n d"]:
-        """The features as numbers, NaN where one is missing; sets `n_features_in_`.
+        """Return the features as numbers, NaN if one is missing; set `n_features_in_`.
 
         Raises:
             TypeError: They are sparse.
-            ValueError: They are no table, have no features, or no rows where the
-                number of rows is public.
+            ValueError: They are no table, have no features, or have no rows although
+                the number of rows is public.
         """
         relation = getattr(self, "neighbours", Neighbours.REPLACE_ONE.value)
         array = check_array(
@@ -115,7 +148,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return array
 
     def _more_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
-        """Features of further protected records, of the columns of the first ones.
+        """Return features of further protected records with the same columns.
 
         Raises:
             TypeError: They are sparse.
@@ -129,13 +162,12 @@ class PrivateEstimator(Seedless, BaseEstimator):
         except ValueError as error:
             raise ValueError(
                 f"{self._owner}.fit: the clean records have other columns than the "
-                f"training records. {error} Steps before this one in a pipeline do not "
-                "transform clean=: transform it in the same way."
+                f"training records ({error}). Transform clean= as X: a pipeline does not."
             ) from None
         return array
 
     def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
-        """A column beside the features, of any type."""
+        """Return a column beside the features, of any type."""
         if isinstance(y, str):
             raise ValueError(
                 f"{self._owner}.fit: {name} must have one value for each row of X, got "
@@ -154,31 +186,21 @@ class PrivateEstimator(Seedless, BaseEstimator):
             )
         return dataclasses.replace(column, entries=entries)
 
-    def _frame(self) -> Frame:
-        """Return the declared units of the features."""
-        return frame(
-            self._owner,
-            self.n_features_in_,
-            self._given("bounds"),
-            self._given("data_norm"),
-            centered=self._constant,
-        )
-
     @property
     def _constant(self) -> bool:
         """Whether the model has a constant."""
         return bool(getattr(self, "fit_intercept", True))
 
     def _test_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
-        """Features to predict, cut to what was declared, as in `fit`.
+        """Return features to predict, cut to the declared bounds as in `fit`.
 
-        They are not protected: errors may tell of them.
+        They are not protected: errors may describe them.
         """
         table: Any = validate_data(self, X, reset=False, dtype=_FLOATS)
         return self._units_.cut(table)
 
     def __sklearn_tags__(self):
-        """Two fits of the same records differ, by their noise."""
+        """Return the tags; two fits of the same records differ by their noise."""
         tags = super().__sklearn_tags__()
         tags.non_deterministic = True
         return tags
@@ -194,13 +216,13 @@ class PrivateEstimator(Seedless, BaseEstimator):
         """Return the columns, and indicators of cells that differ from the declaration.
 
         Args:
-            table: The features, NaN where one is no number.
+            table: The features, NaN for cells that are no number.
             units: Their units.
             beside: For each column beside the features, whether a record has no
                 declared value there.
             label: The number of each record's class, if there are classes.
-            place: The name of the column of groups or sources in `beside`, what was
-                declared of it, and the number of each record's value.
+            place: The column of groups or sources: its name in `beside`, its declared
+                values, and the number of each record's value.
         """
         width = table.shape[1]
         names = getattr(self, "feature_names_in_", [f"X[:, {i}]" for i in range(width)])
@@ -212,7 +234,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
             names[a] if a == b else f"{names[a]} to {names[b]}"
             for a, b in zip(starts, ends, strict=True)
         )
-        classes = () if label is None else tuple(map(str, self._given("classes_")))
+        classes = () if label is None else tuple(map(str, self.classes_))
         of, values, number = ("", (), None) if place is None else place
         columns = Columns((*beside, *named), classes, of, tuple(map(str, values)))
         unread, cut = (
@@ -227,9 +249,9 @@ class PrivateEstimator(Seedless, BaseEstimator):
     def _check(
         self, budget: PrivacyBudget, planned: PublicSize, **levels: Described
     ) -> Check:
-        """Plan the release of the share of usable records of each level."""
-        _checks.instance(self._owner, bool, check_records=self._given("check_records"))
-        if not self._given("check_records"):
+        """Plan the release of the fraction of usable records of each level."""
+        _checks.instance(self._owner, bool, check_records=self.check_records)
+        if not self.check_records:
             return RecordsCheck((), ()), {}
         columns = {role: level[0] for role, level in levels.items()}
         relation, size = planned.relation, planned.size
@@ -248,7 +270,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         lengths: Lengths | None = None,
         prepare: Prepare | None = None,
     ) -> PyTree:
-        """Check the records, run a plan once, and keep report and released shares.
+        """Check the records, run a plan once, and keep report and released fractions.
 
         Args:
             problem: The problem.
@@ -258,15 +280,16 @@ class PrivateEstimator(Seedless, BaseEstimator):
             key: The key of the fit.
             check: The check and its indicators.
             units: The units of the features, which are kept for predictions.
-            lengths: A release of how long rows are; the features of `records` are
+            lengths: The release of the lengths of rows; the features of `records` are
                 divided by the released length.
-            prepare: Makes further releases and returns the run that follows from them.
+            prepare: A function that makes further releases and returns the run that
+                follows from them.
 
         Warns:
             RuntimeWarning: The run diverged.
-            UserWarning: Too few of the records can be used, a declared value seems to
-                be misspelt, many records have wrong cells in the same columns, or rows
-                are far shorter than declared, by the released shares.
+            UserWarning: By released fractions too few records can be used, a declared
+                value seems to be misspelt, many records have wrong cells in the same
+                columns, or rows are far shorter than declared.
         """
         first, indicators = check
         plan.warn(f"{self._owner}.fit")
@@ -316,23 +339,25 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return jax.tree.map(np.asarray, solution.value)
 
     def _stretch(self, found: Usability, solver: Any) -> float:
-        """Return what the released unit is multiplied by."""
+        """Return the factor of the released unit."""
         return 1.0
 
 
-class PrivateClassifier(PrivateEstimator):
+class PrivateClassifier(ClassifierMixin, PrivateEstimator):
     """A private estimator of declared classes.
 
     Attributes:
         classes_: The declared classes, sorted.
-        constant_accuracy_: The accuracy of the best constant answer, with noise.
+        constant_accuracy_: The released accuracy of the best constant answer.
     """
+
+    classes: Any
 
     classes_: np.ndarray
 
     @property
     def constant_accuracy_(self) -> float:
-        """The released share of the most frequent class; NaN if it was not released.
+        """Released fraction of the most frequent class; NaN if it was not released.
 
         It is the accuracy of the best constant answer on records like those of `fit`.
         """
@@ -340,36 +365,66 @@ class PrivateClassifier(PrivateEstimator):
         found = self.records_check_.constant_accuracy
         return math.nan if found is None else found
 
-    def _declared_classes(self) -> np.ndarray:
-        return declared(
-            self._owner, "classes", self._given("classes"), 'classes=["no", "yes"]'
-        )
+    def _read_labels(
+        self, y: Any, table: Float[np.ndarray, "n d"], name: str = "y"
+    ) -> Int[np.ndarray, " n"]:
+        """Set the declared classes; return the number of each record's class.
 
-    def _labels(self, y: Column) -> Int[np.ndarray, " n"]:
-        """The number of each record's class; -1 where it is none that is declared."""
-        return index_of(self._owner, "classes", self.classes_, y)
+        It is -1 for a label that is not declared.
+        """
+        column = self._column(y, table, name)
+        example = 'classes=["no", "yes"]'
+        self.classes_ = declared(self._owner, "classes", self.classes, example)
+        return index_of(self._owner, "classes", self.classes_, column)
+
+    def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """Return a score for each class."""
+        raise NotImplementedError
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the class with the largest score.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        return self.classes_[np.argmax(self._scores(X), axis=1)]
+
+    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """Return the probabilities of the classes, in the order of `classes_`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        scores = self._scores(X)
+        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return exponents / exponents.sum(axis=1, keepdims=True)
+
+    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """Return the logarithms of `predict_proba`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
 
 
 def _named(X: Any, array: np.ndarray) -> Any:
-    """Return what has the names and the number of columns of X.
+    """Return an object with the names and the number of columns of X.
 
-    If X is a sequence, scikit-learn would count the cells of the first record.
+    That is the array if X is a sequence: scikit-learn would count the cells of its
+    first record.
     """
     return X if elements(X) is None else array
-
-
-def key_or_fresh(key: PRNGKey | None) -> PRNGKey:
-    """The key of a fit: the one given, or a new one of the operating system's."""
-    return root_key() if key is None else check_key(key)
 
 
 def with_nan(
     rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"]
 ) -> Float[np.ndarray, "n d"]:
-    """Rows for the library; of NaN, which contribute nothing, where one does not count.
+    """Return rows in the library's precision; NaN for records that do not count.
 
     Args:
-        rows: Features, NaN where one is missing.
+        rows: Features, NaN for missing ones.
         counts: Which records have a target.
     """
     counts = counts & np.isfinite(rows).all(axis=1)

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from .. import _checks
-from ..core.seeds import refuse
 from ..games.group_descent import GroupDescent
 from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
-from .base import key_or_fresh, with_nan
+from .base import with_nan
 from .declared import declared, index_of
 from .descent import plan_of
 from .lengths import Lengths
@@ -24,6 +23,7 @@ from .public_size import PublicSize
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FairClassifier(LinearClassifier):
     r"""A linear classifier that minimizes the loss of the group that is worst off.
 
@@ -34,13 +34,13 @@ class FairClassifier(LinearClassifier):
         epsilon: $\varepsilon$.
         delta: $\delta$, well below one over the number of records.
         classes: Declared: every label that a record may have.
-        shares: Declared: the groups, each with its share of the records, of sum at most
-            1; from a census or a sampling plan. A wrong share multiplies the loss of
-            its group by true over declared share.
+        shares: Declared: the groups, each with its fraction of the records, of sum at
+            most 1; from a census or a sampling plan. A wrong fraction multiplies the
+            loss of its group by the true over the declared one.
         bounds: Declared: `(lower, upper)`, numbers or one for each feature.
         data_norm: Declared instead of bounds: the largest length of a row.
         fit_intercept: Whether to fit a constant, too.
-        radius: Of the ball of models about the origin, in units of the rows.
+        radius: The radius of the ball of models about the origin, in units of the rows.
         max_iter: The number of steps.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
@@ -72,34 +72,14 @@ class FairClassifier(LinearClassifier):
         an error would reveal it.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        *,
-        classes: Any = None,
-        shares: Any = None,
-        bounds: Any = None,
-        data_norm: float | None = None,
-        fit_intercept: bool = True,
-        radius: float = 20.0,
-        max_iter: int = 200,
-        neighbours: str = "replace_one",
-        size: int | None = None,
-        check_records: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.classes = classes
-        self.shares = shares
-        self.bounds = bounds
-        self.data_norm = data_norm
-        self.fit_intercept = fit_intercept
-        self.radius = radius
-        self.max_iter = max_iter
-        self.neighbours = neighbours
-        self.size = size
-        self.check_records = check_records
+    _: dataclasses.KW_ONLY
+    classes: Any = None
+    shares: Any = None
+    fit_intercept: bool = True
+    radius: float = 20.0
+    max_iter: int = 200
+    neighbours: str = "replace_one"
+    size: int | None = None
 
     def fit(
         self,
@@ -116,7 +96,7 @@ class FairClassifier(LinearClassifier):
             X: Features, of shape `(n, d)`.
             y: Labels.
             groups: The group of each record.
-            key: One typed key; by default a new one of the operating system's.
+            key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
 
@@ -127,20 +107,14 @@ class FairClassifier(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        refuse(f"{self._owner}.fit", refused)
         if groups is None:
-            raise ValueError(
-                f"{self._owner}.fit: give groups=, the group of each record."
-            )
-        budget, key = self._budget(), key_or_fresh(key)
-        table, units = self._table(X), self._frame()
-        labels_of = self._column(y, table)
-        self.classes_ = self._declared_classes()
+            raise ValueError(f"{self._owner}.fit: give groups=, one for each record.")
+        budget, key, table, units = self._entry(X, key, refused)
+        labels = self._read_labels(y, table)
         self.groups_, shares = self._groups()
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
         planned = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
-        labels = self._labels(labels_of)
         rows = units.rows(table)
         records = self._records(rows, labels)
         group = index_of(
@@ -181,12 +155,12 @@ class FairClassifier(LinearClassifier):
         return _made(self._loss, shares, float(self.radius), smoothness, bound)
 
     def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
-        """The declared groups, sorted, and their shares."""
+        """Return the declared groups, sorted, and their fractions of the records."""
         if not isinstance(self.shares, Mapping):
             raise ValueError(
-                f"{self._owner}: declare shares=, the groups and their shares of the "
-                f"records from public knowledge, such as {EXAMPLE}. Shares that are "
-                "counted in the records would be a release that is not in the ledger."
+                f"{self._owner}: declare shares=, the fraction of each group, such as "
+                f"{EXAMPLE}, from public knowledge. Counts in the records would be a "
+                "release that is not in the ledger."
             )
         names = declared(self._owner, "the groups of shares", [*self.shares], EXAMPLE)
         return names, tuple(float(self.shares[name]) for name in names.tolist())
@@ -196,6 +170,6 @@ class FairClassifier(LinearClassifier):
 def _made(
     loss: Any, shares: tuple[float, ...], radius: float, smoothness: float, most: float
 ) -> GroupGame:
-    """The game of a loss with its constants; one object for each, compiled once."""
+    """Return the game of a loss, cached so that it is compiled once."""
     game = group_fair(loss, shares, radius=radius)
     return dataclasses.replace(game, smoothness=smoothness, loss_bound=most)

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
-from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
+from typing_extensions import override
 
 from ..onelevel.losses import Record, example, logistic_loss, score
 from .base import PrivateClassifier, with_nan
 from .declared import Frame
 
-# A row at the unit and the constant together have length 1. A longer constant makes the
-# model see less of the features, and a shorter one learn the constant more slowly.
+# Length of a row at the unit and of the constant, together 1. A longer constant leaves
+# less clip norm to the features; a shorter one is learned more slowly.
 FEATURES, CONSTANT = 0.85**0.5, 0.15**0.5
 
 
 def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, ""]:
-    r"""$-\log \mathrm{softmax}(W^\top a)_b$ for features $a$ and a class number $b$.
+    r"""Return $-\log \mathrm{softmax}(W^\top a)_b$ for features $a$ and a class $b$.
 
     Args:
         weights: $W$, a column for each class.
@@ -36,12 +36,12 @@ def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, "
 def with_constant(
     rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"], constant: bool
 ) -> Float[np.ndarray, "n p"]:
-    """Rows for the library, with a constant feature; NaN where one does not count.
+    """Return rows with a constant feature; NaN for records that do not count.
 
     Args:
         rows: Features in the units of a `Frame`.
         counts: Which records have a target.
-        constant: Whether the model has one.
+        constant: Whether the model has a constant.
     """
     if constant:
         constants = np.full((len(rows), 1), CONSTANT)
@@ -52,7 +52,7 @@ def with_constant(
 def split(
     model: Float[np.ndarray, "k p"], constant: bool
 ) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
-    """Coefficients and constants of features in the units of a `Frame`."""
+    """Return coefficients and constants of features in the units of a `Frame`."""
     if not constant:
         return model, np.zeros(len(model))
     return FEATURES * model[:, :-1], CONSTANT * model[:, -1]
@@ -62,7 +62,7 @@ def split(
 def ridge_on(
     weight: float, constant: bool
 ) -> Callable[[Float[Array, "d ..."]], Float[Array, ""]] | None:
-    """The public penalty, not on the constant; one object for each, compiled once."""
+    """Return the public penalty, not on the constant; cached, so compiled once."""
     if weight == 0:
         return None
 
@@ -73,8 +73,8 @@ def ridge_on(
     return penalty
 
 
-class LinearClassifier(ClassifierMixin, PrivateClassifier):
-    """Predictions of `coef_` and `intercept_`, and how they come from a fit.
+class LinearClassifier(PrivateClassifier):
+    """Base of the linear classifiers, with predictions from coefficients.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
@@ -89,7 +89,7 @@ class LinearClassifier(ClassifierMixin, PrivateClassifier):
         return logistic_loss if len(self.classes_) == 2 else softmax_loss
 
     def _start(self) -> Float[Array, "d ..."]:
-        """Coefficients of zero."""
+        """Return coefficients of zero."""
         width = self.n_features_in_ + self._constant
         count = len(self.classes_)
         return jnp.zeros((width,) if count == 2 else (width, count))
@@ -97,7 +97,7 @@ class LinearClassifier(ClassifierMixin, PrivateClassifier):
     def _records(
         self, rows: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
     ) -> dict[str, np.ndarray]:
-        """Records of the losses; without influence where a label is not declared."""
+        """Return records of the losses; without influence if a label is not declared."""
         features = with_constant(rows, labels >= 0, self._constant)
         label = np.maximum(labels, 0)
         binary = len(self.classes_) == 2
@@ -114,7 +114,7 @@ class LinearClassifier(ClassifierMixin, PrivateClassifier):
         self.coef_, self.intercept_ = units.coefficients(weights, constant)
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
-        """`X @ coef_.T + intercept_`; one number a row for two classes.
+        """Return `X @ coef_.T + intercept_`; one number a row for two classes.
 
         Args:
             X: Features, of shape `(n, d)`; not protected.
@@ -123,34 +123,9 @@ class LinearClassifier(ClassifierMixin, PrivateClassifier):
         scores = self._test_rows(X) @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
-    def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest score.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
+    @override
+    def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
         scores = self.decision_function(X)
         if scores.ndim == 1:
-            return self.classes_[(scores > 0).astype(int)]
-        return self.classes_[np.argmax(scores, axis=1)]
-
-    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """The chances of the classes, in the order of `classes_`.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        scores = self.decision_function(X)
-        if scores.ndim == 1:
-            scores = np.stack([np.zeros_like(scores), scores], axis=1)
-        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return exponents / exponents.sum(axis=1, keepdims=True)
-
-    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """The logarithms of `predict_proba`.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        with np.errstate(divide="ignore"):
-            return np.log(self.predict_proba(X))
+            return np.stack([np.zeros_like(scores), scores], axis=1)
+        return scores

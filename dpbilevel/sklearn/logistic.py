@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from .. import _checks
-from ..core.seeds import refuse
 from ..core.shares import OF_COLUMNS, Usability
 from ..privacy.noise import PRNGKey
-from .base import Run, key_or_fresh, with_nan
+from .base import Run, with_nan
 from .descent import Settings, planned_descent
 from .effects import Effects
 from .lengths import Lengths
@@ -20,18 +19,19 @@ from .public_size import PublicSize
 # docs/estimators.md, "Settings".
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
 _MORE = dataclasses.replace(_TWO, longest=4.0)
-# A class is rare if its share is below this one over the number of classes.
+# A class is rare if its fraction is below this number over the number of classes.
 _RARE = 0.2
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DPLogisticRegression(LinearClassifier):
-    r"""Logistic regression, for two classes or more, with a guarantee.
+    r"""Private logistic regression, for two classes or more.
 
     Minimizes the mean loss plus $\rho \|w\|^2$ by noisy gradient descent, `NoisyGD` on
-    full batches; nothing has to be set. A first release finds how long rows are. Steps
-    are stable for rows of that length, and their number follows from the noise. Another
-    one finds the rate of each class and how strong effects are: the descent starts at
-    the constant answer, and a ridge follows from the noise and the effects.
+    full batches; nothing has to be set. A first release finds the length of rows. Steps
+    are stable for rows of that length, and their number follows from the noise. A
+    second release finds the rate of each class and the strength of effects: the descent
+    starts at the constant answer, and a ridge follows from noise and effects.
 
     Args:
         epsilon: $\varepsilon$.
@@ -88,34 +88,14 @@ class DPLogisticRegression(LinearClassifier):
         True
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        *,
-        classes: Any = None,
-        bounds: Any = None,
-        data_norm: float | None = None,
-        fit_intercept: bool = True,
-        ridge: float = 0.0,
-        max_iter: int = 3000,
-        clip_norm: float | str = "auto",
-        neighbours: str = "replace_one",
-        size: int | None = None,
-        check_records: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.classes = classes
-        self.bounds = bounds
-        self.data_norm = data_norm
-        self.fit_intercept = fit_intercept
-        self.ridge = ridge
-        self.max_iter = max_iter
-        self.clip_norm = clip_norm
-        self.neighbours = neighbours
-        self.size = size
-        self.check_records = check_records
+    _: dataclasses.KW_ONLY
+    classes: Any = None
+    fit_intercept: bool = True
+    ridge: float = 0.0
+    max_iter: int = 3000
+    clip_norm: float | str = "auto"
+    neighbours: str = "replace_one"
+    size: int | None = None
 
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
@@ -125,7 +105,7 @@ class DPLogisticRegression(LinearClassifier):
         Args:
             X: Features, of shape `(n, d)`.
             y: Labels.
-            key: One typed key; by default a new one of the operating system's.
+            key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
 
@@ -136,16 +116,12 @@ class DPLogisticRegression(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        refuse(f"{self._owner}.fit", refused)
-        owner, budget, key = self._owner, self._budget(), key_or_fresh(key)
-        table, units = self._table(X), self._frame()
-        column = self._column(y, table)
-        self.classes_ = self._declared_classes()
+        owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
+        labels = self._read_labels(y, table)
         planned = PublicSize.of(owner, self.neighbours, self.size, len(table))
         settings = _TWO if len(self.classes_) == 2 else _MORE
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
-        labels = self._labels(column)
         rows = units.rows(table)
         records = self._records(rows, labels)
         usable = with_nan(rows, labels >= 0)
@@ -174,8 +150,8 @@ class DPLogisticRegression(LinearClassifier):
         """Return a longer unit if a class is rare, so that few of its rows are clipped.
 
         Records of a rare class have gradients as long as their rows. A clip norm below
-        1 shortens them, and those of no other class: the class is underestimated. So
-        rows are shortened instead, for all classes alike.
+        1 would shorten only these gradients, and underestimate the class. So the rows
+        of all classes are shortened instead.
         """
         level = found.levels.get("records")
         if level is None or self.clip_norm != "auto":

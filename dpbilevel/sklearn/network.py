@@ -1,5 +1,6 @@
 """A network for classification, trained by DP-SGD."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,41 +11,41 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
-from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
+from typing_extensions import override
 
 from .. import _checks
 from ..core.outputs import TailMean
-from ..core.seeds import refuse
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
 from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
-from .base import PrivateClassifier, key_or_fresh, with_nan
+from .base import PrivateClassifier, with_nan
 from .descent import plan_of
 from .lengths import Lengths
 from .public_size import PublicSize
 from .recalibration import Recalibration
 
 Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]
-# By the module of the arrays: on the host predictions need no program for each shape.
+# Functions of the module of arrays: NumPy predicts without a program for each shape.
 _ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "relu": lambda module, v: module.maximum(v, 0),
     "tanh": lambda module, v: module.tanh(v),
     "identity": lambda module, v: v,
 }
-# From so many records on, batches of this many are drawn instead of all.
+# Batch size; fewer records are all in one batch.
 _BATCH = 2048
-# The length of a typical row. Longer rows learn faster, from noise too.
+# Length of a typical row. Longer rows learn faster, from noise too.
 _INPUT = 3.0
 
 
-class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
+@dataclasses.dataclass(eq=False, repr=False)
+class DPMLPClassifier(PrivateClassifier):
     r"""A network of dense layers with a softmax, trained by DP-SGD.
 
     After the training one slope of all scores and a constant for each class are fitted,
-    so that probabilities are not too sure.
+    so that probabilities are not too close to 0 and 1.
 
     Args:
         epsilon: $\varepsilon$.
@@ -88,38 +89,16 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         not declared, is ignored without a message, because an error would reveal it.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        *,
-        classes: Any = None,
-        bounds: Any = None,
-        data_norm: float | None = None,
-        hidden_layer_sizes: Sequence[int] = (64,),
-        activation: str = "relu",
-        max_iter: int = 100,
-        batch_size: int | str = "auto",
-        learning_rate_init: float = 0.04,
-        clip_norm: float = 4.0,
-        neighbours: str = "replace_one",
-        size: int | None = None,
-        check_records: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.classes = classes
-        self.bounds = bounds
-        self.data_norm = data_norm
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.max_iter = max_iter
-        self.batch_size = batch_size
-        self.learning_rate_init = learning_rate_init
-        self.clip_norm = clip_norm
-        self.neighbours = neighbours
-        self.size = size
-        self.check_records = check_records
+    _: dataclasses.KW_ONLY
+    classes: Any = None
+    hidden_layer_sizes: Sequence[int] = (64,)
+    activation: str = "relu"
+    max_iter: int = 100
+    batch_size: int | str = "auto"
+    learning_rate_init: float = 0.04
+    clip_norm: float = 4.0
+    neighbours: str = "replace_one"
+    size: int | None = None
 
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
@@ -129,7 +108,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         Args:
             X: Features, of shape `(n, d)`.
             y: Labels.
-            key: One typed key; by default a new one of the operating system's.
+            key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
 
@@ -140,15 +119,11 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        refuse(f"{self._owner}.fit", refused)
-        budget, key = self._budget(), key_or_fresh(key)
-        table, units = self._table(X), self._frame()
-        column = self._column(y, table)
-        self.classes_ = self._declared_classes()
+        budget, key, table, units = self._entry(X, key, refused)
+        labels = self._read_labels(y, table)
         widths = self._widths()
         planned = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
-        rows, labels = units.rows(table), self._labels(column)
-        usable = with_nan(rows, labels >= 0)
+        usable = with_nan(units.rows(table), labels >= 0)
         lengths = Lengths.planned(budget, planned, usable, units.longest)
         recalibration = Recalibration.planned(budget, planned, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
@@ -162,14 +137,11 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, planned.size, shapes, before)
         records = planned.rows(records)
-        layers = self._solved(
-            problem, plan, records, start, then, check, units, lengths
-        )
+        run = problem, plan, records, start, then, check, units, lengths
+        layers = self._solved(*run)
         records = lengths.in_unit(records, self._unit)
-        found = _all_scores(self.activation, layers, records["features"])
-        slope, shifts = recalibration.fitted(
-            np.asarray(found), records["label"], key=last
-        )
+        found = np.asarray(_all_scores(self.activation, layers, records["features"]))
+        slope, shifts = recalibration.fitted(found, records["label"], key=last)
         scale = lengths.frame(units, self._unit).scale[:, None]
         self.coefs_ = [weights for weights, _ in layers]
         self.intercepts_ = [constants for _, constants in layers]
@@ -181,7 +153,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         return self
 
     def _widths(self) -> tuple[int, ...]:
-        """From features to classes."""
+        """Return the widths of the layers, features and classes included."""
         hidden = self.hidden_layer_sizes
         hidden = tuple(np.atleast_1d(np.asarray(hidden, object)).tolist())
         for width in hidden:
@@ -208,34 +180,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
             output=TailMean(),
         )
 
-    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """The chances of the classes, in the order of `classes_`.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        scores = self._scores(X)
-        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return exponents / exponents.sum(axis=1, keepdims=True)
-
-    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """The logarithms of `predict_proba`.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        with np.errstate(divide="ignore"):
-            return np.log(self.predict_proba(X))
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest score.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        found = np.argmax(self._scores(X), axis=1)
-        return self.classes_[found]
-
+    @override
     def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
         check_is_fitted(self)
         layers = [*zip(self.coefs_, self.intercepts_, strict=True)]
@@ -243,7 +188,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
 
 
 def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
-    """Layers of normal numbers of variance 2 over the width before, as for ReLUs."""
+    """Draw layers with variance 2 over the width of the layer before, as for ReLUs."""
     keys = jax.random.split(key, len(widths) - 1)
     return tuple(
         (math.sqrt(2 / p) * jax.random.normal(k, (p, q)), jnp.zeros(q))
@@ -252,10 +197,10 @@ def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
 
 
 def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
-    """The scores of the classes.
+    """Return the scores of the classes.
 
     Args:
-        activation: Its name.
+        activation: The name of the activation.
         layers: Matrices and constants.
         rows: One row of features, or several.
         module: `numpy` for arrays of the host.
@@ -275,7 +220,7 @@ def _all_scores(activation: str, layers: Layers, rows: Float[Array, "n d"]) -> A
 
 @functools.lru_cache(maxsize=8)
 def _loss_of(activation: str) -> Any:
-    """The loss of a record; one object for each activation, compiled once."""
+    """Return the loss of a record, cached so that it is compiled once."""
 
     def loss(layers: Layers, record: Any) -> Float[Array, ""]:
         found = scores(activation, layers, record["features"])
@@ -288,5 +233,5 @@ def _loss_of(activation: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _adam(step_size: float) -> optax.GradientTransformation:
-    """One object for each step size, or every fit would compile anew."""
+    """Return Adam, cached so that it is compiled once."""
     return optax.adam(step_size)

@@ -1,5 +1,6 @@
 """Ridge regression by noisy descent."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -10,10 +11,9 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
 from .. import _checks
-from ..core.seeds import refuse
 from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
-from .base import PrivateEstimator, Run, key_or_fresh, with_nan
+from .base import PrivateEstimator, Run, with_nan
 from .declared import interval, targets
 from .descent import Settings, planned_descent
 from .lengths import Lengths
@@ -23,15 +23,16 @@ from .spread import Spread
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
-_SMALL = 0.2  # of the declared range; a smaller unit is worth a warning
+_SMALL = 0.2  # fraction of the declared range; a smaller unit is warned of
 _WIDE = (
     "most targets lie between {:.3g} and {:.3g}, by the released `target_range_`, and "
-    "target_bounds is far wider. Declare about this range if it is public knowledge."
+    "target_bounds is far wider. Declare about this range from public knowledge."
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DPRidge(RegressorMixin, PrivateEstimator):
-    r"""Linear regression with a ridge and a guarantee.
+    r"""Private linear regression with a ridge.
 
     Minimizes $\frac12$ the mean square plus $\rho \|w\|^2$ by noisy gradient descent,
     `NoisyGD` on full batches; nothing has to be set. Large residuals are shortened by
@@ -42,7 +43,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         delta: $\delta$, well below one over the number of records.
         bounds: Declared: `(lower, upper)`, numbers or one for each feature. Entries
             outside are cut to them in `fit`.
-        target_bounds: Declared: `(lower, upper)` of the target, cut likewise.
+        target_bounds: Declared: `(lower, upper)` of the target, which is cut to them.
         data_norm: Declared instead of `bounds`: the largest length of a row; longer
             ones are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too; without one the target is not
@@ -78,34 +79,14 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         record whose target is not a finite number is ignored.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        *,
-        bounds: Any = None,
-        target_bounds: Any = None,
-        data_norm: float | None = None,
-        fit_intercept: bool = True,
-        ridge: float = 0.0,
-        max_iter: int = 3000,
-        clip_norm: float | str = "auto",
-        neighbours: str = "replace_one",
-        size: int | None = None,
-        check_records: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.bounds = bounds
-        self.target_bounds = target_bounds
-        self.data_norm = data_norm
-        self.fit_intercept = fit_intercept
-        self.ridge = ridge
-        self.max_iter = max_iter
-        self.clip_norm = clip_norm
-        self.neighbours = neighbours
-        self.size = size
-        self.check_records = check_records
+    _: dataclasses.KW_ONLY
+    target_bounds: Any = None
+    fit_intercept: bool = True
+    ridge: float = 0.0
+    max_iter: int = 3000
+    clip_norm: float | str = "auto"
+    neighbours: str = "replace_one"
+    size: int | None = None
 
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
@@ -115,7 +96,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         Args:
             X: Features, of shape `(n, d)`.
             y: Targets, numbers.
-            key: One typed key; by default a new one of the operating system's.
+            key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
 
@@ -126,9 +107,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        refuse(f"{self._owner}.fit", refused)
-        owner, budget, key = self._owner, self._budget(), key_or_fresh(key)
-        table, units = self._table(X), self._frame()
+        owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         ends, center, half = self._target_units()
         column = targets(self._column(y, table))
         planned = PublicSize.of(owner, self.neighbours, self.size, len(table))
@@ -170,18 +149,18 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         self.n_iter_ = plan.solver.num_steps
         most = max(ends[0], center - half), min(ends[1], center + half)
         self.target_range_ = most
-        # Targets beyond the bounds gather at an end, which the check tells of.
+        # The check warns of targets beyond the bounds, which are cut to an end.
         if of_target[1] < _SMALL and not self.records_check_.remarks:
             warnings.warn(f"{owner}.fit: {_WIDE.format(*most)}", stacklevel=2)
         return self
 
     def _target_units(self) -> tuple[tuple[float, float], float, float]:
-        """The bounds of targets, and what is taken off them and divides them."""
+        """Return the bounds of targets, their center and half their width."""
         if self.target_bounds is None:
             raise ValueError(
-                f"{self._owner}: declare target_bounds=(lower, upper), from public "
-                "knowledge: the smallest and largest target in the records would be a "
-                "release that is not in the ledger."
+                f"{self._owner}: declare target_bounds=(lower, upper) from public "
+                "knowledge. The extremes of the records would be a release that is not "
+                "in the ledger."
             )
         pair = interval(self._owner, "target_bounds", self.target_bounds, 1)
         lower, upper = (float(v[0]) for v in pair)
@@ -191,7 +170,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         return (lower, upper), lower + half, half
 
     def predict(self, X: Any) -> Float[np.ndarray, " n"]:
-        """`X @ coef_ + intercept_`.
+        """Return `X @ coef_ + intercept_`.
 
         Args:
             X: Features, of shape `(n, d)`; not protected.

@@ -1,5 +1,6 @@
-"""Training records of several sources, weighed by clean records."""
+"""Linear classifiers on several sources, weighted by clean records."""
 
+import dataclasses
 import functools
 from typing import Any, get_args
 
@@ -10,16 +11,15 @@ from .. import _checks
 from ..applications.base import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
 from ..core.levels import check_disjoint
-from ..core.seeds import refuse
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
-from ..planning.dry_runs import AutoPlan, auto
+from ..planning.auto_plan import AutoPlan, auto
 from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..runs.progress import check_bar, step_bar
-from .base import Described, key_or_fresh
+from .base import Described
 from .declared import declared, index_of
 from .descent import plan_of
 from .linear import LinearClassifier
@@ -28,8 +28,9 @@ from .public_size import PublicSize
 EXAMPLE = 'sources=["north", "south"]'
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DPSourceReweighting(LinearClassifier):
-    r"""A linear classifier; weights of its sources are chosen on clean records.
+    r"""A linear classifier with weights of its sources, chosen on clean records.
 
     The problem is `source_weighting`: the sources' weights are chosen so that a model
     of the weighted training records fits the clean ones. `dpbilevel.auto` compares
@@ -61,7 +62,7 @@ class DPSourceReweighting(LinearClassifier):
         source_weights_: The released weights of the sources, of sum 1; all are equal if
             the method has one level.
         plan_: The `planning.AutoPlan` with its reason, or the `Plan` of `solver`.
-        two_levels_pay_: Whether the dry runs chose a method of two levels; `None` with
+        two_levels_: Whether the dry runs chose a method of two levels; `None` with
             a `solver` that was given.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
@@ -78,34 +79,14 @@ class DPSourceReweighting(LinearClassifier):
         without a message, because an error would reveal it.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        *,
-        classes: Any = None,
-        sources: Any = None,
-        bounds: Any = None,
-        data_norm: float | None = None,
-        fit_intercept: bool = True,
-        ridge: float = 1e-4,
-        solver: AbstractSolver | str = "auto",
-        effort: Effort = "fast",
-        verbose: bool = False,
-        check_records: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.classes = classes
-        self.sources = sources
-        self.bounds = bounds
-        self.data_norm = data_norm
-        self.fit_intercept = fit_intercept
-        self.ridge = ridge
-        self.solver = solver
-        self.effort = effort
-        self.verbose = verbose
-        self.check_records = check_records
+    _: dataclasses.KW_ONLY
+    classes: Any = None
+    sources: Any = None
+    fit_intercept: bool = True
+    ridge: float = 1e-4
+    solver: AbstractSolver | str = "auto"
+    effort: Effort = "fast"
+    verbose: bool = False
 
     def fit(
         self,
@@ -127,7 +108,7 @@ class DPSourceReweighting(LinearClassifier):
             clean: `(X, y)` of the clean records.
             people: `"disjoint"` if nobody has a training record and a clean one,
                 else `"overlapping"`. Checked only as far as arrays share memory.
-            key: One typed key; by default a new one of the operating system's.
+            key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
 
@@ -139,19 +120,16 @@ class DPSourceReweighting(LinearClassifier):
             ValueError: Something is not declared, shapes do not fit, or tqdm is not
                 installed for `verbose=True`.
         """
-        refuse(f"{self._owner}.fit", refused)
         if sources is None or clean is None:
             raise ValueError(
-                f"{self._owner}.fit: give sources=, the source of each record, and "
+                f"{self._owner}.fit: give sources=, one for each record, and "
                 "clean=(X, y), the clean records."
             )
-        budget, key = self._budget(), key_or_fresh(key)
-        table, units = self._table(X), self._frame()
-        column = self._column(y, table)
-        self.classes_ = self._declared_classes()
+        budget, key, table, units = self._entry(X, key, refused)
+        labels = self._read_labels(y, table)
         self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
         _checks.non_negative(self._owner, ridge=self.ridge)
-        rows, labels = units.rows(table), self._labels(column)
+        rows = units.rows(table)
         lower = self._records(rows, labels)
         named = self._column(sources, table, "sources")
         source = index_of(self._owner, "sources", self.sources_, named)
@@ -162,16 +140,14 @@ class DPSourceReweighting(LinearClassifier):
         cells = self._described(table, units, beside, labels, place)
         upper, clean_cells = self._clean(clean, units)
         if people == "disjoint":
-            self._check_apart(X, clean[0])
+            self._check_disjoint(X, clean[0])
         problem = _problem(self._loss, len(self.sources_), float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
         planned = PublicSize(Neighbours.REPLACE_ONE, sizes)
         check = self._check(budget, planned, upper=clean_cells, lower=cells)
         self.plan_ = self._plan(problem, budget, sizes, start, check[0].releases)
-        self.two_levels_pay_ = (
-            self.plan_.pays if isinstance(self.plan_, AutoPlan) else None
-        )
+        self.two_levels_ = getattr(self.plan_, "two_levels", None)
         levels = Levels(upper, lower)
         found = self._solved(problem, self.plan_, levels, start, key, check, units)
         self.source_weights_ = np.asarray(source_weights(found[0]))
@@ -187,21 +163,21 @@ class DPSourceReweighting(LinearClassifier):
             )
         X, y = clean
         table = self._more_rows(X)
-        labels = self._labels(self._column(y, table, "clean[1]"))
+        labels = self._read_labels(y, table, "clean[1]")
         cells = self._described(table, units, {"clean[1]": labels < 0}, labels)
         return self._records(units.rows(table), labels), cells
 
-    def _check_apart(self, X: Any, clean: Any) -> None:
-        """Refuses clean records that are parts of the array of training records."""
+    def _check_disjoint(self, X: Any, clean: Any) -> None:
+        """Refuse clean records that are parts of the array of training records."""
         if not (hasattr(X, "__array__") and hasattr(clean, "__array__")):
             return
         try:
             check_disjoint(Levels(np.asarray(clean), np.asarray(X)))
         except ValueError:
             raise ValueError(
-                f'{self._owner}.fit: people="disjoint" contradicts the records: clean '
-                "and X are the same array or parts of it. Pass X without the clean "
-                'rows, in an array of its own, or people="overlapping".'
+                f'{self._owner}.fit: people="disjoint", but clean and X share memory. '
+                "Pass X without the clean rows, in an array of its own, or "
+                'people="overlapping".'
             ) from None
 
     def _plan(
@@ -234,5 +210,5 @@ _PLANS: dict[tuple[Any, ...], AutoPlan] = {}
 
 @functools.lru_cache(maxsize=64)
 def _problem(loss: Any, count: int, ridge: float) -> SourceWeighting:
-    """One object for each, so that it is compiled once."""
+    """Return the problem, cached so that it is compiled once."""
     return source_weighting(loss, count, ridge=ridge)

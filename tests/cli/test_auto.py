@@ -13,7 +13,7 @@ from dpbilevel.applications import MixedSources, SelectedSources
 from dpbilevel.cli import auto, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.planning import dry_runs
+from dpbilevel.planning import auto_plan
 from dpbilevel.planning.settings import toml_of
 from dpbilevel.runs import spending
 from tests.cli.test_cli import failure
@@ -43,20 +43,20 @@ def file(tmp_path):
 
 @pytest.fixture
 def few(monkeypatch):
-    """One candidate with one setting, one law of records."""
+    """One candidate with one setting, one population of records."""
 
     def candidates(problem, w0, clip_norm, records=None, intercept=None):
         return (planning.Candidate("selected", (SelectedSources(FIT, FIT),), 2),)
 
-    monkeypatch.setattr(dry_runs, "candidates", candidates)
-    laws = dry_runs.default_twins
-    monkeypatch.setattr(dry_runs, "default_twins", lambda *a: laws(*a)[:1])
+    monkeypatch.setattr(auto_plan, "candidates", candidates)
+    defaults = auto_plan.populations
+    monkeypatch.setattr(auto_plan, "populations", lambda *a: defaults(*a)[:1])
 
 
 def test_a_config_without_settings_gets_some_that_run(file, few, capsys, tmp_path):
     out = tmp_path / "b.toml"
     assert main(["auto", str(file), "--out", str(out)]) == 0
-    assert "test loss on synthetic twins" in capsys.readouterr().out
+    assert "test loss on synthetic data" in capsys.readouterr().out
     assert out.read_text().startswith("# why\n")
     solver = read_config(out).solver
     assert isinstance(solver, SelectedSources)
@@ -226,7 +226,7 @@ def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
         solver = dpb.applications.ScaledGroups(FIT)
         return (planning.Candidate("scaled", (solver,), 2),)
 
-    monkeypatch.setattr(dry_runs, "candidates", scaled)
+    monkeypatch.setattr(auto_plan, "candidates", scaled)
     given = (Path(__file__).parents[2] / "configs/penalty_tuning.toml").read_text()
     path, out = tmp_path / "a.toml", tmp_path / "b.toml"
     path.write_text(given.replace("20_000", "2000").replace("6_000", "500"))

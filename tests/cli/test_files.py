@@ -14,7 +14,7 @@ from dpbilevel import planning
 from dpbilevel.cli import auto, facts, results
 from dpbilevel.cli.files import read_csv
 from dpbilevel.cli.main import main
-from dpbilevel.planning import dry_runs
+from dpbilevel.planning import auto_plan
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import rows_of, write_csv
 
@@ -199,7 +199,7 @@ def test_training_without_settings_is_planned_by_every_command(
     def candidates(problem, w0, clip_norm, records=None, intercept=None):
         return (planning.Candidate("one", (dpb.NoisyGD(3, 1.0, 4.0),), 1),)
 
-    monkeypatch.setattr(dry_runs, "candidates", candidates)
+    monkeypatch.setattr(auto_plan, "candidates", candidates)
     file = tmp_path / "a.toml"
     file.write_text(TRAINING.replace("training = 60", "training = 300"))
     assert main(["calibrate", str(file), "--json"]) == 0

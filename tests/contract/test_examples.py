@@ -81,20 +81,20 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     keys = iter(jax.random.split(jax.random.key(0), 100))
     monkeypatch.setattr(dpb, "root_key", lambda: next(keys))
     # Fewer runs of the audit, fewer steps of the search, two methods to plan from, one
-    # law of records and two dry runs.
+    # population and two dry runs.
     short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
     monkeypatch.setattr("dpbilevel.search.defaults._descent", lambda *_: short)
-    every = planning.dry_runs.candidates
+    every = planning.auto_plan.candidates
 
     def few(*arguments):
         kept = ("both levels' records", "SelectedSources, recalibrated")
         offered = [c for c in every(*arguments) if c.name in kept]
         return [dataclasses.replace(c, solvers=c.solvers[:1]) for c in offered]
 
-    monkeypatch.setattr(planning.dry_runs, "candidates", few)
-    laws = planning.dry_runs.default_twins
-    monkeypatch.setattr(planning.dry_runs, "default_twins", lambda *a: laws(*a)[:1])
-    monkeypatch.setattr(planning.dry_runs, "rounds_of", lambda *_, **__: (1, 1))
+    monkeypatch.setattr(planning.auto_plan, "candidates", few)
+    defaults = planning.auto_plan.populations
+    monkeypatch.setattr(planning.auto_plan, "populations", lambda *a: defaults(*a)[:1])
+    monkeypatch.setattr(planning.auto_plan, "rounds_of", lambda *_, **__: (1, 1))
     for page in PAGES:
         text = (ROOT / page).read_text().replace("runs=20_000", "runs=1_000")
         for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -119,7 +119,7 @@ def test_losses_and_records_of_ones_own_are_planned_as_the_page_says(capsys):
     (code,) = (code for code in codes if "class Skewed" in code)
     names = {}
     exec(compile(code, "docs/auto.md", "exec"), names)
-    assert "Two levels do not pay here" in capsys.readouterr().out
+    assert "One level is as good here" in capsys.readouterr().out
     mean = jax.vmap(names["upper"], (None, None, 0))
     test = names["Skewed"]().draw(
         names["problem"], names["w0"], names["sizes"], jax.random.key(0)

@@ -13,8 +13,7 @@ import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.applications import Recalibration, SelectedSources, WarmStarted
 from dpbilevel.bilevel import OneLevel
-from dpbilevel.planning import conclusions, losses, race
-from dpbilevel.planning.candidates import Candidate
+from dpbilevel.planning import Candidate, conclusions, models, race
 from dpbilevel.planning.settings import toml_of
 
 D = 6
@@ -29,8 +28,8 @@ def entropy(share):
     return -share * math.log(share) - (1 - share) * math.log(1 - share)
 
 
-def drawn(law, seed=1):
-    return law.draw(SOURCES, W0, SIZES, jax.random.key(seed))
+def drawn(population, seed=1):
+    return population.draw(SOURCES, W0, SIZES, jax.random.key(seed))
 
 
 @pytest.mark.parametrize("place", [-1, 2])
@@ -39,10 +38,10 @@ def test_the_constant_answer_of_labels_is_their_entropy(place):
     features[:, place] = 1.0
     label = np.where(np.arange(400) < 80, 1.0, -1.0)
     test = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
-    found = losses.trivial_loss(ONE, jnp.zeros(D), test, place)
+    found = models.constant_loss(ONE, jnp.zeros(D), test, place)
     assert found == pytest.approx(entropy(0.2), abs=1e-4)
     # Without a constant feature it is the loss of the initial point.
-    start = losses.trivial_loss(ONE, jnp.zeros(D), test, None)
+    start = models.constant_loss(ONE, jnp.zeros(D), test, None)
     assert start == pytest.approx(math.log(2), abs=1e-6)
 
 
@@ -52,7 +51,7 @@ def test_the_constant_answer_of_classes_is_their_entropy():
 
     label = np.repeat([0, 1, 2], [100, 60, 40])
     test = {"features": jnp.ones((200, 1)), "label": jnp.asarray(label)}
-    found = losses.trivial_loss(dpb.FiniteSum(loss), jnp.zeros((1, 3)), test, -1)
+    found = models.constant_loss(dpb.FiniteSum(loss), jnp.zeros((1, 3)), test, -1)
     shares = np.asarray([0.5, 0.3, 0.2])
     assert found == pytest.approx(-np.sum(shares * np.log(shares)), abs=1e-4)
 
@@ -100,29 +99,31 @@ def test_the_constant_answer_is_that_of_all_draws_and_harm_is_warned_of():
     assert plan.start_losses[0] > 0.6
 
 
-@pytest.mark.parametrize("law", [*planning.twins(SOURCES), *planning.twins(ONE)])
-def test_synthetic_records_have_a_constant_and_the_rate_of_tables(law):
+@pytest.mark.parametrize(
+    "population", [*planning.populations(SOURCES), *planning.populations(ONE)]
+)
+def test_synthetic_records_have_a_constant_and_the_rate_of_tables(population):
     problem, w0, sizes = (SOURCES, W0, SIZES)
-    twin = law.draw(problem, w0, sizes, jax.random.key(3))
-    label, features = (np.asarray(twin.test[k]) for k in ("label", "features"))
-    if law.rate is not None:
-        assert np.mean(label > 0) == pytest.approx(law.rate, abs=0.04)
+    drawn_data = population.draw(problem, w0, sizes, jax.random.key(3))
+    label, features = (np.asarray(drawn_data.test[k]) for k in ("label", "features"))
+    if population.rate is not None:
+        assert np.mean(label > 0) == pytest.approx(population.rate, abs=0.04)
     assert features[:, -1].min() > 0
-    if law.columns == "skewed":
+    if population.columns == "skewed":
         assert np.abs(np.mean(features[:, 0])) > 0.1  # means that are not 0
         pair = np.corrcoef(features[:, 1], features[:, 3])[0, 1]
         assert pair > 0.1
 
 
 def test_sources_with_missing_positives_have_fewer_than_the_population():
-    twin = drawn(planning.MissingPositives(rate=0.4))
-    source = np.asarray(twin.data.lower["source"])
-    positive = np.asarray(twin.data.lower["label"]) > 0
+    drawn_data = drawn(planning.MissingPositives(rate=0.4))
+    source = np.asarray(drawn_data.data.lower["source"])
+    positive = np.asarray(drawn_data.data.lower["label"]) > 0
     rates = [positive[source == k].mean() for k in range(5)]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] < 0.39
     assert rates[-1] < 0.2
-    assert np.mean(np.asarray(twin.test["label"]) > 0) > 0.36
+    assert np.mean(np.asarray(drawn_data.test["label"]) > 0) > 0.36
 
 
 def trial(name, losses, regret, levels=2):
@@ -206,10 +207,10 @@ def test_steps_of_candidates_are_not_longer_than_the_curvature_admits():
 )
 def test_such_plans_can_be_written_into_a_config(solver):
     from dpbilevel.cli.config import _solver
-    from dpbilevel.cli.tables import Place
+    from dpbilevel.cli.tables import Location
 
     tables = tomllib.loads(toml_of(solver))
-    read = _solver(tables, Place("plan.toml"), solver.neighbours, type(SOURCES))
+    read = _solver(tables, Location("plan.toml"), solver.neighbours, type(SOURCES))
     assert str(read) == str(solver)
 
 

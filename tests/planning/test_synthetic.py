@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.planning.synthetic import Synthetic
+from dpbilevel.planning.synthetic import FunctionPopulation
 
 SIZES = dpb.Sizes(6, 9, "disjoint")
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -42,27 +42,27 @@ def test_test_records_are_further_records_of_the_same_call():
         upper = ones(sizes.upper) | {"t": jnp.arange(12.0)}
         return dpb.Levels(upper, ones(sizes.lower))
 
-    twin = Synthetic(numbered).draw(PROBLEM, W0, SIZES, jax.random.key(0))
+    drawn = FunctionPopulation(numbered).draw(PROBLEM, W0, SIZES, jax.random.key(0))
     assert calls == [dpb.Sizes(12, 9, "disjoint")]
-    assert PROBLEM.sizes_of(twin.data, "disjoint") == SIZES
-    found = jnp.concatenate([twin.data.upper["t"], twin.test["t"]])
+    assert PROBLEM.sizes_of(drawn.data, "disjoint") == SIZES
+    found = jnp.concatenate([drawn.data.upper["t"], drawn.test["t"]])
     assert jnp.array_equal(jnp.sort(found), jnp.arange(12.0))
     assert not jnp.array_equal(found, jnp.arange(12.0))  # a sorted table is mixed
 
 
 def test_one_level_and_shared_levels_get_twice_the_records():
     one = dpb.FiniteSum(lambda w, r: (r["a"] @ w - r["t"]) ** 2)
-    twin = Synthetic(rows).draw(one, W0[0], 5, jax.random.key(0))
-    assert twin.data["t"].shape == twin.test["t"].shape == (5,)
+    drawn = FunctionPopulation(rows).draw(one, W0[0], 5, jax.random.key(0))
+    assert drawn.data["t"].shape == drawn.test["t"].shape == (5,)
     sizes = dpb.Sizes(5, 5, "shared")
-    shared = Synthetic(lambda key, n: dpb.Levels.shared(rows(key, n.upper)))
-    twin = shared.draw(PROBLEM, W0, sizes, jax.random.key(0))
-    assert PROBLEM.sizes_of(twin.data) == sizes
-    assert twin.test["t"].shape == (5,)
+    shared = FunctionPopulation(lambda key, n: dpb.Levels.shared(rows(key, n.upper)))
+    drawn = shared.draw(PROBLEM, W0, sizes, jax.random.key(0))
+    assert PROBLEM.sizes_of(drawn.data) == sizes
+    assert drawn.test["t"].shape == (5,)
 
 
 def test_fields_that_the_default_records_lack_are_answered_with_a_function():
-    with pytest.raises(ValueError, match=r"pass synthetic=[^?]*dpb\.Levels"):
+    with pytest.raises(ValueError, match=r"records=.*or synthetic=, a function"):
         dpb.auto(PROBLEM, BUDGET, **OPTIONS)
 
 
@@ -70,22 +70,22 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
     ("options", "error", "message"),
     [
         ({"synthetic": 3}, TypeError, "synthetic must be a function"),
-        ({"synthetic": synthetic, "twins": ()}, ValueError, "got both"),
+        ({"synthetic": ()}, ValueError, "at least one population"),
         (
             {"synthetic": lambda k, n: rows(k, 6)},
             ValueError,
             "must be dpbilevel.Levels",
         ),
-        ({"synthetic": lambda key: 1}, TypeError, "synthetic must take two arguments"),
+        ({"synthetic": lambda key: 1}, ValueError, "function of a key and sizes"),
         (
             {"synthetic": lambda k, n: {}["a"]},
             ValueError,
-            "synthetic, asked .* KeyError",
+            "synthetic, a function .* KeyError",
         ),
         (
             {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},
             ValueError,
-            "synthetic was asked for Sizes.*and returned",
+            "synthetic was called with Sizes.*and returned",
         ),
     ],
 )

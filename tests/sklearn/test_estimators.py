@@ -203,7 +203,7 @@ def test_a_wrong_source_loses_its_weight():
     np.testing.assert_array_equal(model.sources_, ["a", "b", "c"])
     np.testing.assert_allclose(model.source_weights_, [0.5, 0, 0.5], atol=1e-6)
     assert model.score(*labelled(seed=2)) > 0.85
-    assert model.two_levels_pay_ is None
+    assert model.two_levels_ is None
     assert "people disjoint" in str(model.privacy_report_)
 
 
@@ -213,7 +213,7 @@ def test_sources_are_planned_by_dry_runs_and_the_plan_is_kept():
     model = DPSourceReweighting(**LABELS, sources=["a", "b", "c"], epsilon=5.0)
     fit = {"sources": names, "clean": labelled(100, seed=1), "people": "disjoint"}
     plan = model.fit(X, y, **fit).plan_
-    assert model.two_levels_pay_ is plan.pays is True
+    assert model.two_levels_ is plan.two_levels is True
     assert model.source_weights_[1] < 0.1
     assert clone(model).fit(X, y, **fit).plan_ is plan
 

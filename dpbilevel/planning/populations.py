@@ -1,4 +1,4 @@
-"""The default twins: public laws of records in the place of those of people."""
+"""The default populations: public distributions in the place of the records."""
 
 import math
 from typing import Any
@@ -13,21 +13,19 @@ from typing_extensions import override
 from .._checks import NonNegative, Positive
 from ..applications.base import PenaltyTuning, SourceWeighting
 from ..core.problem import AbstractProblem
-from .teachers import AbstractTeacherTwin, AbstractTwin, Columns, spread_over
+from .synthetic import AbstractPopulation
+from .teachers import AbstractLinearPopulation, Columns, expand
 
-# The margin of labels that few groups of features may decide.
-_OF_GROUPS = 4.0
-# The margin of labels that features say little about, as on most tables.
-_OF_TABLES = 1.0
-# The margin of labels where sources differ from the population.
-_OF_SOURCES = 1.5
+# Margins of labels: decided by a few groups of features, as weak as on most tables, and
+# those of sources that differ from the population.
+_GROUP_MARGIN, _TABLE_MARGIN, _SOURCE_MARGIN = 4.0, 1.0, 1.5
 
 
-class GoodOrBad(AbstractTeacherTwin):
-    """Of five sources two follow the population, two are opposite, one is random.
+class GoodOrBad(AbstractLinearPopulation):
+    """Five sources: two follow the population, two are opposite, one is random.
 
-    Pooled, the five carry no information about the model. Labels are balanced: a model
-    that predicts the more frequent one finds no source. They follow the features that
+    The five together carry no information about the model. Labels are balanced, so that
+    a model of the more frequent label finds no source. They follow the features that
     vary most.
     """
 
@@ -37,10 +35,10 @@ class GoodOrBad(AbstractTeacherTwin):
         # In this order, so that of two sources one is opposite.
         kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, -1.0])
         kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
-        return target, spread_over(kinds, target) * target[None]
+        return target, expand(kinds, target) * target[None]
 
 
-class Shifted(AbstractTeacherTwin):
+class Shifted(AbstractLinearPopulation):
     """Every source differs from the population, partly in the same way as all others.
 
     Args:
@@ -55,13 +53,13 @@ class Shifted(AbstractTeacherTwin):
         target, common, *others = self.teachers(key, count + 2, shape)
         far = self.shift * (1 + jnp.arange(1.0, count + 1) / count) / 2
         own = (common[None] + jnp.stack(others)) / math.sqrt(2)
-        return target, target[None] + spread_over(far, target) * own
+        return target, target[None] + expand(far, target) * own
 
 
-class Tables(AbstractTeacherTwin):
-    """Columns of categories; the population is like no source, and like a mixture.
+class Tables(AbstractLinearPopulation):
+    """Columns of categories; the population is a mixture of the sources, and no source.
 
-    The shares of the sources fall like one over the rank. Each source has the
+    The sizes of the sources fall like one over the rank. Each source has the
     population's coefficients in half of the blocks and others in the rest.
 
     Args:
@@ -88,7 +86,7 @@ class Tables(AbstractTeacherTwin):
         return target, target[None] + self.shift * differs * jnp.stack(others)
 
 
-class Alike(AbstractTeacherTwin):
+class Alike(AbstractLinearPopulation):
     """All records follow one model: one level is enough."""
 
     @property
@@ -103,11 +101,11 @@ class Alike(AbstractTeacherTwin):
         return target, jnp.stack([target] * _num_sources(problem))
 
 
-class MissingPositives(AbstractTeacherTwin):
-    """Sources record a part of the positive labels, and effects that are too weak.
+class MissingPositives(AbstractLinearPopulation):
+    """Sources with a part of the positive labels, and effects that are too weak.
 
-    No source has the rate of the population. Its model is theirs up to a factor and a
-    constant, which few records are enough for.
+    No source has the rate of the population. The models of sources and population
+    differ by a factor and a constant, for which few records are enough.
 
     Args:
         drop: The largest difference of a source's log odds from the population's.
@@ -121,22 +119,22 @@ class MissingPositives(AbstractTeacherTwin):
         (target,) = self.teachers(first, 1, shape)
         part = (1 + jnp.arange(1.0, _num_sources(problem) + 1)) / 2
         part = part / part[-1]
-        sources = spread_over(1 - part / 2, target) * target[None]
-        constant = self.gathered(then, 1000, shape)[:, -1]
+        sources = expand(1 - part / 2, target) * target[None]
+        constant = self.clustered_features(then, 1000, shape)[:, -1]
         height = jnp.sqrt(jnp.mean(constant**2))
         lower = -self.drop / height
-        if target.ndim > 1:  # of several classes the first one is what is recorded
+        if target.ndim > 1:  # the first of several classes is the one that is recorded
             lower = jnp.zeros(shape[1]).at[0].set(-lower)
         return target, sources.at[:, -1].add(jnp.multiply.outer(part, lower))
 
 
-class NoiseGroups(AbstractTeacherTwin):
-    """Labels depend on the features of some groups of coefficients alone.
+class NoiseGroups(AbstractLinearPopulation):
+    """Groups of features, of which only some decide the labels.
 
     Args:
-        useful: The share of these groups, at most 1; one group at least.
-        decay: How much less the coefficients of the next group are: those of number
-            $k$ are smaller by $k^{-decay}$, in an order that is drawn.
+        useful: The fraction of these groups, at most 1; one group at least.
+        decay: The decay of coefficients from group to group: those of group number $k$
+            are smaller by $k^{-decay}$, in random order.
     """
 
     useful: Positive = 0.5
@@ -159,55 +157,57 @@ class NoiseGroups(AbstractTeacherTwin):
         first, then = jax.random.split(key)
         (target,) = self.teachers(first, 1, shape)
         group = _groups(problem, shape[0])
-        # Some groups, and the scale of the margins as it was.
+        # Zero all other groups, and keep the scale of the margins.
         count = int(np.max(group)) + 1
         order = jax.random.permutation(then, count)
         matters = order < max(1, round(self.useful * count))
         sizes = jnp.where(matters, (1.0 + order.astype(float)) ** -self.decay, 0.0)
         useful = sizes[group].astype(target.dtype)
         useful = useful * jnp.sqrt(len(useful) / jnp.maximum(jnp.sum(useful**2), 1e-9))
-        target = spread_over(useful, target[0]) * target
+        target = expand(useful, target[0]) * target
         return target, target[None]
 
 
-def twins(
+def populations(
     problem: AbstractProblem, records: PyTree = None, norm: float = 1.0
-) -> tuple[AbstractTwin, ...]:
-    """The default twins of a problem.
+) -> tuple[AbstractPopulation, ...]:
+    """Return the default populations of a problem.
 
-    For sources `GoodOrBad`, `Shifted`, `Tables`, `MissingPositives` and `Alike`; for
-    penalties `NoiseGroups` with half, an eighth and all of the groups useful, where
-    coefficients fall like one over the rank, or over its root where all are; for others
-    `Alike` with each law of the features. Between a tenth and a half of the labels are
-    positive.
+    Sources have `GoodOrBad`, `Shifted`, `Tables`, `MissingPositives` and `Alike`.
+    Penalties have `NoiseGroups` with half, an eighth and all of the groups useful,
+    where coefficients fall like one over the rank, or over its root if all are. Other
+    problems have `Alike` with each distribution of the features. Between a tenth and a
+    half of the labels are positive.
 
     Args:
         problem: The problem.
-        records: What a record looks like, as for `auto`; `None` for linear models.
-        norm: That of the features of every record.
+        records: The description of a record, as for `auto`; `None` for linear models.
+        norm: The norm of the features of every record.
     """
     shared: Any = {"records": records, "norm": norm}
-    skewed = Alike(**shared, margin=_OF_TABLES, columns="skewed", rate=0.2)
+    table: Any = shared | {"margin": _TABLE_MARGIN}
+    skewed = Alike(**table, columns="skewed", rate=0.2)
     if isinstance(problem, SourceWeighting):
         return (
             GoodOrBad(**shared, margin=2.0),
-            Shifted(**shared, margin=_OF_SOURCES, rate=0.5),
-            Tables(**shared, margin=_OF_SOURCES, rate=0.5),
-            MissingPositives(**shared, margin=_OF_TABLES, columns="skewed", rate=0.4),
+            Shifted(**shared, margin=_SOURCE_MARGIN, rate=0.5),
+            Tables(**shared, margin=_SOURCE_MARGIN, rate=0.5),
+            MissingPositives(**table, columns="skewed", rate=0.4),
             skewed,
         )
     if isinstance(problem, PenaltyTuning):
         kinds = (0.5, 1.0, 0.5), (0.125, 1.0, 0.2), (1.0, 0.5, 0.3)
+        shared["margin"] = _GROUP_MARGIN
         return tuple(
-            NoiseGroups(**shared, margin=_OF_GROUPS, rate=rate, useful=part, decay=fall)
-            for part, fall, rate in kinds
+            NoiseGroups(**shared, rate=rate, useful=useful, decay=decay)
+            for useful, decay, rate in kinds
         )
-    categories = Alike(**shared, margin=_OF_TABLES, columns="categories", rate=0.1)
+    categories = Alike(**table, columns="categories", rate=0.1)
     return Alike(**shared, rate=0.5), skewed, categories
 
 
 def _groups(problem: AbstractProblem, columns: int) -> Int[np.ndarray, " d"]:
-    """The group of every feature; features alone where coefficients are none's."""
+    """Return the group of every feature; its own if the groups are not of features."""
     if isinstance(problem, PenaltyTuning):
         leaves = jax.tree.leaves(problem.groups)
         if len(leaves) == 1 and len(leaves[0]) == columns:

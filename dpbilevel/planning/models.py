@@ -1,4 +1,4 @@
-"""Losses of models on test records, and of the best answer that reads no feature."""
+"""The model among the variables of a problem, and its losses on test records."""
 
 import functools
 from typing import Any
@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, PyTree
 from ..applications.recalibration import constants_of, is_array
 from ..bilevel.problem import BilevelProblem
 from ..core.problem import AbstractProblem
-from .synthetic import example_for
 
 
 def model_of(problem: AbstractProblem, w0: PyTree) -> PyTree:
@@ -20,11 +19,21 @@ def model_of(problem: AbstractProblem, w0: PyTree) -> PyTree:
     return w0[1] if isinstance(problem, BilevelProblem) else w0
 
 
+def is_linear(model: PyTree) -> bool:
+    """Return whether a model is one array, the coefficients of features."""
+    return len(jax.tree.leaves(model)) == 1
+
+
+def is_vector(model: PyTree) -> bool:
+    """Return whether a model has one score."""
+    return is_array(model) and jnp.ndim(model) == 1
+
+
 def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
-    """Return the place of the constant feature, `None` if the model is not linear.
+    """Return the index of the constant feature, `None` if the model is not linear.
 
     Raises:
-        ValueError: The model has no feature at this place.
+        ValueError: The model has no feature at this index.
     """
     if intercept is None or not is_array(model) or jnp.ndim(model) not in (1, 2):
         return None
@@ -43,7 +52,7 @@ def mean_loss(problem: Any, value: PyTree, test: PyTree) -> Float[Array, ""]:
     return jnp.mean(losses)
 
 
-def trivial_loss(
+def constant_loss(
     problem: Any, w0: PyTree, test: PyTree, intercept: int | None
 ) -> float:
     """Return the loss of the best constant answer, or of the initial point if less.
@@ -52,21 +61,29 @@ def trivial_loss(
         problem: The problem.
         w0: The initial point.
         test: Synthetic test records.
-        intercept: The place of the constant feature, or `None`.
+        intercept: The index of the constant feature, or `None`.
 
     Raises:
         ValueError: The loss cannot read the records.
     """
-    start = _start_loss(problem, w0, test)
+    try:
+        initial = float(mean_loss(problem, w0, test))
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
+        raise ValueError(
+            f"auto: the loss cannot read synthetic records of shapes {shapes} "
+            f"({type(error).__name__}: {error}). Pass records=, the description of "
+            "yours, or synthetic=, a function that draws some (docs/auto.md)."
+        ) from error
     if intercept is None:
-        return start
-    found = float(_constant_loss(problem, w0, test, intercept))
-    return min(start, found) if np.isfinite(found) else start
+        return initial
+    fitted = float(_fitted_constant_loss(problem, w0, test, intercept))
+    return min(initial, fitted) if np.isfinite(fitted) else initial
 
 
-# Jitted, because the constant answer of every draw is looked for.
+# Jitted, because every draw of synthetic data has a constant answer of its own.
 @functools.partial(jax.jit, static_argnames="intercept")
-def _constant_loss(
+def _fitted_constant_loss(
     problem: Any, w0: PyTree, test: PyTree, intercept: int
 ) -> Float[Array, ""]:
     zero = jnp.zeros_like(model_of(problem, w0))
@@ -78,15 +95,3 @@ def _constant_loss(
 
     initial = jnp.zeros(zero[intercept].size, zero.dtype)
     return minimize(loss, initial, method="BFGS").fun
-
-
-def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
-    try:
-        return float(mean_loss(problem, w0, test))
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
-        raise ValueError(
-            "auto: pass synthetic=, a function that draws records like yours, or "
-            "records=, what they look like. The loss cannot read the default ones, of "
-            f"shapes {shapes} ({type(error).__name__}: {error}).{example_for(problem)}"
-        ) from error

@@ -1,0 +1,365 @@
+"""Plans without settings: `auto` chooses the solver by dry runs on synthetic data."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Key, PyTree
+from typing_extensions import override
+
+from .. import _checks
+from ..applications.base import PenaltyTuning, penalty_start
+from ..bilevel.problem import BilevelProblem, Sizes
+from ..core.levels import check_pair
+from ..core.modules import arrays_of
+from ..core.plan import calibrated
+from ..core.problem import AbstractProblem
+from ..core.solution import Plan
+from ..privacy.abstract_release import AbstractRelease
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.per_example.clipping import Precision
+from .candidates import candidates
+from .conclusions import (
+    Trial,
+    excess_of,
+    improves,
+    outlook_of,
+    ranked_best,
+    reason_of,
+)
+from .dry_runs import DryRuns
+from .models import constant_feature, is_linear, model_of
+from .populations import populations
+from .race import Effort, advantage, race, rounds_of
+from .settings import toml_of
+from .synthetic import AbstractPopulation, FunctionPopulation
+
+# If a step reads more numbers than these, in records times parameters, every second
+# setting and fewer runs are tried with little effort: two minutes allow no more.
+_LARGE = 5e6
+_CONSTANT = "constant answer"
+Draw: TypeAlias = Callable[[Key, Any], PyTree]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AutoPlan(Plan[Any]):
+    """A plan, and why it was chosen.
+
+    Attributes:
+        reason: Why, in a few sentences.
+        trials: Best setting of each method, best method first.
+        populations: Names of the populations that the losses refer to.
+        start_losses: Test losses of the best constant answers on the populations, or of
+            the initial point if it is better.
+        assumed: Assumptions about the records that follow from the arguments.
+        left_out: Methods that the budget, the relation or the problem does not admit,
+            and why.
+    """
+
+    reason: str
+    trials: tuple[Trial, ...]
+    populations: tuple[str, ...]
+    start_losses: tuple[float, ...]
+    assumed: str
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether the planned method uses two levels."""
+        return self.trials[0].levels == 2
+
+    @override
+    def rows(self) -> dict[str, object]:
+        compared = ", ".join(trial.method for trial in self.trials)
+        found = {"reason": self.reason, "assumed": self.assumed, "compared": compared}
+        return found | super().rows()
+
+    def to_toml(self) -> str:
+        """Return the settings as the tables `[solver]` and `[refit]` of a config.
+
+        They may be edited: `dpbilevel run` calibrates them anew to the budget of the
+        config that they are put into.
+
+        Raises:
+            ValueError: A config cannot hold the solver, which is for Python alone.
+        """
+        return toml_of(self.trials[0].solver)
+
+    def __str__(self) -> str:
+        """Return the reason, the table of methods, the settings and the guarantee."""
+        width = max(len(_CONSTANT), *(len(trial.method) for trial in self.trials))
+        wide = [max(10, len(name)) for name in self.populations]
+
+        def row(name: str, values: Sequence[float | str]) -> str:
+            cells = (
+                f"{v:>{w}}" if isinstance(v, str) else f"{v:{w}.4f}"
+                for v, w in zip(values, wide, strict=True)
+            )
+            return f"  {name:{width}}  {'  '.join(cells)}"
+
+        lines = [self.reason, self.assumed, "", "test loss on synthetic data:"]
+        lines.append(row("", self.populations))
+        most = max(trial.runs for trial in self.trials)
+        for trial in self.trials:
+            line = row(trial.method, trial.losses)
+            # Losses of fewer runs, on other records, are not comparable.
+            if trial.runs < most:
+                why = f"behind, left out after {trial.runs} runs"
+                line = f"  {trial.method:{width}}  {why:>{len(why) + 2}}"
+            lines.append(line)
+        lines.append(row(_CONSTANT, self.start_losses))
+        lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
+        lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]
+        return "\n".join(lines)
+
+
+def auto(
+    problem: AbstractProblem,
+    budget: PrivacyBudget,
+    *,
+    sizes: Sizes | int,
+    w0: PyTree,
+    clip_norm: float = 1.0,
+    records: PyTree = None,
+    intercept: int | None = -1,
+    synthetic: AbstractPopulation | Draw | Sequence[AbstractPopulation] | None = None,
+    effort: Effort = "fast",
+    neighbours: Neighbours = Neighbours.REPLACE_ONE,
+    precision: Precision = "grid",
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    before: tuple[AbstractRelease, ...] = (),
+) -> AutoPlan:
+    """Plan a run without settings, by dry runs on synthetic data.
+
+    Every candidate, plain descent on one level among them, is calibrated to the budget
+    and runs on synthetic records of the same sizes; the released model is evaluated on
+    further synthetic records. Settings are dropped by successive halving. Methods that
+    clip and methods that rest on the certificate of a problem are compared in the same
+    way. Methods that the budget or the relation does not admit are left out.
+
+    About 150 short runs are made on each population of sources, fewer for other
+    problems, so time grows with the sizes. On two cores it takes one to two minutes for
+    linear models of two classes and 10 000 to 50 000 records. If the number of records
+    times that of parameters is above 5 million, `effort="fast"` tries every second
+    setting and makes a third of the runs.
+
+    Methods are compared by their regret, the fraction of the achievable improvement
+    that they lack. The score of a method is three quarters of the mean regret over the
+    populations and a quarter of the worst one. The least score is planned; a method of
+    one level is preferred if its score is within 3 percentage points of the least.
+    Dry runs with larger budgets then estimate from which epsilon on two levels would be
+    planned.
+
+    Args:
+        problem: A `FiniteSum`, a `BilevelProblem`, or the problem of
+            `source_weighting`.
+        budget: The guarantee to reach.
+        sizes: As for `calibrate`.
+        w0: The initial point.
+        clip_norm: The largest norm of a record's gradient in a linear model, from
+            public knowledge: 1 for logistic regression on features of norm at most 1.
+            Most candidates clip at 0.7 of it, and the features of the default
+            populations have this norm. For a network, whose gradients have no largest
+            norm, the clip norm; the default features then have norm 1.
+        records: The description of a record, for models other than one vector or one
+            matrix: a pytree of shapes with `planning.Classes` for the label, such as
+            `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
+            dpb.planning.Classes(10)}`. Public; without the source of a record.
+        intercept: The index of a feature that is the same for all records, along the
+            leading axis of a linear model; by default the last one, `None` if there is
+            no such feature. Methods are compared with the best constant answer, and two
+            candidates fit the constant anew on the upper records. Other models have no
+            such feature.
+        synthetic: Synthetic data from public knowledge alone, never from a statistic of
+            the records; the more they are like the records, the better is the choice.
+            Either `AbstractPopulation`s, by default those of
+            `planning.populations(problem, records)`. Or a function of a typed key and
+            sizes that returns as many records, as `solve` takes them, with fields of
+            any names: `Levels` for two levels. Its sizes include the test records:
+            twice the records, of two levels twice the upper ones.
+        effort: `"fast"` or `"thorough"`, which makes more dry runs.
+        neighbours: The neighbouring relation of the guarantee. Under
+            add-or-remove-one methods that rest on a certificate are left out.
+        precision: As for `calibrate`. Dry runs are in `"float"`: the distribution of
+            the noise is the same up to rounding.
+        seed: The seed of the synthetic records and their noise, which protect nothing.
+        progress: A function that is called after every dry run on all populations with
+            the number of runs done and the number planned so far.
+        before: As for `calibrate`.
+
+    Returns:
+        The plan. `plan.solver` is an ordinary calibrated solver; its settings are
+        written out in `plan.trials[0].solver`.
+
+    Raises:
+        TypeError: No candidates or populations are known for the problem, or
+            `synthetic` is none of the above.
+        ValueError: `intercept` is no index of a feature, `records` and `synthetic` are
+            missing for a model that is not linear, the loss cannot read the synthetic
+            records, or no noise reaches the budget.
+
+    Privacy:
+        Touches no records of people; spends nothing. The guarantee is that of one run
+        of `plan.solver`. The choice rests on public values alone, so that it may be
+        repeated, and edited.
+
+    References:
+        Hodges and Lehmann, "The use of previous experience in reaching statistical
+        decisions", 1952 (the score);
+        Jamieson and Talwalkar, "Non-stochastic best arm identification and
+        hyperparameter optimization", AISTATS 2016 (successive halving).
+    """
+    owner = "auto"
+    _checks.instance(owner, AbstractProblem, problem=problem)
+    _checks.instance(owner, PrivacyBudget, budget=budget)
+    _checks.one_of(owner, "effort", effort, get_args(Effort))
+    _checks.positive(owner, clip_norm=clip_norm)
+    problem.check_sizes(owner, sizes)
+    if isinstance(problem, BilevelProblem):
+        check_pair(owner, w0)
+    problem, w0, _ = arrays_of(owner, problem, w0)
+    drawn_from = _populations(problem, w0, clip_norm, records, synthetic)
+    w0 = jax.tree.map(jnp.asarray, w0)
+    intercept = constant_feature(owner, model_of(problem, w0), intercept)
+    methods = candidates(problem, w0, clip_norm, records, intercept)
+    large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
+    if large:
+        methods = [dataclasses.replace(m, solvers=m.solvers[::2]) for m in methods]
+    options: Any = {"sizes": sizes, "before": before}
+    # Without w0, because a forecast is for the plan alone.
+    dry_options = options | {"precision": "float"}
+    dry = DryRuns(problem, w0, drawn_from, seed, intercept, dry_options)
+    rounds = rounds_of(effort, len(drawn_from), large=large)
+    trials, starts, outlook, left_out = _trials(
+        dry, methods, neighbours, budget, rounds, progress
+    )
+    names = tuple(population.name for population in drawn_from)
+    reason = reason_of(trials, budget, names, starts, default=synthetic is None)
+    reason += outlook
+    options |= {"w0": w0, "precision": precision}
+    plan = calibrated(problem, trials[0].solver, budget, **options)
+    plan.warn(owner)
+    if not improves(trials[0], starts):
+        _checks.warn(f"{owner}: {reason}")
+    return AutoPlan(
+        plan.solver,
+        plan.report,
+        reason + _remark_on(problem, w0),
+        trials,
+        names,
+        starts,
+        _assumptions(model_of(problem, w0), clip_norm, intercept),
+        left_out,
+    )
+
+
+def _trials(
+    dry: DryRuns,
+    methods: Sequence[Any],
+    neighbours: Neighbours,
+    budget: PrivacyBudget,
+    rounds: tuple[int, ...],
+    progress: Callable[[int, int], None],
+) -> tuple[tuple[Trial, ...], tuple[float, ...], str, dict[str, str]]:
+    """Make the dry runs.
+
+    Returns:
+        The best setting of each method, the losses of the best constant answers, the
+        outlook for larger budgets, and the methods that were left out.
+    """
+    entries, solvers, left_out = dry.feasible(methods, neighbours, budget)
+    outcomes, constants = race(
+        [method for method, _ in entries],
+        rounds,
+        lambda index, run: dry.losses(solvers[index], run),
+        dry.constant_losses,
+        progress,
+    )
+    starts = tuple(np.mean(constants, 0).tolist())
+    trials, losses = {}, {}
+    for index, made, regret in outcomes:
+        method, solver = entries[index]
+        losses[index] = made
+        trials[index] = Trial(
+            method.name,
+            solver,
+            method.levels,
+            tuple(np.mean(made, 0).tolist()),
+            regret,
+            len(made) * len(starts),
+            excess_of(made, constants[: len(made)]),
+        )
+    ranked = ranked_best(trials, starts)
+    first = losses[ranked[0]]
+    best = tuple(
+        # One run on every population says nothing about a method dropped after it.
+        dataclasses.replace(trials[i], advantage=advantage(losses[i], first, starts))
+        if len(losses[i]) > 1
+        else trials[i]
+        for i in ranked
+    )
+    outlook = outlook_of(best, starts, budget, dry.losses_within, constants[0])
+    return best, starts, outlook, left_out
+
+
+def _populations(
+    problem: AbstractProblem, w0: PyTree, clip_norm: float, records: Any, synthetic: Any
+) -> tuple[AbstractPopulation, ...]:
+    """Return the populations that were passed, or the default ones.
+
+    Raises:
+        ValueError: There are none.
+        TypeError: One is no population.
+    """
+    if synthetic is None:
+        # The largest gradient of a linear model is as long as the features.
+        norm = clip_norm if is_linear(model_of(problem, w0)) else 1.0
+        return populations(problem, records, norm)
+    if isinstance(synthetic, AbstractPopulation):
+        return (synthetic,)
+    if callable(synthetic):
+        return (FunctionPopulation(synthetic),)
+    found = tuple(synthetic) if isinstance(synthetic, Sequence) else (synthetic,)
+    if not found:
+        raise ValueError("auto: synthetic must have at least one population, got none.")
+    for population in found:
+        if not isinstance(population, AbstractPopulation):
+            raise TypeError(
+                "auto: synthetic must be a function of a key and sizes, or instances "
+                "of subclasses of dpbilevel.planning.AbstractPopulation, got "
+                f"{_checks.shown(population)}."
+            )
+    return found
+
+
+def _assumptions(model: PyTree, clip_norm: float, intercept: int | None) -> str:
+    """Return what the plan assumes about the records, which nobody checks."""
+    if not is_linear(model):
+        return f"Assumed: gradients of a network may be clipped at {clip_norm:g}."
+    constant = "no feature is the same for all records"
+    if intercept is not None:
+        constant = f"feature {intercept} is the same for all records"
+    return f"Assumed: gradients have norm {clip_norm:g} at most, and {constant}."
+
+
+def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:
+    """Return the number of records times that of the parameters."""
+    records = sizes.upper + sizes.lower if isinstance(sizes, Sizes) else sizes
+    return records * sum(leaf.size for leaf in jax.tree.leaves(w0))
+
+
+def _remark_on(problem: AbstractProblem, w0: PyTree) -> str:
+    """Return what to change about the initial point."""
+    if not isinstance(problem, PenaltyTuning):
+        return ""
+    least, _ = penalty_start(problem, None)
+    if not np.any(w0[0] > least):
+        return ""
+    return (
+        " x starts above the least penalties, which makes most methods worse: start at "
+        "applications.penalty_start(problem, model)."
+    )

@@ -1,0 +1,315 @@
+"""The methods that `auto` compares, each with its settings."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ..applications.group_runs import ScaledGroups
+from ..applications.recalibration import Recalibration, is_array
+from ..applications.source_runs import MixedSources, ScoringModel, SelectedSources
+from ..applications.warm_start import WarmStarted
+from ..bilevel.certificates.certified import certificate_of
+from ..bilevel.implicit import ImplicitBilevel
+from ..bilevel.lower_first import LowerFirst
+from ..bilevel.one_level import OneLevel
+from ..bilevel.penalty import PenaltyBilevel
+from ..bilevel.problem import BilevelProblem
+from ..bilevel.refitted import Refitted
+from ..core.outputs import TailMean
+from ..core.solver import AbstractSolver
+from ..draws.exponential import ExponentialMechanism
+from ..draws.samplers.grid import Grid
+from ..onelevel.noisy_gd import NoisyGD
+from ..sets import AbstractSet, Box
+from .models import is_linear, is_vector
+
+# Norm of a record's gradients in the model of its source and, at the default weight of
+# one half, in the common one: the root of 1 + 1/4.
+_BOTH_MODELS = 1.118
+# Clip norms in largest norms of a gradient, which only records far on the wrong side
+# have: a logistic gradient at 0 has half of it. A model for the signs of losses alone
+# may be biased more. Gradients of a network have no largest norm.
+_CLIP, _CLIP_FIRST, _CLIP_NETWORK = 0.7, 0.5, 1.0
+# Step sizes in inverse squares of the largest norm of a gradient. A logistic loss has a
+# curvature of at most a quarter of that square, so that accelerated steps above 5.3
+# diverge. Momentum makes longer moves.
+_STABLE, _MOST_MOMENTUM = 4.0, 0.95
+# Parts of the squared budget of a fit on lower records and of a `Recalibration`, a
+# twentieth of which reads lower records: disjoint people of both levels spend all.
+_LOWER_THEN_UPPER = 0.95, 1.05
+# Number of points that a mechanism draws from.
+_POINTS = 64
+# Parts of the squared budget for x; the model has the rest.
+_PARTS_FOR_X = 0.1, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A method with its settings; each number of steps among them compiles once.
+
+    Attributes:
+        name: Name of the method in the table of a plan.
+        solvers: Solvers to be calibrated, one for each setting.
+        levels: Number of levels that the method uses.
+    """
+
+    name: str
+    solvers: tuple[AbstractSolver, ...]
+    levels: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Methods:
+    """Candidates for models of one shape.
+
+    Attributes:
+        clip_norm: Largest norm of a gradient, as for `candidates`.
+        model: Initial model.
+        intercept: Index of the constant feature, or `None`.
+    """
+
+    clip_norm: float
+    model: PyTree
+    intercept: int | None = None
+
+    def descent(self) -> tuple[Candidate, ...]:
+        """Return descent on a problem of one level."""
+        sizes = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0
+        return tuple(
+            Candidate(f"NoisyGD, {n} steps", tuple(self._fit(n, s) for s in sizes), 1)
+            for n in (30, 100)
+        )
+
+    def one_level(self) -> tuple[Candidate, ...]:
+        """Return the methods that read the records of one level, or pool them."""
+        many = [self._fit(100, size) for size in (1.0, 4.0, 16.0, 64.0)]
+        # From a few hundred validation records, where noise admits few steps, to many.
+        upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
+        upper += [self._fit(100, s) for s in (2.0, 8.0)]
+        lower, both = (
+            tuple(OneLevel(fit, reads=reads) for fit in many)
+            for reads in ("lower", "both")
+        )
+        found = (
+            Candidate("upper level only", tuple(map(OneLevel, upper)), 1),
+            Candidate("lower level only", lower, 1),
+            Candidate("both levels' records", both, 1),
+        )
+        then = self._recalibration
+        if then is None:
+            return found
+        recalibrated = tuple(
+            WarmStarted(
+                OneLevel(self._fit(100, size), "lower"), then, _LOWER_THEN_UPPER
+            )
+            for size in (8.0, 32.0, 64.0)
+        )
+        found += (Candidate("lower level, recalibrated", recalibrated, 1),)
+        if then.intercept is None:
+            return found
+        return (*found, Candidate("base rate", (then,), 1))
+
+    def refitted(self) -> Candidate:
+        """Return penalty descent, then a fit of the model at its x."""
+        clip = self.clip_norm
+        inner = NoisyGD(10, clip, 1 / clip**2)
+        clips: Any = {"clip_norm": clip, "upper_clip_norm": 0.5 * clip}
+        solvers = tuple(
+            Refitted(
+                PenaltyBilevel(20, 10.0, inner, **clips, step_size=outer),
+                self._fit(100, size),
+                (0.5, 0.5),
+            )
+            for outer, size in itertools.product((5.0, 20.0), (4.0, 8.0))
+        )
+        return Candidate("PenaltyBilevel, refitted", solvers, 2)
+
+    def lower_first(self) -> Candidate:
+        """Return the lower level, then the upper one at its solution."""
+        solvers = tuple(
+            LowerFirst(self._fit(100, lower), self._fit(30, upper))
+            for lower, upper in itertools.product((8.0, 32.0), (1.0, 4.0, 16.0))
+        )
+        return Candidate("LowerFirst", solvers, 2)
+
+    def scaled_groups(self) -> Candidate:
+        """Return the scaling of groups of coefficients."""
+        # Rows are shorter without the groups that are dropped, by an unknown factor. No
+        # public bound is near their curvature: descent undoes steps that are too long.
+        settings = itertools.product((0.2, 0.4, 0.7), (10.0, 30.0, 100.0, 200.0))
+        fits = (_plain(self.clip_norm, 50, size, clip) for clip, size in settings)
+        return Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
+
+    def certified(self, problem: BilevelProblem, x: PyTree) -> tuple[Candidate, ...]:
+        r"""Return the methods whose sensitivities rest on the problem's certificate.
+
+        Steps of size $1 / (2 \beta_\Phi)$ along hypergradients. If the set is a box,
+        also a draw from 64 of its points by the hyper-objective or by the norm of the
+        gradient mapping, and steps from a drawn point. All release $x$ alone; the model
+        is fitted at that $x$.
+
+        Raises:
+            ValueError: The certificate is of another problem.
+        """
+        step_size = 1 / (2 * certificate_of(problem).second_order.smoothness)
+        steps = [ImplicitBilevel(t, step_size=step_size) for t in (1, 5, 20)]
+        searches: dict[str, list[Any]] = {"ImplicitBilevel": steps}
+        points = _points(problem.x_set, x)
+        if points is not None:
+            grid = Grid(points)
+            draws = [
+                ExponentialMechanism(grid, score=score, dimension=points.shape[1])
+                for score in ("value", "gradient_norm")
+            ]
+            searches["ExponentialMechanism"] = draws
+            searches["WarmStarted"] = [WarmStarted(draws[0], steps[1])]
+        fit = self._fit(100, 8.0)
+        return tuple(
+            Candidate(
+                f"{name}, refitted",
+                tuple(
+                    Refitted(search, fit, (part, 1 - part))
+                    for search, part in itertools.product(found, _PARTS_FOR_X)
+                ),
+                2,
+            )
+            for name, found in searches.items()
+        )
+
+    def selected(
+        self,
+        first_sizes: tuple[float, ...],
+        sizes: tuple[float, ...],
+        scoring: ScoringModel | None = None,
+    ) -> Candidate:
+        """Return the selection of sources, with steps of these sizes."""
+        # Gradients of the library's own model do not depend on the user's clip norm.
+        clip = self.clip_norm if scoring is None else 1.0
+
+        def solver(first: float, then: float) -> SelectedSources:
+            model = _fast(clip, 10, first, _CLIP_FIRST)
+            return SelectedSources(model, self._fit(100, then), scoring=scoring)
+
+        def pooled(part: float, then: float) -> SelectedSources:
+            split = part, part, 1.0
+            lower = solver(1.0, then)
+            return dataclasses.replace(lower, fit_reads="both", budget_split=split)
+
+        settings = itertools.product(first_sizes, sizes)
+        solvers = (
+            *itertools.starmap(solver, settings),
+            *itertools.starmap(pooled, itertools.product((0.03, 0.1), sizes)),
+        )
+        return Candidate("SelectedSources", solvers, 2)
+
+    def mixed(self) -> Candidate:
+        """Return mixtures of the models of the sources."""
+        clip, vector = self.clip_norm, is_vector(self.model)
+        descent = _fast if vector else _plain
+
+        def solver(
+            first: float, then: float, clipped: float, size: float
+        ) -> MixedSources:
+            # Gradients along mixtures are short: no public bound of their curvature.
+            mixture = _plain(clip, 10, size, clipped)
+            # A step reads every record with every source's model: half as many steps.
+            models = descent(_BOTH_MODELS * clip, 50, _BOTH_MODELS**2 * first)
+            return MixedSources(models, mixture, descent(clip, 100, then), mixture)
+
+        # Shorter steps for large noise, longer ones for little noise.
+        longer, shorter = (20.0, 24.0, 0.5, 3.0), (15.0, 4.0, 0.2, 4.0)
+        settings = [longer, (15.0, 4.0, 0.1, 4.0), shorter, (15.0, 4.0, 0.35, 2.0)]
+        if not vector:
+            # A mixture moves few of many parameters: its gradients are short.
+            settings = [(30.0, 16.0, 0.1, 1024.0), longer, shorter]
+        return Candidate("MixedSources", (*itertools.starmap(solver, settings),), 2)
+
+    def recalibrated(self, method: Candidate) -> Candidate:
+        """Return a method for sources that spends a part of the budget on two numbers.
+
+        Upper records say more about the two numbers than about the sources. So disjoint
+        people of the upper level spend all of the squared budget, those of the lower
+        level three to four fifths.
+        """
+        then = self._recalibration
+        assert then is not None
+
+        def solver(search: Any) -> WarmStarted:
+            inner, outer = (0.4, 0.05, 0.95), (1.0, 0.6)
+            if isinstance(search, MixedSources):
+                inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
+                outer = (1.0, 0.3)
+            elif search.fit_reads == "both":
+                # A quarter of the fit's part counts, which is most of the budget.
+                inner = search.budget_split
+                outer = (1.0, 2 * inner[0])
+            search = dataclasses.replace(search, budget_split=inner)
+            return WarmStarted(search, then, outer)
+
+        solvers = tuple(map(solver, method.solvers))
+        return Candidate(f"{method.name}, recalibrated", solvers, 2)
+
+    def _fit(self, steps: int, size: float) -> NoisyGD:
+        """Return descent on the model."""
+        if is_vector(self.model):
+            return _fast(self.clip_norm, steps, size)
+        # The curvature of several classes or a network is mostly far below any bound:
+        # long steps are plain, and descent undoes those that are too long.
+        clip = _CLIP if is_linear(self.model) else _CLIP_NETWORK
+        return _plain(self.clip_norm, steps, size, clip)
+
+    @functools.cached_property
+    def _recalibration(self) -> Recalibration | None:
+        """Fit of a few numbers of a linear model, `None` for other models."""
+        if not is_array(self.model):
+            return None
+        default = Recalibration(intercept=self.intercept)
+        clip = _rounded(default.curvature.clip_norm * self.clip_norm**2)
+        curvature = dataclasses.replace(default.curvature, clip_norm=clip)
+        return dataclasses.replace(default, curvature=curvature)
+
+
+def _rounded(value: float) -> float:
+    """Return a number as a plan prints it, so that its settings can be copied."""
+    return float(f"{value:.6g}")
+
+
+def _plain(clip_norm: float, steps: int, size: float, clip: float = _CLIP) -> NoisyGD:
+    """Return descent with steps of `size` over the square of the clip norm."""
+    step_size = _rounded(size / clip_norm**2)
+    return NoisyGD(steps, _rounded(clip * clip_norm), step_size, output=TailMean())
+
+
+def _fast(clip_norm: float, steps: int, size: float, clip: float = _CLIP) -> NoisyGD:
+    """Return descent that replaces steps above the stable size by momentum."""
+    plain = _plain(clip_norm, steps, min(size, _STABLE), clip)
+    if size <= _STABLE:
+        return plain
+    momentum = min(round(1 - _STABLE / size, 3), _MOST_MOMENTUM)
+    return dataclasses.replace(plain, momentum=momentum)
+
+
+def _points(x_set: AbstractSet, x: PyTree) -> jax.Array | None:
+    """Return points of a box of vectors: a lattice up to three dimensions, else random.
+
+    Returns:
+        An array of shape (points, dimension), or `None` for other sets.
+    """
+    if not isinstance(x_set, Box) or len(jax.tree.leaves(x)) != 1 or np.ndim(x) != 1:
+        return None
+    low, high = (np.broadcast_to(v, np.shape(x)) for v in (x_set.lower, x_set.upper))
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        return None
+    if len(low) <= 3:
+        side = round(_POINTS ** (1 / len(low)))
+        axes = np.meshgrid(*[np.linspace(0, 1, side)] * len(low))
+        unit = np.stack([axis.ravel() for axis in axes], 1)
+    else:
+        unit = np.random.default_rng(0).random((_POINTS, len(low)))  # public
+    return jnp.asarray(low + unit * (high - low), jnp.result_type(float))
