@@ -18,7 +18,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.cli.columns import Records
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.data import as_levels
+from dpbilevel.cli.data import as_levels, find_files
 from dpbilevel.cli.data import load as load_records
 from dpbilevel.cli.prepared import prepare
 
@@ -34,15 +34,13 @@ def load():
     config = read_config(ROOT / f"configs/{name}.toml")
     print(f"records: {'Adult census' if census else 'generated'}")
     privacy, override = config.privacy, ADULT if census else None
-    by_role = load_records(
-        config.data,
-        privacy.people,
-        privacy.neighbours,
-        base=config.folder,
-        override=override,
+    files = find_files(
+        config.data, privacy.people, base=config.folder, override=override
     )
-    levels = as_levels(by_role)
-    records = config.data.load(config.data.file(config.folder, override))
+    levels = as_levels(
+        load_records(config.data, privacy.people, privacy.neighbours, *files)
+    )
+    records = config.data.load(files[0])
     order = np.random.default_rng(config.data.split_seed).permutation(
         len(records.label)
     )

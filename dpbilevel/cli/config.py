@@ -17,8 +17,7 @@ from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
 from ..privacy.sampling.base import AbstractSampling
-from .datasets import TableData
-from .files import AbstractData
+from .data import AbstractData, TableData
 from .tables import (
     Location,
     Reader,

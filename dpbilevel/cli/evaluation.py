@@ -20,8 +20,7 @@ from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .datasets import CsvData, TableData
-from .files import HeldOut
+from .data import CsvData, HeldOut, TableData
 
 PEOPLE = "person of the test file"
 # The score of a record is in [0, 1]; less one half it is at most this long.

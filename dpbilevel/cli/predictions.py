@@ -13,8 +13,8 @@ from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
 from .config import parse_config
-from .datasets import TableData
-from .files import CsvFile, existing, read_csv
+from .data import CsvFile, TableData
+from .files import existing, read_csv
 from .tables import Location
 
 
