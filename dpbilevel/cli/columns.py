@@ -52,7 +52,7 @@ class Records:
 
     Attributes:
         features: One row, or one payoff matrix, per record.
-        label: Label of each record; `None` for matrices.
+        label: Label of each record; zeros for matrices.
         source: Source of each record, -1 for one that is not listed, or `None`.
         group: Group of each record, -1 for one that is not listed, or `None`.
         marks: Marks of the checked cells, one column each; `None` for records that are
@@ -60,7 +60,7 @@ class Records:
     """
 
     features: np.ndarray
-    label: np.ndarray | None = None
+    label: np.ndarray
     source: np.ndarray | None = None
     group: np.ndarray | None = None
     marks: np.ndarray | None = None
@@ -73,23 +73,21 @@ class Records:
         return len(self.features)
 
     def take(self, rows: np.ndarray) -> Self:
-        """Return the records at these indices."""
-        parts = {k: None if v is None else v[rows] for k, v in vars(self).items()}
-        return type(self)(**parts)
+        """Return the records at these indices, or those that a mask selects."""
+        parts = {k: v[rows] for k, v in vars(self).items() if v is not None}
+        return dataclasses.replace(self, **parts)
 
     def tree(self) -> PyTree:
         """Return the records as the losses of the library read them."""
-        if self.label is None:
+        if self.features.ndim > 2:
             return self.features
         parts = {k: v for k, v in vars(self).items() if v is not None}
         return {k: v for k, v in parts.items() if k != "marks"}
 
     def as_bytes(self) -> Iterator[bytes]:
         """Yield the bytes of each record that decide its part of a split."""
-        for i, row in enumerate(self.features):
-            yield row.tobytes() + (
-                b"" if self.label is None else self.label[i].tobytes()
-            )
+        for row, label in zip(self.features, self.label, strict=True):
+            yield row.tobytes() + label.tobytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +242,12 @@ class Label(Standardized):
         classes = bool(self.positive) and bool(self.negative)
         if classes == (self.mean is not None and self.scale is not None):
             raise ValueError(
-                "give either positive and negative, the lists of values of the two "
-                "classes, or mean and scale, the public constants of a numeric label."
+                "give either positive and negative, the values of the two classes, or "
+                "mean and scale, the public constants of a numeric label."
             )
         if classes and (self.unit or self.decimal):
             raise ValueError(
-                "unit and decimal are for a numeric label, and this label has classes; "
-                "remove them."
+                "unit and decimal are for a numeric label, not for classes."
             )
         check_values("positive and negative", (*self.positive, *self.negative))
         constants = (0.0, 1.0) if classes else (self.mean, self.scale)

@@ -80,8 +80,7 @@ class AbstractData(abc.ABC):
         split_seed: Public seed of the split. Not a privacy seed.
         checked_columns: The columns and classes that a run checks first; `None` if
             the records are generated.
-        blocks: Name and number of features of each block, the constant last.
-        features: Name of each feature, the constant last; empty for matrices.
+        feature_blocks: Blocks of features, without the constant; empty for matrices.
     """
 
     source: ClassVar[str]
@@ -92,8 +91,19 @@ class AbstractData(abc.ABC):
     test: ClassVar[HeldOut | None] = None
     split_seed: ClassVar[int]
     checked_columns: ClassVar[Columns | None] = None
-    blocks: ClassVar[tuple[tuple[str, int], ...]] = ()
-    features: ClassVar[tuple[str, ...]] = ()
+    feature_blocks: ClassVar[tuple[Any, ...]] = ()
+
+    @property
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        """Name and number of features of each block, the constant last."""
+        sizes = ((block.name, len(block.names)) for block in self.feature_blocks)
+        return (*sizes, (_CONSTANT, 1)) if self.feature_blocks else ()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Name of each feature, the constant last; empty for matrices."""
+        names = (name for block in self.feature_blocks for name in block.names)
+        return (*names, _CONSTANT) if self.feature_blocks else ()
 
     @abc.abstractmethod
     def load(self, file: Path | None) -> Records:
@@ -138,33 +148,7 @@ class CsvFile(AbstractData):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureData(AbstractData):
-    """Records of features and a label."""
-
-    validation: int = 0
-    sources: Sources | None = None
-    groups: Groups | None = None
-
-    @property
-    @abc.abstractmethod
-    def feature_blocks(self) -> tuple[Any, ...]:
-        """Blocks of features, without the constant."""
-
-    @property
-    @override
-    def blocks(self) -> tuple[tuple[str, int], ...]:
-        sizes = ((block.name, len(block.names)) for block in self.feature_blocks)
-        return (*sizes, (_CONSTANT, 1))
-
-    @property
-    @override
-    def features(self) -> tuple[str, ...]:
-        names = (name for block in self.feature_blocks for name in block.names)
-        return (*names, _CONSTANT)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableData(FeatureData):
+class TableData(AbstractData):
     """Records from a table with a header.
 
     Args:
@@ -177,18 +161,17 @@ class TableData(FeatureData):
     label: Label
     numeric: tuple[Numeric, ...] = ()
     categorical: tuple[Categorical, ...] = ()
+    validation: int = 0
+    sources: Sources | None = None
+    groups: Groups | None = None
     split_seed: int = 0
 
     def __post_init__(self):
         if not self.feature_blocks:
-            raise ValueError(
-                "the records have no features: list columns in [[data.numeric]] or "
-                "[[data.categorical]]."
-            )
+            raise ValueError("list columns in [[data.numeric]] or data.categorical.")
         if self.groups is not None and not self.groups.column:
             raise ValueError(
-                "the groups of a table are in one of its columns: give groups.column "
-                "and groups.values."
+                "the groups of a table need groups.column and groups.values."
             )
 
     @property
@@ -302,14 +285,13 @@ class OpenmlData(TableData):
         from sklearn.datasets import fetch_openml
 
         try:
-            bunch = fetch_openml(
+            bunch: Any = fetch_openml(
                 self.name, version=self.version, as_frame=False, parser="liac-arff"
             )
         except OSError as error:
             raise OSError(
                 f"cannot download {self.name!r} (version {self.version}) from "
-                f"openml.org: {error}. Go online once (scikit-learn keeps a copy), or "
-                'use a local file with source = "csv".'
+                f"openml.org: {error}. Go online once; scikit-learn keeps a copy."
             ) from error
         return self.encode(_table(f"openml's {self.name}", bunch, bunch.target_names))
 
@@ -344,7 +326,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneratedData(FeatureData):
+class GeneratedData(AbstractData):
     """Synthetic records of a logistic model: normal features, random coefficients.
 
     Args:
@@ -355,6 +337,9 @@ class GeneratedData(FeatureData):
     source: ClassVar[str] = "generated"
 
     block: tuple[Block, ...]
+    validation: int = 0
+    sources: Sources | None = None
+    groups: Groups | None = None
     data_seed: int = 0
 
     def __post_init__(self):
@@ -429,14 +414,14 @@ class CsvMatrices(CsvFile, Standardized):
         cells = [found[name][0] for row in self.columns for name in row]
         entries = np.stack(cells, 1).reshape(-1, *self.shape).astype(np.float32)
         marks = {name: marks for name, (_, marks) in found.items()}
-        return Records(entries, marks=_stacked(marks, self.checked_columns))
+        marks = _stacked(marks, self.checked_columns)
+        return Records(entries, np.zeros(table.rows), marks=marks)
 
     @property
     @override
     def checked_columns(self) -> Columns:
-        return Columns(
-            tuple(dict.fromkeys(name for row in self.columns for name in row))
-        )
+        names = dict.fromkeys(name for row in self.columns for name in row)
+        return Columns(tuple(names))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -473,7 +458,7 @@ class GeneratedMatrices(AbstractData):
         rng = np.random.default_rng(self.data_seed)
         uniform = rng.random((self.training, *self.shape))
         signs = np.where(uniform < (1 + np.asarray(self.mean)) / 2, 1.0, -1.0)
-        return Records(signs.astype(np.float32))
+        return Records(signs.astype(np.float32), np.zeros(self.training))
 
 
 _OF_FEATURES = CsvData, SklearnData, OpenmlData, GeneratedData
@@ -638,7 +623,6 @@ def indicators(columns: Columns, records: Records) -> np.ndarray:
     assert records.marks is not None
     marks, label, place = records.marks[:, : len(columns.names)], None, None
     if columns.classes:
-        assert records.label is not None
         label = np.where(np.isnan(records.label), -1, records.label > 0)
     if columns.places:
         place = records.source if records.group is None else records.group
@@ -658,17 +642,13 @@ def _same(file: Path, other: Path) -> bool:
 
 def _check_classes(label: Label, records: Records, file: Path) -> None:
     """Refuse public labels if a class is in no record: it may be misspelt."""
-    assert records.label is not None
     unlisted = int(np.isnan(records.label).sum())
-    for name, values, sign in (
-        ("positive", label.positive, 1),
-        ("negative", label.negative, -1),
-    ):
-        if values and unlisted and not np.any(records.label == sign):
+    for name, sign in {"positive": 1, "negative": -1}.items():
+        if label.positive and unlisted and not np.any(records.label == sign):
             raise ValueError(
                 f"no record of {file} has a {label.column!r} that is listed as {name}, "
-                f"{list(values)}, and {unlisted} have one that is not listed at all. "
-                "Correct the lists in [data.label]."
+                f"and {unlisted} have one that is not listed at all. Correct "
+                "[data.label] before a run spends a budget."
             )
 
 

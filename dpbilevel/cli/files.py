@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from .._extras import missing
 from .columns import Table
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -132,9 +133,11 @@ def read_csv(path: Path, separator: str = ",") -> Table:
         Line by line: a line changes neither the cells of another one nor the number of
         records. No line raises.
     """
-    import pyarrow as pa  # an extra
-    from pyarrow import csv as arrow
-
+    try:
+        import pyarrow as pa  # an extra
+        from pyarrow import csv as arrow
+    except ImportError as error:
+        raise ValueError(missing("reading CSV files", "pyarrow")) from error
     names = read_header(path, separator)
     with opened(path) as file:
         _, *lines = _rows(file)
