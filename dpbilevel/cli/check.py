@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, listed, named
+from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, named, positions
 from .config import Config
-from .data import find_files, without_sources
-from .datasets import TableData
-from .files import CsvFile, existing, read_csv
+from .data import CsvFile, TableData, find_files, without_sources
+from .files import existing, read_csv
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
@@ -46,37 +45,37 @@ def check(
     Privacy:
         NON-PRIVATE, and every line says so: lines contain cells of the files.
     """
-    source = config.data
+    source, base = config.data, config.folder
     if not isinstance(source, CsvFile):
         raise ValueError(
             f'{config.place}: check reads files, and source = "{source.source}" names '
             'none. Use source = "csv" for records of your own.'
         )
     files = find_files(
-        source, config.privacy.people, base=config.folder, override=data,
-        validation=validation,
-    )  # fmt: skip
+        source, config.privacy.people, base=base, override=data, validation=validation
+    )
     tested = source.test and existing(
-        config.folder / source.test.path, "test records", "correct path in [data.test]"
+        base / source.test.path, "test records", "correct path in [data.test]"
     )
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate((*files, tested)):
-        if file is None:
-            continue
-        described = source if i == 0 else without_sources(source)
-        assert isinstance(described, CsvFile)
-        table = read_csv(file, described.separator)
-        yield f"NON-PRIVATE: {file}: {table.rows} rows"
-        yield from (f"NON-PRIVATE:   {line}" for line in _lines(described, table, ids))
+        if file is not None:
+            table = read_csv(file, source.separator)
+            yield f"NON-PRIVATE: {file}: {table.rows} rows"
+            lines = _lines(source if i == 0 else without_sources(source), table, ids)
+            yield from (f"NON-PRIVATE:   {line}" for line in lines)
 
 
 def _lines(data: CsvFile, table: Table, ids: str | None) -> Iterator[str]:
     lists = _lists(data) if isinstance(data, TableData) else {}
-    for name, marks in data.cell_marks(table).items():
+    marks, columns = data.encode(table).marks, data.checked_columns
+    assert marks is not None
+    assert columns is not None
+    for name, of_column in zip(columns.names, marks.T, strict=True):
         if name not in lists:
-            yield from _numbers(name, table.column(name), marks)
-    for name, (values, remedy) in lists.items():
-        yield from _values(name, table.column(name), values, remedy)
+            yield from _numbers(name, table.column(name), of_column)
+    for name, (values, effect) in lists.items():
+        yield from _values(name, table.column(name), values, effect)
     if ids is not None:
         counts = collections.Counter(table.column(ids))
         several = {name: n for name, n in counts.items() if name and n > 1}
@@ -112,21 +111,20 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
 
 
 def _values(
-    name: str, cells: Cells, values: tuple[Value, ...], remedy: str
+    name: str, cells: Cells, values: tuple[Value, ...], effect: str
 ) -> Iterator[str]:
-    counts = {named(v): int(np.sum(listed(cells, (v,)) != UNUSABLE)) for v in values}
-    yield f"{name}: " + ", ".join(
-        f"{value!r} {count}" for value, count in counts.items()
-    )
-    absent = [value for value, count in counts.items() if not count]
+    found = positions(cells, values)
+    counts = {named(v): int(np.sum(found == i)) for i, v in enumerate(values)}
+    yield f"{name}: " + ", ".join(f"{value!r} {n}" for value, n in counts.items())
+    absent = [value for value, n in counts.items() if not n]
     if absent:
         yield f"  no row has {', '.join(map(repr, absent))}: compare the spelling"
-    rows = np.flatnonzero(listed(cells, values) == UNUSABLE)
+    rows = np.flatnonzero(found < 0)
     if len(rows):
         others = collections.Counter(cells[int(i)] for i in rows).most_common(_SHOWN)
-        shown = ", ".join(f"{value!r} {count}" for value, count in others)
+        shown = ", ".join(f"{value!r} {n}" for value, n in others)
         yield (
-            f"  {len(rows)} not listed, {remedy}: {shown} (rows {_rows(rows)}). "
+            f"  {len(rows)} not listed, {effect}: {shown} (rows {_rows(rows)}). "
             "Add these values to the list, or correct the spelling of a listed value."
         )
 

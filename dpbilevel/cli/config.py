@@ -1,4 +1,4 @@
-"""Configs of the command line: strict TOML into frozen objects."""
+"""Configs of the command line: TOML files, strictly read into frozen objects."""
 
 import dataclasses
 import inspect
@@ -17,8 +17,7 @@ from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
 from ..privacy.sampling.base import AbstractSampling
-from .datasets import TableData
-from .files import AbstractData
+from .data import AbstractData, TableData
 from .tables import (
     Location,
     Reader,
@@ -31,19 +30,19 @@ from .task import AbstractTask, Problem
 from .tasks import TASKS
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
-# Of `Refitted` itself, beside those of the solver of the refit.
-_OF_REFIT = ("budget_split", "refit_reads")
+# Keys of `Refitted` itself; the other keys of the table belong to its solver.
+_REFIT_KEYS = ("budget_split", "refit_reads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """The table `[privacy]`: all but the precision must be said.
+    """The table `[privacy]`; epsilon, delta and the relations have no defaults.
 
     Args:
         epsilon: Epsilon of the budget.
         delta: Delta of the budget.
         people: Relation of the people in the two levels; only for two levels.
-        neighbours: The neighbouring relation.
+        neighbours: Neighbouring relation.
         precision: `"grid"`, or `"float"` for research.
         allow_large_delta: Whether `run` accepts a delta of one over the number of
             records or more.
@@ -61,23 +60,22 @@ class Privacy:
     def __post_init__(self):
         if self.delta == 0:
             raise ValueError(
-                "delta = 0 asks for pure differential privacy, but the solvers release "
-                "with Gaussian noise, which has none at any scale. Use a delta well "
-                "below one over the number of records, such as 1e-6."
+                "delta = 0 asks for pure differential privacy, which Gaussian noise "
+                "cannot give. Use a delta well below one over the number of records."
             )
         PrivacyBudget(self.epsilon, self.delta)
 
     @property
     def budget(self) -> PrivacyBudget:
-        """The budget."""
+        """Budget of the run."""
         return PrivacyBudget(self.epsilon, self.delta)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A run, described by public values alone."""
+    """Description of a run by public values alone."""
 
-    place: Location  # the file that it was read from
+    place: Location  # the file of the config
     task_name: str
     task: AbstractTask
     privacy: Privacy
@@ -87,14 +85,14 @@ class Config:
 
     @property
     def sizes(self) -> Sizes | int:
-        """The planned numbers of records: an integer for one level."""
+        """Planned numbers of records: an integer for one level."""
         if self.privacy.people is None:
             return self.data.training
         return Sizes(self.data.validation, self.data.training, self.privacy.people)
 
     @property
     def check(self) -> RecordsCheck:
-        """The first release of a run: the fractions of usable records."""
+        """First release of a run: the fractions of usable records."""
         data, people = self.data, self.privacy.people
         own = data.checked_columns if self.privacy.check_records else None
         columns = {}
@@ -114,35 +112,30 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start from."""
+        """Folder that relative paths start from."""
         return Path(self.place.file).parent
 
     @property
     def problem(self) -> Problem:
-        """The problem."""
+        """Problem of the task, on records of the config."""
         return self.task.problem(self.data.blocks)
 
 
 def read_config(path: str | Path) -> Config:
-    """Reads a config from a TOML file.
+    """Return the config in a TOML file.
 
-    Returns:
-        The config. It holds no key: keys come from the operating system's entropy
-        when a run starts.
+    It holds no key: keys come from the operating system's entropy when a run starts.
 
     Raises:
-        ValueError: The file is missing, is no TOML, or says something that no run can
-            do; the message names file, table and key.
+        ValueError: The file is missing, is no TOML, or describes no possible run; the
+            message names file, table and key.
     """
     tables, _ = read_tables(path)
     return parse_config(tables, Location(str(path)))
 
 
 def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
-    """Reads a TOML file.
-
-    Returns:
-        Its tables, and its text.
+    """Return the tables and the text of a TOML file.
 
     Raises:
         ValueError: The file is missing or is no TOML.
@@ -162,11 +155,11 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def parse_config(tables: dict[str, Any], place: Location) -> Config:
-    """Builds a config from the tables of the file `place`; raises as `read_config`."""
+    """Return the config of the tables of a file; raises as `read_config` does."""
     if "solver" not in tables and {*tables} <= {*_TABLES}:
         raise place.error(
-            "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml writes one, "
-            "of settings chosen by dry runs; dpbilevel run needs none."
+            "missing table [solver]. dpbilevel run needs none; dpbilevel auto CONFIG "
+            "--out NEW.toml writes one, with settings chosen by dry runs."
         )
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
@@ -194,7 +187,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
 
 
 def public_classes(base: type) -> dict[str, type]:
-    """The concrete subclasses of `base` that the library and its packages export."""
+    """Return the public concrete subclasses of `base`, by name."""
     top = {name: getattr(_public, name) for name in _public.__all__}
     packages = [value for value in top.values() if inspect.ismodule(value)]
     for package in packages:
@@ -228,7 +221,7 @@ def _solver(
             AbstractOutput: {
                 name: rule
                 for name, rule in public_classes(AbstractOutput).items()
-                if not rule.needs_key  # which no solver of a config gives it
+                if not rule.needs_key  # no solver of a config has one for it
             },
         },
         _mechanisms(neighbours) | {Neighbours: neighbours},
@@ -240,8 +233,8 @@ def _solver(
     asked = solvers.get(str(tables["solver"].get("type")))
     if asked is not None and not asked.in_config:
         raise where.error(
-            f'type = "{tables["solver"]["type"]}" is for Python only: its parts are '
-            f"not written in a config. Choose from {', '.join(sorted(fitting))}."
+            f'type = "{tables["solver"]["type"]}" is for Python only. Choose from '
+            f"{', '.join(sorted(fitting))}."
         )
     solver = reader.build_named(fitting, tables["solver"], where)
     if "refit" not in tables:
@@ -253,10 +246,10 @@ def _solver(
     fields, hints = dict(tables["refit"]), get_type_hints(Refitted)
     own = {
         key: reader.convert(hints[key], fields.pop(key), where, key)
-        for key in _OF_REFIT
+        for key in _REFIT_KEYS
         if key in fields
     }
-    refit = reader.build_named(one_level, fields, where, beside=_OF_REFIT)
+    refit = reader.build_named(one_level, fields, where, beside=_REFIT_KEYS)
     try:
         return Refitted(solver, refit, **own)
     except ValueError as error:
@@ -264,7 +257,7 @@ def _solver(
 
 
 def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
-    """Every uncalibrated mechanism under the relation that `[privacy]` names."""
+    """Return every uncalibrated mechanism, under the relation of `[privacy]`."""
     return {
         cls: cls(neighbours=neighbours)
         for cls in public_classes(object).values()
@@ -275,7 +268,7 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
 
 
 def _check_levels(config: Config) -> None:
-    """Refuses people and numbers of records that do not fit the levels of the task."""
+    """Check that people and numbers of records fit the levels of the task."""
     place, data, task = config.place, config.data, config.task
     people = config.privacy.people
     one = f'is for tasks of two levels; task = "{config.task_name}" has one. Remove it.'
@@ -295,14 +288,13 @@ def _check_levels(config: Config) -> None:
             raise place.child("data").error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
         raise place.child("data").error(
-            '[privacy] says people = "shared", so the same records are in both levels: '
-            "training and validation must be equal, got "
+            'training and validation must be equal if people = "shared", got '
             f"{data.training} and {data.validation}."
         )
 
 
 def _check_corruption(config: Config) -> None:
-    """Refuses corruption by row numbers that depend on how many records there are."""
+    """Refuse corruption by row number if the number of records is private."""
     sources = config.data.sources
     private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
     generated = config.data.source == "generated"
@@ -314,7 +306,7 @@ def _check_corruption(config: Config) -> None:
 
 
 def _check_test(config: Config) -> None:
-    """Refuses a test file that the task or the relation has no use for."""
+    """Check that task and relation can use the test file."""
     test, where = config.data.test, config.place.child("data.test")
     if test is None:
         return

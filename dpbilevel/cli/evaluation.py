@@ -1,4 +1,4 @@
-"""The accuracy of the released model on a file of other people: `[data.test]`."""
+"""Accuracy of the released model on a file of other people: `[data.test]`."""
 
 import dataclasses
 import math
@@ -20,12 +20,10 @@ from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .datasets import CsvData, TableData
-from .files import HeldOut
+from .data import CsvData, HeldOut, TableData
 
 PEOPLE = "person of the test file"
-# The score of a record is in [0, 1]; less one half it is at most this long.
-_HALF = 0.5
+_HALF = 0.5  # scores are in [0, 1]: minus one half, they are at most this large
 _UNLISTED = (
     "Records with an unlisted label or source are ignored in every file. Their number "
     "is private, except for the released check. Compare the spellings with the files."
@@ -44,16 +42,16 @@ _NO_BETTER = (
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The accuracy or error of the released model on the test file.
+    """Accuracy or error of the released model on the test file.
 
     Attributes:
-        metric: What was computed.
+        metric: Name of the metric.
         value: Value of the metric; `None` if all records are left out.
         file: The test file, as in the config.
         kind: `"public"`, `"counted"` or `"non_private"`.
-        records: How many records were read.
-        left_out: How many records have an unlisted label or a feature that is no
-            number; `None` if this number is private.
+        records: Number of records that were read.
+        left_out: Number of records with an unlisted label or a feature that is no
+            number; `None` if it is private.
         trivial: Value of the metric for the best constant answer: the larger class or
             the public mean. For a counted accuracy it is the released fraction of the
             most frequent class among the other records. `None` if it is not known.
@@ -70,7 +68,7 @@ class Evaluation:
     noise_std: float = 0.0
 
     def __str__(self) -> str:
-        """One line, which says what protects the people of the file."""
+        """Return one line, which says what protects the people of the file."""
         value = "no record to test on" if self.value is None else f"{self.value:.4g}"
         text = f"test {self.metric}: {value}{self._spread()}"
         if self.trivial is not None:
@@ -82,10 +80,8 @@ class Evaluation:
         elif self.kind == "public":
             text += f" on {self.records} public records of {self.file}"
         else:
-            text = (
-                f"NON-PRIVATE {text} on {self.records} records of {self.file}, whose "
-            )
-            text += "people are not protected"
+            text = f"NON-PRIVATE {text} on {self.records} records of {self.file}"
+            text += ", whose people are not protected"
         if self.left_out:
             text += (
                 f"; {self.left_out} left out: a label that the config does not list, "
@@ -110,11 +106,11 @@ class Evaluation:
         return dataclasses.replace(self, trivial=found)
 
     def _spread(self) -> str:
-        """One standard deviation of the noise and of the sample, where known."""
+        """Return one standard deviation of noise and sample, as far as it is known."""
         if self.value is None:
             return ""
         parts = [f"noise {self.noise_std:.2g}"] if self.noise_std else []
-        sample = 0.0  # of an error, that of the sample is not known
+        sample = 0.0  # unknown for an error
         if self.metric == "accuracy":
             people = self.records - (self.left_out or 0)
             sample = math.sqrt(self.value * (1 - self.value) / people)
@@ -125,20 +121,19 @@ class Evaluation:
         return f" +- {total:.2g} (one standard deviation: {', '.join(parts)})"
 
     def _no_better(self) -> bool:
-        """Whether the best constant answer does as well."""
+        """Return whether the best constant answer is at least as good."""
         if self.value is None or self.trivial is None:
             return False
-        sign = 1 if self.metric == "accuracy" else -1  # errors are better when small
+        sign = 1 if self.metric == "accuracy" else -1  # small errors are better
         return sign * self.value <= sign * self.trivial
 
 
 def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
-    """The report of a run, with what files of records and the test file add to it.
+    """Return the report of a run, completed by its check and its test file.
 
     Privacy:
-        Touches no data. A counted accuracy is charged to the people of the test file
-        alone, who are in no other file: each of them spends that one release, and
-        nobody else spends anything for it (parallel composition).
+        Touches no data. Only the people of the test file, who are in no other file,
+        are charged for a counted accuracy, and for nothing else (parallel composition).
     """
     for text in config.check.assumptions:
         report = _assuming(report, text)
@@ -161,19 +156,19 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
 
 
 def _assuming(report: PrivacyReport, text: str) -> PrivacyReport:
-    """The report with one more assumption, the first one."""
+    """Return the report with one more assumption in front."""
     return dataclasses.replace(report, assumptions=(text, *report.assumptions))
 
 
 def ledger_of(config: Config) -> Ledger:
-    """The one release of a counted accuracy, at the least noise within the budget."""
+    """Return the ledger of a counted accuracy: one release with the least noise."""
     return Ledger((_release(config),))
 
 
 def evaluate(
     config: Config, model: np.ndarray, records: Records, *, key: PRNGKey
 ) -> Evaluation:
-    """The accuracy of a released linear model; its error where labels are numbers.
+    """Return the accuracy of a released linear model, or its error on numeric labels.
 
     Args:
         config: The config, with a test file.
@@ -182,8 +177,8 @@ def evaluate(
         key: A typed key for this release alone.
 
     Privacy:
-        As `[data.test]` says: exact on public records and, NON-PRIVATE, on others; or
-        `noisy_score`.
+        Exact if `[data.test]` says that the records are public, or NON-PRIVATE;
+        otherwise `noisy_score`.
     """
     held_out, label = _described(config)
     metric = _metric(label)
@@ -210,7 +205,7 @@ def evaluate(
 def noisy_score(
     config: Config, model: PyTree, records: PyTree, *, key: PRNGKey
 ) -> Float[Array, ""]:
-    """The mean score of the records of the test file, each in [0, 1], plus noise.
+    """Return the mean score of the records of the test file, in [0, 1], plus noise.
 
     Args:
         config: The config, with a test file whose accuracy is counted.
@@ -219,8 +214,8 @@ def noisy_score(
         key: A typed key for this release alone.
 
     Privacy:
-        The one release of `ledger_of`. A record without a listed label, or with a
-        feature that is no number, counts as half right: their number stays private.
+        Makes the one release of `ledger_of`. A record without a listed label, or with
+        a feature that is no number, counts as half right: their number stays private.
     """
     _, label = _described(config)
     score, coefficients = _score(label), jnp.asarray(model, jnp.float32)
@@ -238,7 +233,7 @@ def _release(config: Config) -> Release:
 
 
 def _described(config: Config) -> tuple[HeldOut, Label]:
-    """The test file of a config, and its label."""
+    """Return the test file of a config, and its label."""
     assert isinstance(config.data, CsvData)
     assert config.data.test is not None
     return config.data.test, config.data.label
@@ -252,11 +247,11 @@ def _named(label: Label) -> str:
 
 
 def _metric(label: Label) -> Callable[[float], float]:
-    """From the mean score to the metric."""
+    """Return the function from the mean score to the metric."""
     if label.positive:
         return float
     assert label.scale is not None
-    unit = 2 * label.clip * label.scale  # between the smallest and the largest label
+    unit = 2 * label.clip * label.scale  # range of the labels
     return lambda mean: unit * math.sqrt(mean)
 
 
@@ -265,20 +260,20 @@ def _score(label: Label) -> Callable[[Float[Array, " d"], PyTree], Array]:
 
 
 def _is_right(model: Float[Array, " d"], record: PyTree) -> Array:
-    """1 where the sign is that of the label, 0 where not, NaN where one is missing."""
+    """Return 1 if the signs of margin and label agree, else 0; NaN if one is NaN."""
     margin = record["features"] @ model
     right = jnp.asarray((margin >= 0) == (record["label"] > 0), jnp.float32)
     return jnp.where(jnp.isfinite(margin + record["label"]), right, jnp.nan)
 
 
 def _squared_error(model: Float[Array, " d"], record: PyTree) -> Array:
-    """In squares of the largest error: labels and answers are in [-1, 1]."""
+    """Return the squared error, in units of the largest one: values are in [-1, 1]."""
     margin = jnp.clip(record["features"] @ model, -1.0, 1.0)
     return ((margin - record["label"]) / 2) ** 2
 
 
 def _trivial(label: Label, labels: np.ndarray) -> float:
-    """The mean score of the larger class, or of the public mean, for everybody."""
+    """Return the mean score if the answer is always the larger class or the mean."""
     if label.positive:
         share = float(np.mean(labels > 0))
         return max(share, 1 - share)

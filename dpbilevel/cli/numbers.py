@@ -10,7 +10,7 @@ def check_unit(unit: str) -> None:
     """Check that a unit cannot be read as a part of a number.
 
     Raises:
-        ValueError: The unit can be read so.
+        ValueError: The unit has digits, or only signs that numbers have.
     """
     if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-]\D*", unit):
         raise ValueError(
@@ -23,9 +23,9 @@ def reader(unit: str, decimal: str) -> Callable[[str], float]:
     """Return a function that reads a cell as a number, or as NaN if it is no number.
 
     Args:
-        unit: The unit; empty if there is none.
-        decimal: The decimal sign; if it and the unit are missing, a cell is a number as
-            programs write it.
+        unit: The unit, or empty.
+        decimal: The decimal sign. If it and the unit are empty, only numbers in the
+            form that programs write are read.
     """
     if not unit and not decimal:
         return number

@@ -1,4 +1,4 @@
-"""The command `dpbilevel predict`: a released model applied to a file of new people."""
+"""The command `dpbilevel predict`: answers of a released model for new people."""
 
 import csv
 import dataclasses
@@ -13,21 +13,22 @@ from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
 from .config import parse_config
-from .datasets import TableData
-from .files import CsvFile, existing, read_csv
+from .data import CsvFile, TableData
+from .files import existing, read_csv
 from .tables import Location
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """The model's answers, one a row of the file; empty where a feature is no number.
+    """Answers of the model, one per row; empty if a feature is no number.
 
     Attributes:
-        columns: By the name of the column.
-        rows: The number of rows.
-        empty: How many of them have no answer.
-        missing: By column, how many have no number there, which counts as the mean.
-        unlisted: By column, how many have a category that the config does not list.
+        columns: Columns of the answers, by name.
+        rows: Number of rows.
+        empty: Number of rows without an answer.
+        missing: Number of rows with an empty cell, which counts as the mean, by column.
+        unlisted: Number of rows with a category that the config does not list, by
+            column.
     """
 
     columns: dict[str, list[str]]
@@ -37,7 +38,7 @@ class Predictions:
     unlisted: dict[str, int]
 
     def remarks(self) -> str:
-        """What a reader of the answers should know about the rows."""
+        """Return remarks for the readers of the answers, each after a semicolon."""
         text = ""
         if self.empty:
             text += f"; {self.empty} without an answer: text in the place of a number"
@@ -49,19 +50,19 @@ class Predictions:
 
 
 def predict(folder: Path, file: Path) -> Predictions:
-    """Applies the released model of a result folder to the rows of a file.
+    """Return the answers of the model of a result folder for the rows of a file.
 
     Args:
         folder: The folder of a finished run.
         file: A file with the columns of the features; it needs no label.
 
     Raises:
-        ValueError: There is no finished run, its model reads no table, or a column is
-            missing.
+        ValueError: There is no finished run, its model is not for tables, or a column
+            is missing.
         OSError: The file cannot be read.
 
     Privacy:
-        Post-processing of the released model: costs nothing. What comes out is as
+        Post-processing of the released model: costs nothing. The answers are as
         private as the rows of `file`.
     """
     result = results.load(folder)
@@ -74,18 +75,17 @@ def predict(folder: Path, file: Path) -> Predictions:
     data = config.data
     separator = data.separator if isinstance(data, CsvFile) else ","
     table = read_csv(existing(file, "new records", "give its path"), separator)
-    needed = [name for block in data.numeric for name in block.columns]
-    needed += [block.column for block in data.categorical]
+    numeric = [name for block in data.numeric for name in block.columns]
+    needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]
     if lacking:
         raise ValueError(
-            f"{file} has no column {', '.join(map(repr, lacking))}, which the model of "
-            f"{folder} reads. Name columns in the first row as in the training records."
+            f"{file} has no column {', '.join(map(repr, lacking))}. Name the columns "
+            "in its first row as in the training records."
         )
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
     columns |= _answers(margin, data.label, getattr(config.task, "loss", "logistic"))
-    numeric = [name for block in data.numeric for name in block.columns]
     missing = {name: table.column(name).count("") for name in numeric}
     unlisted = {
         block.column: sum(positions(table.column(block.column), block.values) < 0)
@@ -96,7 +96,7 @@ def predict(folder: Path, file: Path) -> Predictions:
 
 
 def write(out: Path, predictions: Predictions) -> None:
-    """Writes predictions as a comma-separated file, whole or not at all.
+    """Write predictions as a comma-separated file, completely or not at all.
 
     Raises:
         ValueError: The file exists.
@@ -111,7 +111,7 @@ def write(out: Path, predictions: Predictions) -> None:
 
 
 def check_new(out: Path, option: str = "--out") -> None:
-    """Raises `ValueError` where a file exists or has no folder to be written to."""
+    """Check that a new file can be written; raise `ValueError` otherwise."""
     if out.exists():
         raise ValueError(f"{out} exists; give {option} the name of a new file.")
     if not out.parent.is_dir():
@@ -136,7 +136,7 @@ def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]
         label.column: [str(v) if k else "" for v, k in zip(found, known, strict=True)]
     }
     if loss == "logistic":
-        chance = 0.5 * (1 + np.tanh(margin / 2))  # of a logistic model; never overflows
+        chance = 0.5 * (1 + np.tanh(margin / 2))  # logistic; never overflows
         columns[f"probability of {classes[0]}"] = _texts(chance, known)
     return columns
 

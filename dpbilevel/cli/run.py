@@ -34,7 +34,7 @@ from ..runs.resume import (
 from . import attack, evaluation, figure, folder, results
 from .columns import Records
 from .config import Config
-from .data import as_levels, check_files, indicators, load, load_test
+from .data import as_levels, find_files, indicators, load, load_test
 from .prepared import Prepared
 from .results import Result
 
@@ -147,9 +147,7 @@ def refuse(
     check_jax("run")
     _check_delta(config)
     with _opened(out, chunk, resume, restart), _data_errors(config):
-        privacy = config.privacy
-        places = _places(config, data, validation)
-        check_files(config.data, privacy.people, privacy.neighbours, **places)
+        _read(config, data, validation)
 
 
 def _check_delta(config: Config) -> None:
@@ -340,10 +338,16 @@ def _ledgers(prepared: Prepared) -> Iterator[Ledger]:
         yield evaluation.ledger_of(config)
 
 
-def _places(
+def _read(
     config: Config, data: Path | None, validation: Path | None
-) -> dict[str, Any]:
-    return {"base": config.folder, "override": data, "validation": validation}
+) -> tuple[dict[str, Records], Records | None]:
+    """Return the records by role, and those of the test file."""
+    people, base = config.privacy.people, config.folder
+    files = find_files(
+        config.data, people, base=base, override=data, validation=validation
+    )
+    records = load(config.data, people, config.privacy.neighbours, *files)
+    return records, load_test(config.data, base, *files)
 
 
 def _load(
@@ -354,14 +358,11 @@ def _load(
     The indicators say by role how the cells of each record fit the config.
     """
     config = prepared.config
-    neighbours, people = config.privacy.neighbours, config.privacy.people
-    places = _places(config, data, validation)
     with _data_errors(config):
-        records = load(config.data, people, neighbours, **places)
+        records, test = _read(config, data, validation)
         columns = dict(prepared.check.columns)
         rows = {role: indicators(columns[role], records[role]) for role in columns}
         levels = as_levels(records)
-        test = load_test(config.data, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
         levels = planned_rows(prepared.solver, levels)  # no shape tells their number

@@ -1,4 +1,4 @@
-"""Strict reading of TOML tables into frozen dataclasses: every mistake is named."""
+"""Strict reader of TOML tables as frozen dataclasses; it names every mistake."""
 
 import dataclasses
 import difflib
@@ -26,36 +26,36 @@ _SECRETS = ("seed", "key", "rng", "prng", "random_state")
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a table stands, for error messages."""
+    """Place of a table in a file, for error messages."""
 
     file: str  # as the user gave it
     table: str = ""  # its dotted name; empty for the top level
 
     def child(self, name: str) -> "Location":
-        """The table `name` inside this one."""
+        """Return the place of the table `name` inside this one."""
         return Location(self.file, f"{self.table}.{name}" if self.table else name)
 
     def error(self, message: str) -> ValueError:
-        """An error that names file and table before a message."""
+        """Return an error that names file and table before a message."""
         return ValueError(f"{self}: {message}")
 
     def __str__(self) -> str:
-        """The file, and the table in brackets."""
+        """Return the file, and the table in brackets."""
         return f"{self.file}: [{self.table}]" if self.table else self.file
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Builds classes from tables by the fields of their dataclass.
+    """Builder of dataclasses from tables.
 
-    The keys of a table are the fields that a text file can hold; a missing key takes
-    the field's default.
+    The keys of a table are the fields that a text file can hold. A missing key takes
+    the default of its field.
 
     Attributes:
-        families: For an abstract class, the classes that `type` may name.
-        supplied: For a class, the object that every field of that class gets.
-        reserved: Field names that are never keys.
-        neighbours: The relation of solvers that are defaults of fields.
+        families: Classes that `type` may name, by name, for each abstract class.
+        supplied: The object that every field of a class gets, by class.
+        reserved: Names of fields that are never keys.
+        neighbours: Neighbouring relation of solvers that are defaults of fields.
     """
 
     families: Mapping[type, Mapping[str, type]]
@@ -70,17 +70,17 @@ class Reader:
         place: Location,
         beside: Sequence[str] = (),
     ) -> Built:
-        """Builds an instance of a dataclass from the table at a place.
+        """Return an instance of a dataclass, built from a table.
 
         Args:
             cls: The dataclass.
             table: The table.
-            place: Its place.
-            beside: Further keys, read by the caller, that the table may have had.
+            place: Place of the table.
+            beside: Further keys of the table, which the caller has removed.
 
         Raises:
-            ValueError: An unknown or missing key, a value of the wrong type, or one
-                that the class refuses; the message names file and table.
+            ValueError: A key is unknown or missing, or a value has the wrong type or
+                is refused by the class; the message names file and table.
         """
         check_table(table, place)
         assert dataclasses.is_dataclass(cls)
@@ -101,7 +101,7 @@ class Reader:
         )
         try:
             for name in keys:
-                # A default has a relation of its own, not that of the config.
+                # The relation of a default solver may differ from the config's.
                 default = fields[name].default
                 if name not in known and isinstance(default, AbstractSolver):
                     given[name] = default.with_neighbours(self.neighbours)
@@ -117,17 +117,17 @@ class Reader:
         key: str = "type",
         beside: Sequence[str] = (),
     ) -> Any:
-        """As `build`, an instance of the one of `classes` that `table[key]` names."""
+        """Return an instance of the class that `table[key]` names; see `build`."""
         check_table(table, place)
         rest = dict(table)
         name = check_choice(rest.pop(key, None), classes, place, key)
         return self.build(classes[name], rest, place, beside)
 
     def convert(self, hint: Any, value: Any, place: Location, key: str) -> Any:
-        """Converts the value of a key to the type annotation `hint` of its field.
+        """Return the value of a key, converted to the type annotation `hint`.
 
         Raises:
-            ValueError: The value does not fit.
+            ValueError: The value does not fit the annotation.
         """
         hint = _plain(hint)
         origin = typing.get_origin(hint)
@@ -165,7 +165,7 @@ class Reader:
         return isinstance(hint, type) and hint in self.supplied
 
     def _is_key(self, name: str, hint: Any) -> bool:
-        """Whether a text file can hold a field, by its annotation."""
+        """Return whether a text file can hold a field with this annotation."""
         hint = _plain(hint)
         return name not in self.reserved and (
             hint in _WORDS
@@ -177,7 +177,7 @@ class Reader:
 
 
 def check_table(value: object, place: Location) -> None:
-    """Raises `ValueError` unless the value at a place is a table."""
+    """Check that the value at a place is a table; raise `ValueError` otherwise."""
     if not isinstance(value, dict):
         raise place.error(f"must be a table, got {_shown(value)}.")
 
@@ -189,16 +189,19 @@ def check_keys(
     allowed: Sequence[str],
     required: Sequence[str],
 ) -> None:
-    """Raises `ValueError` where keys are not allowed, or required ones are missing."""
+    """Check that all keys are allowed, and that no required key is missing.
+
+    Raises:
+        ValueError: A key is not allowed, or missing; all such keys are named.
+    """
     listed = ", ".join(allowed)
     wrong: list[ValueError] = []
     meant: list[str] = []
     for key in table:
         if key in _SECRETS and key not in allowed:
             secret = (
-                f"unknown key {key!r}: the noise is keyed from the operating system's "
-                "entropy and never from a file, because whoever knows the key can "
-                "subtract the noise. Remove it."
+                f"unknown key {key!r}. Remove it: whoever knows the key can subtract "
+                "the noise, so keys come from the operating system's entropy."
             )
             wrong.append(place.error(secret))
         elif key not in allowed:
@@ -214,10 +217,10 @@ def check_keys(
 
 
 def collect_errors(*parts: Callable[[], Any]) -> list[Any]:
-    """What all parts return.
+    """Call every part and return the results; raise all errors together.
 
     Raises:
-        ValueError: Some raise one; with the messages of all of them, one a line.
+        ValueError: A part raises one; the message has one line per error.
     """
     found, errors = [], []
     for part in parts:
@@ -230,7 +233,7 @@ def collect_errors(*parts: Callable[[], Any]) -> list[Any]:
 
 
 def _raise(errors: list[ValueError]) -> None:
-    """One error with the messages of all, if there are any."""
+    """Raise one error with the messages of all errors, if there are any."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -238,10 +241,11 @@ def _raise(errors: list[ValueError]) -> None:
 
 
 def check_choice(value: Any, options: Iterable[str], place: Location, key: str) -> Any:
-    """The value of a key if it is among `options`; `None` is a missing key.
+    """Return the value of a key, checked to be among `options`.
 
     Raises:
-        ValueError: Naming the options and a close match.
+        ValueError: The value is `None`, that is missing, or not among the options; the
+            message names them and a close match.
     """
     options = list(options)
     listed = ", ".join(f'"{option}"' for option in options)
@@ -263,7 +267,7 @@ def _convert_scalar(hint, value, place: Location, key: str):
 
 
 def _plain(hint: Any) -> Any:
-    """The annotation without `None` and without what only a program can pass."""
+    """Return the part of an annotation that a text file can hold."""
     if hint in _WORDS:
         return hint
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

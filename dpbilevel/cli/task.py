@@ -10,8 +10,7 @@ from ..bilevel.problem import BilevelProblem
 from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.problem import FiniteSum
 from .columns import named
-from .datasets import SOURCES
-from .files import AbstractData
+from .data import SOURCES, AbstractData
 from .sources import Groups, Sources
 from .tables import Location
 

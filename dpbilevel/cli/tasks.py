@@ -27,8 +27,7 @@ from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
 from ..onelevel.problem import FiniteSum
-from .files import AbstractData
-from .matrices import MATRICES
+from .data import MATRICES, AbstractData
 from .tables import Location
 from .task import AbstractTask, Blocks, Start, dimension, listed_names
 

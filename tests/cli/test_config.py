@@ -268,9 +268,10 @@ def test_numbers_of_a_config_are_the_cells_that_read_as_them():
 
 def test_texts_of_a_config_are_the_cells_of_the_same_text():
     label = {"column": "ill", "positive": ["1"], "negative": ["1.0"]}
-    values = parsed(("data", CSV), ("data.label", label)).data.label.values
+    values = parsed(("data", CSV), ("data.label", label)).data.label.encode
     cells = {"ill": ["1", "1.0", "01"]}
-    np.testing.assert_array_equal(values(Table("a", cells, 3)), [1, -1, np.nan])
+    labels, _ = values(Table("a", cells, 3))
+    np.testing.assert_array_equal(labels, [1, -1, np.nan])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ def test_texts_of_a_config_are_the_cells_of_the_same_text():
         ("data.label.positive", [True], "must be a string or a number, got true"),
         ("data.label.positive", [0], "positive and negative must be lists of values"),
         ("data.label.positive", ["0"], "must be lists of values that differ"),
-        ("data.label.positive", [float("nan")], "finite where they are numbers"),
+        ("data.label.positive", [float("nan")], "finite if they are numbers"),
         ("data.label.positive", ["no"], "must be lists of values that differ"),
         ("data.sources.values", [1, 1.0], "values must be lists of values that differ"),
         ("data.sources.values", ["a", "a"], "must be lists of values that differ"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli import columns, datasets, files, matrices, sources, tasks
+from dpbilevel.cli import columns, data, sources, tasks
 from dpbilevel.cli.config import Privacy, parse_config
 from dpbilevel.cli.tables import Location
 from tests.cli.test_runner import GENERATED
@@ -18,14 +18,14 @@ ROW = re.compile(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (.*?) \| .* \|$", re.MULTILI
 LISTED = "`data` (all but generated)"
 WHERE = {
     Privacy: ["`privacy`"],
-    datasets.CsvData: ["`data`", LISTED, "`data` (csv)"],
-    datasets.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
-    datasets.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
-    datasets.GeneratedData: ["`data`", "`data` (generated)"],
-    matrices.CsvMatrices: ["`data` (csv_matrices)"],
-    matrices.GeneratedMatrices: ["`data` (generated_matrices)"],
-    datasets.Block: ["`data.block`"],
-    files.HeldOut: ["`data.test`"],
+    data.CsvData: ["`data`", LISTED, "`data` (csv)"],
+    data.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
+    data.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
+    data.GeneratedData: ["`data`", "`data` (generated)"],
+    data.CsvMatrices: ["`data` (csv_matrices)"],
+    data.GeneratedMatrices: ["`data` (generated_matrices)"],
+    data.Block: ["`data.block`"],
+    data.HeldOut: ["`data.test`"],
     sources.Groups: ["`data.groups`"],
     sources.Sources: ["`data.sources`"],
     columns.Numeric: ["`data.numeric`"],

@@ -345,7 +345,7 @@ def test_a_file_without_a_feature_or_that_exists_is_refused(finished, tmp_path, 
     (tmp_path / "new.csv").write_text("pay\n1\n")
     command = ["predict", str(finished), str(tmp_path / "new.csv"), "--out"]
     out = str(tmp_path / "p.csv")
-    assert "has no column 'town', which the model of" in failure(capsys, *command, out)
+    assert "has no column 'town'. Name the columns" in failure(capsys, *command, out)
     exists = str(tmp_path / "new.csv")
     assert "new.csv exists" in failure(capsys, *command, exists)
     nowhere = str(tmp_path / "no" / "p.csv")

@@ -1,5 +1,6 @@
 """Files of records: what is said of them before anything is planned or spent."""
 
+import csv
 import dataclasses
 import gzip
 import os
@@ -12,7 +13,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.cli import auto, facts, results
-from dpbilevel.cli.files import read_csv
+from dpbilevel.cli.files import MALFORMED, read_csv
 from dpbilevel.cli.main import main
 from dpbilevel.planning import auto_plan
 from tests.cli.test_cli import failure
@@ -99,13 +100,17 @@ def zipped(content):
         (b"pay,pay,town,rich\n", "names a column twice"),
         (b"pay;town;rich\n1;Ulm;no\n", 'set separator = ";"'),
         (b"pay\ttown\trich\n", r'set separator = "\t"'),
-        ("pay,town,rich\n".encode("utf-16"), "is in UTF-16; save it as UTF-8"),
-        (b"PAR1\x15\x04", "is a Parquet file; export it as comma-separated text"),
+        (
+            "pay,town,rich\n".encode("utf-16"),
+            "is in UTF-16. Save it as comma-separated text in UTF-8",
+        ),
+        (b"PAR1\x15\x04", "is a Parquet file. Save it as comma-separated text"),
         (b"PK\x03\x04\x14", "is a spreadsheet (xlsx, ods) or a zip archive"),
-        (b"\xfd7zXZ\x00", "is compressed by xz; unpack it"),
+        (b"\xfd7zXZ\x00", "is compressed by xz. Save it as"),
         (zipped(HEADER + b"1,Ulm,A,no\n" * 59), "there are 59 records"),
         (zipped(HEADER * 9)[:-9], "is compressed by gzip, and damaged"),
         (zipped(b"PK\x03\x04"), "is a spreadsheet"),
+        (b'pay,"town\n,clinic",rich\n', "a quote does not end there"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_before_the_dry_runs(
@@ -116,9 +121,62 @@ def test_a_file_that_does_not_fit_is_refused_before_the_dry_runs(
 
 def test_quoted_separators_and_marks_of_the_encoding_are_no_mistakes(tmp_path):
     file = tmp_path / "a.csv"
-    file.write_bytes(b'\xef\xbb\xbfpay,"town, of"\r\n1," Ulm,\nOld "\r\n')
+    file.write_bytes(b'\xef\xbb\xbfpay,"town, of"\r\n1," Ulm, ""Old"""\r\n')
     table = read_csv(file)
-    assert table.columns == {"pay": ["1"], "town, of": ["Ulm,\nOld"]}
+    assert table.columns == {"pay": ["1"], "town, of": ['Ulm, "Old"']}
+
+
+# Lines of one record that a reader of the whole file could mix with others.
+HOSTILE = [
+    b'"', b'1,"Ulm', b'1,Ulm"', b'"1"x,Ulm', b'1,a"b,"c', b'1,"a""', b'1,"a"""',
+    b'1,"a"b"', b"'1,Ulm", b"1", b"1,2,3", b"," * 99, b";", b"1;Ulm", b"1\tUlm", b" ",
+    b"\0", b"1,\0Ulm\0", b"\xff\xfe", b"\xef\xbb\xbf1,Ulm", b"1,\xf0\x9f", b"1,\xe4",
+    b"\x1a", b"\\", b'1,\\"', b"#", b"-1,9,9", b"0,Ulm,", b"1,\x0bUlm", b"1,\x0c",
+    b"1,\xc2\x85", b"1,\xe2\x80\xa8", b"nan,null", b"x" * 200_000,
+    b'1,"' + b'""' * 200_000, b"1," + b"9" * 200_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_line_changes_neither_other_rows_nor_their_number(
+    tmp_path, separator, packed
+):
+    file = tmp_path / "a.csv"
+    other = [b"1,Ulm", b'"2","Ulm, Old"', b'3,"a ""b"""', b'"4', b"5", b'6,7"', b"8,R"]
+
+    def read(line, place, end):
+        lines = [b"pay,town", *other[:place], line, *other[place:]]
+        content = end.join(v.replace(b",", separator.encode()) for v in lines)
+        file.write_bytes(zipped(content) if packed else content)
+        table = read_csv(file, separator)
+        rows = list(zip(*table.columns.values(), strict=True))
+        assert len(rows) == table.rows == len(other) + 1
+        return rows[:place] + rows[place + 1 :]
+
+    for place in (0, 3, len(other)):
+        for end in (b"\n", b"\r\n", b"\r"):
+            plain = read(b"0,Ulm", place, end)
+            assert all(read(line, place, end) == plain for line in HOSTILE)
+
+
+def test_cells_are_those_of_the_other_reader_of_lines(tmp_path):
+    file = tmp_path / "a.csv"
+    rng = np.random.default_rng(0)
+    signs = np.asarray(['"', '"', ",", "a", " ", "\0", "\\", "é", "'", "1"], object)
+    lines = ["".join(rng.choice(signs, rng.integers(1, 9))) for _ in range(20_000)]
+    file.write_text("a,b\n" + "\n".join(lines))
+    found = list(zip(*read_csv(file).columns.values(), strict=True))
+    assert len(found) == len(lines)
+    for line, cells in zip(lines, found, strict=True):
+        try:
+            read = next(csv.reader([line], strict=True))
+        except csv.Error:
+            read = []
+        if len(read) == 2 and MALFORMED not in cells:
+            assert cells == (read[0].strip(), read[1].strip())
+        else:  # spaces after a quote are no mistake here
+            assert MALFORMED in cells or '" ' in line
 
 
 def test_a_file_compressed_by_gzip_gives_the_same_bits(file, tmp_path):

@@ -88,7 +88,7 @@ def test_bounds_are_the_ends_of_what_a_model_sees(folder):
     config, _, _ = config_of(folder, *TRAINING, *FEATURES)
     table = Table("a", {"age": ["0", "50", "100", "120", "25"]}, 5)
     (block,) = config.data.numeric
-    seen = block.features(table)[:, 0]
+    seen = block.encode(table)[0][:, 0]
     np.testing.assert_allclose(seen, [-1, 0, 1, 1, -0.5], atol=1e-5)
 
 
@@ -197,7 +197,7 @@ def test_a_numeric_label_makes_a_model_of_numbers(folder):
         folder, "--label", "dose", "--label-range", "0..6", *FEATURES
     )
     assert config.task.loss == "squared"
-    values = config.data.label.values(Table("a", {"dose": ["0", "3", "9"]}, 3))
+    values, _ = config.data.label.encode(Table("a", {"dose": ["0", "3", "9"]}, 3))
     np.testing.assert_allclose(values, [-1, 0, 1], atol=1e-5)
 
 

@@ -61,9 +61,9 @@ def test_a_unit_is_not_for_classes():
 def test_cells_are_read_one_by_one():
     block = Numeric("pay", ("pay",), (50.0,), (50.0,), unit="€")
     cells = ["€10", "20 €", "", "30"]
-    before = block.features(Table("a", {"pay": cells}, 4))
+    before, _ = block.encode(Table("a", {"pay": cells}, 4))
     for cell in ("text", "nan", "9" * 400, "€" * 99, "\0"):
-        found = block.features(Table("a", {"pay": [*cells[:1], cell, *cells[2:]]}, 4))
+        found, _ = block.encode(Table("a", {"pay": [*cells[:1], cell, *cells[2:]]}, 4))
         np.testing.assert_array_equal(found[[0, 2, 3]], before[[0, 2, 3]])
 
 
@@ -85,5 +85,5 @@ def test_a_config_without_units_reads_as_before():
     (block,) = tomllib.loads(TRAINING)["data"]["numeric"]
     columns = {name: tuple(block[name]) for name in ("columns", "mean", "scale")}
     cells = ["1", "1.5e1", " ", "€1", "1,000"]
-    found = Numeric("pay", **columns).features(Table("a", {"pay": cells}, 5))
+    found, _ = Numeric("pay", **columns).encode(Table("a", {"pay": cells}, 5))
     assert np.isnan(found[:, 0]).tolist() == [False, False, True, True, True]

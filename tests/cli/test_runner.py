@@ -16,7 +16,7 @@ import dpbilevel as dpb
 from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import parse_config
-from dpbilevel.cli.data import as_levels, load
+from dpbilevel.cli.data import as_levels, find_files, load
 from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Location
@@ -111,11 +111,17 @@ def write_csv(folder, rows, header="pay,town,clinic,rich"):
     (folder / "people.csv").write_text(text + "\n")
 
 
+def loaded(config, folder):
+    """The records of a config by role, from files in a folder."""
+    people = config.privacy.people
+    files = find_files(config.data, people, base=folder)
+    return load(config.data, people, config.privacy.neighbours, *files)
+
+
 def levels_of(folder, rows, **privacy):
     write_csv(folder, rows)
     config = config_of(folder, data=CSV_DATA, **privacy)
-    people, neighbours = config.privacy.people, config.privacy.neighbours
-    return as_levels(load(config.data, people, neighbours, base=folder))
+    return as_levels(loaded(config, folder))
 
 
 def bits(folder):
@@ -446,8 +452,7 @@ def test_shared_people_have_the_same_records_in_both_levels(tmp_path):
     write_csv(tmp_path, rows_of(40))
     data = CSV_DATA.replace("validation = 20", "validation = 40")
     config = config_of(tmp_path, data=data, people="shared")
-    people, neighbours = config.privacy.people, config.privacy.neighbours
-    levels = as_levels(load(config.data, people, neighbours, base=tmp_path))
+    levels = as_levels(loaded(config, tmp_path))
     assert levels.is_shared
     assert len(levels.upper["label"]) == 40
 
@@ -496,8 +501,7 @@ def test_records_of_each_level_are_those_of_its_file(tmp_path, neighbours):
     write_csv(tmp_path, [[*row[:3], "yes"] for row in rows[:40]])
     write_clean(tmp_path, [[*row[:3], "no"] for row in rows[40:]])
     config = config_of(tmp_path, data=TWO_FILES, neighbours=neighbours)
-    people, relation = config.privacy.people, config.privacy.neighbours
-    levels = as_levels(load(config.data, people, relation, base=tmp_path))
+    levels = as_levels(loaded(config, tmp_path))
     assert levels.lower["label"].tolist() == [1] * 40
     assert levels.upper["label"].tolist() == [-1] * 20
     assert "source" in levels.lower
@@ -524,7 +528,7 @@ def test_a_second_file_that_is_the_first_is_refused_under_any_name(tmp_path):
 def test_too_few_rows_of_a_second_file_are_counted(tmp_path):
     write_csv(tmp_path, rows_of(40))
     write_clean(tmp_path, rows_of(19))
-    check_refused(tmp_path, "19 validation records")
+    check_refused(tmp_path, "there are 19 records, but .* asks for validation = 20")
 
 
 def test_a_missing_second_file_says_how_to_name_another(tmp_path):
@@ -572,8 +576,7 @@ OPENML = CSV_DATA.replace('"csv"', '"openml"').replace(
 def openml_levels(monkeypatch, tmp_path, fetch):
     monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
     config = config_of(tmp_path, data=OPENML)
-    people, neighbours = config.privacy.people, config.privacy.neighbours
-    return as_levels(load(config.data, people, neighbours, base=tmp_path))
+    return as_levels(loaded(config, tmp_path))
 
 
 def test_openml_records_are_those_of_the_same_csv_file(monkeypatch, tmp_path):
