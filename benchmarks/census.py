@@ -150,7 +150,7 @@ def plain(config, epsilon, levels, test):
 
 def main():
     config, levels, test = load()
-    problem, w0 = config.problem, config.task.start(config.data.blocks)
+    problem, w0 = config.problem, config.model.start(config.data.blocks)
     clean = np.asarray(config.data.sources.flip) == 0
     for name, x in (
         ("uniform weights", np.zeros(len(clean))),

@@ -11,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.cli import auto, facts, results
+from dpbilevel.cli import auto, init, results
 from dpbilevel.cli.files import read_csv
 from dpbilevel.cli.main import main
 from dpbilevel.planning import dry_runs
@@ -131,8 +131,8 @@ def test_a_file_compressed_by_gzip_gives_the_same_bits(file, tmp_path):
         data.load(packed).as_bytes(), data.load(plain).as_bytes(), strict=True
     ):
         assert a == b
-    assert facts.header_of(packed) == dataclasses.replace(
-        facts.header_of(plain), file=packed
+    assert init.header_of(packed) == dataclasses.replace(
+        init.header_of(plain), file=packed
     )
 
 
