@@ -1,15 +1,10 @@
-"""The command `dpbilevel audit`: a config's solver on canaries, and what it writes."""
+"""The command `dpbilevel audit`: runs of a config's solver on canaries."""
 
-import io
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-import scipy
 
 from ..audit.canaries import Canary, canaries
-from ..audit.claims import TradeOffCurve
 from ..audit.tradeoff import TradeOff, audit_canaries
 from ..privacy.noise import root_key
 from ..runs import checkpoint
@@ -17,14 +12,11 @@ from ..runs.interrupts import uninterruptible
 from .config import Config
 from .prepared import Prepared, prepare
 
-if TYPE_CHECKING:  # an extra
-    from matplotlib.figure import Figure
-
 JSON, PICTURE = "audit.json", "audit.png"
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
-    """Audits the calibrated solver of a config with `runs` runs per side.
+    """Audit the calibrated solver of a config with `runs` runs per side.
 
     Returns:
         One outcome per kind of person.
@@ -40,13 +32,13 @@ def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
 
 
 def canaries_of(prepared: Prepared) -> dict[str, Canary]:
-    """The canaries of a planned run, by kind of person."""
+    """Return the canaries of a planned run, by kind of person."""
     reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
     return canaries(prepared.solver, x_in_records=reads)
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `ValueError` before any work, unless a folder is new or empty."""
+    """Raise `ValueError` unless a folder is new or empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; give a new folder.")
     names = {file.name for file in folder.glob("*")}
@@ -63,12 +55,14 @@ def check_folder(folder: Path) -> None:
 
 
 def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
-    """Writes `audit.png`, then `audit.json`, each whole or not at all, into a folder.
+    """Write `audit.png`, then `audit.json` into a folder, each atomically.
 
     Raises:
         OSError: The disk refuses.
     """
-    picture = draw(outcomes)
+    from . import figure  # needs an extra
+
+    picture = figure.png(figure.of_audit(outcomes))
     page = {
         "format": 1,
         "passed": all(outcome.passed for outcome in outcomes),
@@ -85,68 +79,10 @@ def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
 
 
 def _plain(value):
-    """Replaces infinities, which JSON has no number for, by strings."""
+    """Return a value with infinities, which JSON cannot hold, as strings."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    finite = not isinstance(value, float) or np.isfinite(value)
+    finite = not isinstance(value, float) or math.isfinite(value)
     return value if finite else str(value)
-
-
-def draw(outcomes: tuple[TradeOff, ...]) -> bytes:
-    """Draws what every claim allows and what was measured, one outcome a panel, as PNG.
-
-    Scales are normal: Gaussian claims are straight lines.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    buffer = io.BytesIO()
-    FigureCanvasAgg(whole_figure(outcomes)).print_png(buffer)
-    return buffer.getvalue()
-
-
-def whole_figure(outcomes: tuple[TradeOff, ...]) -> "Figure":
-    """The figure of all outcomes, to be drawn in any format."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(outcomes), 5.0), layout="constrained")
-    panels = np.ravel(figure.subplots(1, len(outcomes)))
-    for axes, outcome in zip(panels, outcomes, strict=True):
-        _draw_one(axes, outcome)
-    return figure
-
-
-_TICKS = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
-
-
-def _draw_one(axes, outcome: TradeOff) -> None:
-    scale = scipy.stats.norm.ppf
-    rates = scipy.stats.norm.cdf(np.linspace(-3.6, 3.6, 400))
-    allowed = np.clip(TradeOffCurve(outcome.claim)(rates), 1e-6, 1 - 1e-6)
-    x, y = scale(rates), scale(allowed)
-    axes.fill_between(x, y, 9, color="#D55E00", alpha=0.12, lw=0)
-    axes.plot(x, y, color="#D55E00", label="claimed at most")
-    axes.plot(x, x, "--", color="0.6", lw=1, label="guessing")
-    for violated, color, label in (
-        (False, "#0072B2", "measured, with confidence"),
-        (True, "#000000", "violation"),
-    ):
-        cuts = [cut for cut in outcome.cuts if cut.violated is violated]
-        if cuts:
-            measured = scale([[c.false_positives, c.true_positives] for c in cuts]).T
-            axes.plot(*measured, "s" if violated else "o", color=color, label=label)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(scale(_TICKS), [f"{t:g}" for t in _TICKS], fontsize=8)
-    axes.set(xlim=(-3.5, 3.5), ylim=(-3.5, 3.5))
-    axes.set_xlabel("false positive rate, at most")
-    axes.set_ylabel("true positive rate, at least")
-    axes.set_title(
-        f"{outcome.name}: {outcome.verdict}\n{outcome.counted}\n"
-        f"claimed μ {outcome.claimed_mu:.3f}, measured at least "
-        f"{outcome.measured_mu:.3f}",
-        fontsize=9,
-        loc="left",
-    )
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)

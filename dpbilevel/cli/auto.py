@@ -46,7 +46,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     tables, text = read_tables(path)
     place = Location(path)
     task = TASKS.get(str(tables.get("task")))
-    if task is not None and task.is_game():
+    if task is not None and task.is_game:
         there = "solver" in tables
         first = "[solver] is given, and stays as it is" if there else "missing [solver]"
         then = "run the config as it is" if there else "see docs/games.md"
@@ -68,7 +68,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
 def parse_unplanned(tables: dict[str, Any], place: Location) -> Config:
     """A config with a stand-in for its solver; raises as `read_config`."""
     task = TASKS.get(str(tables.get("task")))
-    stand_in = _STAND_INS[task is None or task.two_levels()]
+    stand_in = _STAND_INS[task is None or task.two_levels]
     return parse_config(tables | {"solver": stand_in}, place)
 
 
@@ -113,7 +113,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
     Privacy:
         Touches no data.
     """
-    w0 = config.task.start(config.data.blocks)
+    w0 = config.model.start(config.data.blocks)
     with step_bar(0, "dry runs") as bar:
         try:
             return auto(

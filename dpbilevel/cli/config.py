@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -26,7 +27,7 @@ from .tables import (
     check_table,
     collect_errors,
 )
-from .task import AbstractTask, Problem
+from .task import AbstractModel, Problem, Task
 from .tasks import TASKS
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
@@ -76,8 +77,8 @@ class Config:
     """Description of a run by public values alone."""
 
     place: Location  # the file of the config
-    task_name: str
-    task: AbstractTask
+    task: Task[Any]
+    model: AbstractModel
     privacy: Privacy
     data: AbstractData
     solver: AbstractSolver  # not calibrated
@@ -118,7 +119,7 @@ class Config:
     @property
     def problem(self) -> Problem:
         """Problem of the task, on records of the config."""
-        return self.task.problem(self.data.blocks)
+        return self.model.problem(self.data.blocks)
 
 
 def read_config(path: str | Path) -> Config:
@@ -143,6 +144,7 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
     place = Location(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
+        _check_filled(text, place)
         return tomllib.loads(text), text
     except OSError as error:
         raise place.error(f"cannot be read: {error.strerror}.") from error
@@ -154,6 +156,20 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
         raise place.error(f"is not a TOML file: {error}.") from error
 
 
+def _check_filled(text: str, place: Location) -> None:
+    """Raise `ValueError` if lines that `dpbilevel init` marked are still comments."""
+    left = [
+        f"{found[1]} in line {number}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (found := re.match(r"# (\w+) = .*# REQUIRED: ", line))
+    ]
+    if left:
+        raise place.error(
+            f"required facts are missing: {', '.join(left)}. Fill in the lines marked "
+            'REQUIRED, and remove the "# " in front of them.'
+        )
+
+
 def parse_config(tables: dict[str, Any], place: Location) -> Config:
     """Return the config of the tables of a file; raises as `read_config` does."""
     if "solver" not in tables and {*tables} <= {*_TABLES}:
@@ -162,24 +178,24 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
             "--out NEW.toml writes one, with settings chosen by dry runs."
         )
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
-    task_name = check_choice(tables["task"], TASKS, place, "task")
+    task = TASKS[check_choice(tables["task"], TASKS, place, "task")]
     reader = Reader({}, {}, frozenset())  # tables without solvers
-    kind, where = TASKS[task_name], place.child("data")
-    privacy, task, data = collect_errors(
+    where = place.child("data")
+    privacy, model, data = collect_errors(
         lambda: reader.build(Privacy, tables["privacy"], place.child("privacy")),
-        lambda: reader.build(kind, tables["model"], place.child("model")),
-        lambda: reader.build_named(kind.data_types, tables["data"], where, "source"),
+        lambda: task.read(tables["model"], place.child("model")),
+        lambda: reader.build_named(task.data_types, tables["data"], where, "source"),
     )
-    solver = _solver(tables, place, privacy.neighbours, kind.problem_type)
+    solver = _solver(tables, place, privacy.neighbours, task.problem_type)
     if solver.neighbours is not privacy.neighbours:
         raise place.child("solver").error(
             f"refers to {solver.neighbours.value}, [privacy] to "
             f"{privacy.neighbours.value}."
         )
-    config = Config(place, task_name, task, privacy, data, solver, tables)
+    config = Config(place, task, model, privacy, data, solver, tables)
     collect_errors(
         lambda: _check_levels(config),
-        lambda: task.check(data, where),
+        lambda: task.check(model, data, where),
         lambda: _check_corruption(config),
         lambda: _check_test(config),
     )
@@ -271,19 +287,19 @@ def _check_levels(config: Config) -> None:
     """Check that people and numbers of records fit the levels of the task."""
     place, data, task = config.place, config.data, config.task
     people = config.privacy.people
-    one = f'is for tasks of two levels; task = "{config.task_name}" has one. Remove it.'
-    if task.two_levels() and people is None:
+    one = f'is for tasks of two levels; task = "{config.task.name}" has one. Remove it.'
+    if task.two_levels and people is None:
         raise place.child("privacy").error(
             "missing key 'people', which says where one person may have records: "
             '"disjoint", "overlapping" or "shared".'
         )
-    if not task.two_levels() and people is not None:
+    if not task.two_levels and people is not None:
         raise place.child("privacy").error(f"people {one}")
-    if not task.two_levels() and data.validation:
+    if not task.two_levels and data.validation:
         raise place.child("data").error(
             f"validation {one} Keep records for evaluation in another file."
         )
-    for name in ("training", "validation") if task.two_levels() else ("training",):
+    for name in ("training", "validation") if task.two_levels else ("training",):
         if getattr(data, name) < 1:
             raise place.child("data").error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
@@ -312,7 +328,7 @@ def _check_test(config: Config) -> None:
         return
     if not config.task.has_model:
         raise where.error(
-            f'task = "{config.task_name}" releases no model to test; remove it.'
+            f'task = "{config.task.name}" releases no model to test; remove it.'
         )
     if test.accuracy == "counted" and config.privacy.neighbours is not (
         Neighbours.REPLACE_ONE

@@ -1,125 +1,122 @@
-"""The figure of a result folder: released values over the steps, the model."""
+"""Figures of a run and of an audit; needs matplotlib."""
 
-import contextlib
+import functools
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import scipy
+from matplotlib import colormaps, rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
+from ..audit.claims import TradeOffCurve
+from ..audit.tradeoff import TradeOff
 from .results import MOST_NAMED, Result, largest
-from .tasks import TASKS
 
-if TYPE_CHECKING:  # an extra
-    from matplotlib.figure import Figure
-
-# All that is neither a bar nor a line, so that a page can change it for a dark screen.
+# Colors of everything but bars and lines, which a page replaces on a dark screen.
 INK, SOFT, RULE = "#222222", "#666666", "#dddddd"
 # Okabe and Ito's colors, which color-blind readers distinguish; the ink comes last.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
 _COLORS += ("#56B4E9", "#CC79A7", "#B59F00", INK)
 _INKED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 _STYLE: Any = dict.fromkeys(_INKED, INK)
-# In inches and points.
-_PANEL, _LEAST_HEIGHT, _LINE, _AROUND = 4.6, 4.2, 0.165, 1.5
-_NARROW = 3.7  # as wide as a telephone, where a page scales it
-_SMALL, _MEDIUM = 8, 10
+# Sizes in inches, then in points.
+_PANEL, _LEAST_HEIGHT, _AROUND, _BAR = 4.6, 4.2, 1.5, 0.39
+_NARROW = 3.7  # width of a telephone, to which a page scales the figure
+_SMALL, _LABEL, _TITLE = 8, 9, 10
 _NAME_WIDTH, _NAME_LINES = 24, 2
+_RATES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 
-Panel = Callable[[Any, Result], None]
+
+@rc_context(_STYLE)
+def png(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
 
 
-def draw(result: Result) -> bytes:
-    """Draws the released trajectory, values and coefficients side by side, as PNG.
+@rc_context(_STYLE)
+def of_result(result: Result) -> Figure:
+    """Return the figure of the released trajectory, answer and model, side by side.
 
     Privacy:
         A function of released values: free.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    buffer = io.BytesIO()
-    with _style():
-        FigureCanvasAgg(whole(result)).print_png(buffer)
-    return buffer.getvalue()
+    panels = _panels(result)
+    width = _PANEL * len(panels)
+    height = 0.6 + max(height for _, height in panels.values())
+    figure = Figure((width, height), layout="constrained")
+    report = result.report
+    people = f", {report.people} people" if report.people else ""
+    title = (
+        f"{result.task.replace('_', ' ').capitalize()}, private with ε = "
+        f"{report.epsilon:.4g}, δ = {report.delta:.3g} "
+        f"({report.relation.replace('_', '-')}{people})"
+    )
+    figure.suptitle(textwrap.fill(title, int(10 * width)), fontsize=_TITLE + 1)
+    parts = np.ravel(figure.subfigures(1, len(panels), squeeze=False))
+    for part, (name, (draw, _)) in zip(parts, panels.items(), strict=True):
+        part.suptitle(name, fontsize=_TITLE, x=0.02, ha="left")
+        draw(_axes(part))
+    return figure
 
 
 def drawings(result: Result) -> dict[str, str]:
-    """The same panels as SVG elements, one each, by their titles.
-
-    Without a background; what is not in a color of a bar is in `INK`, `SOFT` and
-    `RULE`.
-    """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
+    """Return the same panels as SVG elements without background, by their titles."""
     found = {}
-    for title, panel in _panels(result).items():
-        with _style(), rc_context({"svg.hashsalt": title}):  # the same every time
-            size = _NARROW, _height(result, panel)
-            figure = Figure(size, layout="constrained", facecolor="none")
-            panel(figure, result)
+    for title, (draw, height) in _panels(result).items():
+        # The salt makes the names of elements the same every time.
+        with rc_context({**_STYLE, "svg.hashsalt": title}):
+            figure = Figure((_NARROW, height), layout="constrained", facecolor="none")
+            draw(_axes(figure))
             buffer = io.StringIO()
             metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
         text = buffer.getvalue()
-        found[title] = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)[
-            text.index("<svg") :
-        ]
+        text = text[text.index("<svg") :]
+        found[title] = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return found
 
 
-def whole(result: Result) -> "Figure":
-    """The figure of all panels, to be drawn in any format."""
-    from matplotlib.figure import Figure
+@rc_context(_STYLE)
+def of_audit(outcomes: tuple[TradeOff, ...]) -> Figure:
+    """Return the figure of what claims allow and what was measured.
 
-    with _style():
-        panels = _panels(result)
-        width = _PANEL * len(panels)
-        size = width, 0.6 + _height(result, *panels.values())
-        figure = Figure(size, layout="constrained")
-        title = textwrap.fill(_title(result), int(10 * width))
-        figure.suptitle(title, fontsize=_MEDIUM + 1)
-        places = np.ravel(figure.subfigures(1, len(panels), squeeze=False))
-        for place, (name, panel) in zip(places, panels.items(), strict=True):
-            place.suptitle(name, fontsize=_MEDIUM, x=0.02, ha="left")
-            panel(place, result)
+    There is one panel per outcome. Scales are normal: Gaussian claims are lines.
+    """
+    figure = Figure((5.2 * len(outcomes), 5.0), layout="constrained")
+    panels = np.ravel(figure.subplots(1, len(outcomes)))
+    for axes, outcome in zip(panels, outcomes, strict=True):
+        _draw_audit(axes, outcome)
     return figure
 
 
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    from matplotlib import rc_context
+def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
+    """Return the function and the height of each panel, by its title."""
+    panels = {}
 
-    with rc_context(_STYLE):
-        yield
+    def add(title: str, draw: Callable[[Any, Result], None], bars: int) -> None:
+        height = max(_LEAST_HEIGHT, _AROUND + _BAR * min(MOST_NAMED, bars))
+        panels[title] = functools.partial(draw, result=result), height
 
-
-def _panels(result: Result) -> dict[str, Panel]:
-    """What is drawn, by its title."""
-    panels: dict[str, Panel] = {}
-    moves = len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any()
-    if moves:
-        panels[f"{result.label} at every step"] = _draw_path
-    if not result.shows_model and (result.has_moved or result.model is None):
-        panels["the released answer"] = _draw_bars
-    if result.model is not None:
-        few = result.model.size > MOST_NAMED
-        every = "coefficients of the released model"
-        largest = f"the {MOST_NAMED} largest of {result.model.size} coefficients"
-        panels[largest if few else every] = _draw_model
+    task, model = result.declared, result.model
+    if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
+        add(f"{task.label} at every step", _draw_path, 0)
+    if not task.shows_model and (result.has_moved or model is None):
+        add("the released answer", _draw_bars, len(result.names))
+    if model is not None:
+        title = "coefficients of the released model"
+        if model.size > MOST_NAMED:
+            title = f"the {MOST_NAMED} largest of {model.size} coefficients"
+        add(title, _draw_model, model.size)
     return panels
-
-
-def _height(result: Result, *panels: Panel) -> float:
-    """Of these panels: enough for a name of two lines beside every bar."""
-    model = 0 if result.model is None else result.model.size
-    bars: dict[Panel, int] = {_draw_path: 0, _draw_model: model}
-    bars[_draw_bars] = len(result.names)
-    count = min(MOST_NAMED, max(bars[panel] for panel in panels))
-    return max(_LEAST_HEIGHT, _AROUND + count * (_NAME_LINES * _LINE + 0.06))
 
 
 def _axes(parent: Any) -> Any:
@@ -130,74 +127,104 @@ def _axes(parent: Any) -> Any:
     return axes
 
 
-def _draw_path(parent: Any, result: Result) -> None:
-    axes = _axes(parent)
+def _draw_path(axes: Any, result: Result) -> None:
+    label = result.declared.label
     steps = np.arange(len(result.trajectory))
-    # In the colors of the bars, which have the names.
     for values, color in zip(result.trajectory.T, _colors(result), strict=True):
         axes.plot(steps, values, color=color, linewidth=1.6)
+    steps_are = "outer step" if result.declared.two_levels else "step"
     if "refit" in result.config:
         steps_are = "step (the last one refits the model)"
-    else:
-        steps_are = "outer step" if TASKS[result.task].two_levels() else "step"
-    axes.set_xlabel(f"{steps_are}; colors as of the bars", fontsize=_SMALL + 1)
-    axes.set_ylabel(f"released {result.label}", fontsize=_SMALL + 1)
-    axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis where nothing was done
+    axes.set_xlabel(f"{steps_are}; colors as of the bars", fontsize=_LABEL)
+    axes.set_ylabel(f"released {label}", fontsize=_LABEL)
+    axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis if there is no step
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=RULE)
 
 
-def _draw_bars(parent: Any, result: Result) -> None:
-    axes = _axes(parent)
-    count = len(result.names)
-    low, high = _range(result)
-    widths = result.shown - low
-    axes.barh(range(count), widths, left=low, color=_colors(result), height=0.7)
-    axes.set_xlim(low, high)
-    task, what = TASKS[result.task], f"released {result.label}"
-    if task.places == "sources":
-        axes.axvline(1 / count, color=SOFT, linestyle="--", linewidth=1)
-        what += "; dashed: all alike"
-    if task.places == "groups":
-        shares = result.config["model"]["shares"]
+def _draw_bars(axes: Any, result: Result) -> None:
+    task, count = result.declared, len(result.names)
+    settings = result.settings
+    if settings.axis is not None:  # public, so that figures of two runs compare
+        low, high = settings.axis
+    else:
+        low, high = 0.0, float(np.max([*result.shown, *settings.marks]))
+    end = high + 0.25 * (high - low)  # with room for the values
+    axes.barh(
+        range(count), result.shown - low, left=low, color=_colors(result), height=0.7
+    )
+    axes.set_xlim(low, end)
+    what = f"released {task.label}"
+    if settings.marks:
         marks = {"color": INK, "marker": "|", "markersize": 16, "linestyle": ""}
-        axes.plot(shares, range(count), **marks)
-        what += "; marks: declared shares"
+        axes.plot(settings.marks, range(count), **marks)
+        what += f"; marks: {task.marked}"
     if count <= MOST_NAMED:  # more would overlap
-        _name(axes, [_labelled(result, i) for i in range(count)])
-        at_the_end = {"ha": "right", "va": "center", "fontsize": _SMALL}
-        for i, value in enumerate(result.shown):  # where no bar and no mark reaches
-            axes.text(high, i, f"{value:.3f}", **at_the_end)
+        _name(axes, [_with_flip(result, i) for i in range(count)])
+        for i, value in enumerate(result.shown):  # beyond all bars and marks
+            axes.text(end, i, f"{value:.3f}", ha="right", va="center", fontsize=_SMALL)
     else:
         axes.set_yticks([])
-        axes.set_ylabel(f"each {task.of} ({count})", fontsize=_SMALL + 1)
+        axes.set_ylabel(f"each {task.of} ({count})", fontsize=_LABEL)
     axes.set_ylim(count - 0.4, -0.6)  # from top to bottom
-    axes.set_xlabel(what, fontsize=_SMALL + 1)
+    axes.set_xlabel(what, fontsize=_LABEL)
 
 
-def _draw_model(parent: Any, result: Result) -> None:
-    """The largest coefficients, by name; all of them where they are few."""
-    axes = _axes(parent)
+def _draw_model(axes: Any, result: Result) -> None:
+    """Draw the largest coefficients with their names."""
     model = np.ravel(result.model)
     names = result.features or [f"coefficient {i}" for i in range(model.size)]
-    kept = largest(model)
-    colors = np.asarray(_colors(result))[kept] if result.shows_model else "#737373"
+    kept, colors = largest(model), "#737373"
+    if result.declared.shows_model:
+        colors = np.asarray(_colors(result))[kept]
     axes.barh(range(len(kept)), model[kept], color=colors, height=0.7)
     axes.axvline(0, color=INK, linewidth=1)
     _name(axes, [names[i] for i in kept])
     axes.set_ylim(len(kept) - 0.4, -0.6)
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)
-    axes.set_xlabel("released coefficient", fontsize=_SMALL + 1)
+    axes.set_xlabel("released coefficient", fontsize=_LABEL)
+
+
+def _draw_audit(axes: Any, outcome: TradeOff) -> None:
+    scale = scipy.stats.norm.ppf
+    rates = scipy.stats.norm.cdf(np.linspace(-3.6, 3.6, 400))
+    allowed = np.clip(TradeOffCurve(outcome.claim)(rates), 1e-6, 1 - 1e-6)
+    x, y = scale(rates), scale(allowed)
+    axes.fill_between(x, y, 9, color="#D55E00", alpha=0.12, lw=0)
+    axes.plot(x, y, color="#D55E00", label="claimed at most")
+    axes.plot(x, x, "--", color="0.6", lw=1, label="guessing")
+    for violated, color, marker, label in (
+        (False, "#0072B2", "o", "measured, with confidence"),
+        (True, "#000000", "s", "violation"),
+    ):
+        cuts = [cut for cut in outcome.cuts if cut.violated is violated]
+        if cuts:
+            measured = scale([[c.false_positives, c.true_positives] for c in cuts]).T
+            axes.plot(*measured, marker, color=color, label=label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(scale(_RATES), [f"{t:g}" for t in _RATES], fontsize=_SMALL)
+    axes.set(xlim=(-3.5, 3.5), ylim=(-3.5, 3.5))
+    axes.set_xlabel("false positive rate, at most")
+    axes.set_ylabel("true positive rate, at least")
+    axes.set_title(
+        f"{outcome.name}: {outcome.verdict}\n{outcome.counted}\n"
+        f"claimed μ {outcome.claimed_mu:.3f}, measured at least "
+        f"{outcome.measured_mu:.3f}",
+        fontsize=_LABEL,
+        loc="left",
+    )
+    axes.legend(fontsize=_SMALL, frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _name(axes: Any, names: list[str]) -> None:
-    """Writes names beside the bars, broken into lines."""
-    axes.set_yticks(range(len(names)), map(_broken, names), fontsize=_SMALL)
+    """Write names beside the bars."""
+    axes.set_yticks(range(len(names)), map(_wrapped, names), fontsize=_SMALL)
 
 
-def _broken(name: str) -> str:
-    """At most two lines, of which none begins a formula."""
+def _wrapped(name: str) -> str:
+    """Return a name in at most two lines; no character of it begins a formula."""
     lines = textwrap.wrap(name, _NAME_WIDTH)
     if len(lines) > _NAME_LINES:
         lines = lines[:_NAME_LINES]
@@ -205,40 +232,16 @@ def _broken(name: str) -> str:
     return "\n".join(lines).replace("$", r"\$")
 
 
-def _range(result: Result) -> tuple[float, float]:
-    """The axis of the bars, with room for their values."""
-    model = result.config["model"]
-    bounds = model.get("bounds", getattr(TASKS[result.task], "bounds", None))
-    if bounds is not None:  # public, so that figures of two runs compare
-        low, high = bounds
-        return low, high + 0.25 * (high - low)
-    return 0.0, 1.25 * float(np.max([*result.shown, *model.get("shares", ())]))
-
-
-def _labelled(result: Result, index: int) -> str:
-    """The name, with the corruption that the config put there."""
+def _with_flip(result: Result, index: int) -> str:
+    """Return the name of an entry, with the corruption that the config put there."""
     name = result.names[index]
     flip = result.config["data"].get("sources", {}).get("flip")
     return f"{name} ({flip[index]:.0%} flipped)" if flip else name
 
 
-def _title(result: Result) -> str:
-    report = result.report
-    what = result.task.replace("_", " ").capitalize()
-    relation = report.relation.replace("_", "-")
-    people = f", {report.people} people" if report.people else ""
-    return (
-        f"{what}, private with ε = {report.epsilon:.4g}, δ = {report.delta:.3g} "
-        f"({relation}{people})"
-    )
-
-
-def _colors(result: Result) -> list:
+def _colors(result: Result) -> list[str]:
     count = len(result.names)
     if count <= len(_COLORS):
         return list(_COLORS[:count])
-    # More names cannot be distinguished: a scale from the first to the last.
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
+    # More colors cannot be distinguished: a scale from the first to the last.
     return [to_hex(c) for c in colormaps["viridis"](np.linspace(0, 0.95, count))]

@@ -1,323 +1,347 @@
-"""The command `dpbilevel init`: asks for the public facts about a file of records."""
+"""The command `dpbilevel init`: a commented config, from flags and a header."""
 
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import tomllib
 from pathlib import Path
-from typing import Any
 
-from .draft import PLACES, TASKS, Draft
-from .facts import (
-    Content,
-    Header,
-    Range,
-    Values,
-    content_of,
-    count_rows,
-    header_of,
-    proposed,
-    range_of,
-    shown,
-    values_of,
-)
-from .questions import Questions, number, one_of
+from . import auto
+from .columns import Value
+from .config import Config, parse_config
+from .files import SEPARATORS, existing, opened, read_csv, read_header
+from .rendering import environment
+from .run import check_delta
+from .tables import Location
+from .tasks import TASKS
 
-_WORDS = """\
-{file} has {count} columns: {names}.
-{read}
-What you type becomes public with the config. Type what is known without the records,
-never what was computed from them.
-"""
-_HEADER_ONLY = "Nothing but that header was read."
-_ALL_READ = "--public: all values were read, as those of a public file, for proposals."
+OFFERED = {name: task.summary for name, task in TASKS.items() if task.template}
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*([^\s\d.,].*?)?\s*")
+# A public column with more values is a number, or has no use as a category.
+_MOST_CATEGORIES, _FEW_NUMBERS = 30, 10
 
 
-def draft(file: Path, flags: dict[str, Any]) -> Draft:
-    """Asks for the public facts about a file.
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Plausible values of a number; values beyond are cut to the ends.
 
     Args:
-        file: The file of records.
-        flags: The flags of the command, by name; a flag replaces its question.
+        low: The smallest value.
+        high: The largest value.
+        unit: Text that may stand before or after a number.
+    """
+
+    low: float
+    high: float
+    unit: str = ""
+
+    def __post_init__(self):
+        if not (self.low < self.high and math.isfinite(self.high - self.low)):
+            raise ValueError(
+                f"the range {self.low:g}..{self.high:g} must be increasing and finite."
+            )
+
+    @property
+    def mean(self) -> str:
+        """Middle of the range."""
+        return f"{(self.low + self.high) / 2:.6g}"
+
+    @property
+    def scale(self) -> str:
+        """A sixth of the range, which is cut at three scales around the mean."""
+        return f"{(self.high - self.low) / 6:.6g}"
+
+
+Values = tuple[Value, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """The names of the columns of a file, which are public."""
+
+    file: Path
+    separator: str
+    names: tuple[str, ...]
+
+
+def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the text of a config, and the flags of required facts that are missing.
+
+    Args:
+        flags: The flags of the command.
 
     Raises:
-        ValueError: The file has no header, or an answer is missing or cannot be used.
+        ValueError: The file has no header, or a flag cannot be used.
         OSError: A file cannot be read.
 
     Privacy:
-        Reads the header alone; the number of rows where the answer is `count`, and all
-        values where `--public` says that they are public.
+        Reads the header alone; the number of rows if a flag is `count`, and all values
+        if `--public` says that they are public.
     """
-    header, asked = header_of(file), Questions(flags)
-    public = bool(flags.get("public"))
-    hints = proposed(header) if public else {}
-    names = ", ".join(header.names)
-    read = _ALL_READ if public else _HEADER_ONLY
-    print(_WORDS.format(file=file, count=len(header.names), names=names, read=read))
-    tasks = "".join(f"\n  {name}: {words}" for name, words in TASKS.items())
-    task = asked.ask("task", f"tasks:{tasks}\ntask", one_of(*TASKS), "training")
-    label = asked.ask("label", "column of the label", _column(header, ()))
-    classes = _classes(asked, label, hints, task)
-    taken, places, shares = [label], None, ()
-    if task in PLACES:
-        places = _places(asked, header, taken, hints, PLACES[task])
-        taken.append(places[0])
-        if PLACES[task] == "groups":
-            shares = _shares(asked, len(places[1]))
-    columns = _columns(asked, header, taken, hints)
-    neighbours = asked.ask(
-        "neighbours",
-        "is the number of records public (replace_one) or not (add_or_remove_one)",
-        one_of("replace_one", "add_or_remove_one"),
-        "replace_one",
+    task, header = TASKS[flags.task], header_of(flags.data)
+    hints = proposed(header) if flags.public else {}
+    given = getattr(flags, task.places) if task.places else None
+    place, places = _pair(given, f"--{task.places}") if given else ("", ())
+    pairs = [_pair(text, "--column") for text in flags.column or ()]
+    columns = [(name, content_of(text)) for name, text in pairs] or [
+        (name, found)
+        for name, found in hints.items()
+        if name not in (flags.label, place)
+    ]
+    for flag in ("clean", "test"):
+        if getattr(flags, flag) not in (None, "-"):
+            existing(Path(getattr(flags, flag)), f"--{flag}", "give its path")
+    used = [name for name in (flags.label, place) if name]
+    _check_names([*used, *(name for name, _ in columns)], header)
+    classes = _classes(flags, hints.get(flags.label))
+    training, validation = _sizes(flags, header)
+    values = values_of(places) if places else ()
+    count = len(values) or 2
+    shares = flags.shares or ",".join([f"{1 / count:.4g}"] * count)
+    is_tested = flags.test not in (None, "-")
+    required = {
+        "label": flags.label,
+        "label-range, or --positive and --negative": classes,
+        "column": columns,
+        "records": training,
+        "validation": validation or not task.two_levels,
+        "people": flags.people or not task.two_levels,
+        "clean": flags.clean or task.places != "sources",
+        task.places: place or not task.places,
+        "test-accuracy": flags.test_accuracy or not is_tested,
+        "test-records": flags.test_records or flags.test_accuracy != "counted",
+    }
+    missing = [f"--{flag}" for flag, found in required.items() if not found]
+    templates = environment(trim_blocks=True, lstrip_blocks=True)
+    folder = flags.out.parent
+    templates.filters |= {
+        "toml": lambda value: json.dumps(value, ensure_ascii=False),
+        "path": lambda file: Path(os.path.relpath(file, folder)).as_posix(),
+    }
+    is_number = isinstance(classes, Range)
+    model = templates.from_string(task.template).render(
+        loss="squared" if is_number else "logistic",
+        places=values,
+        shares=[float(v) for v in shares.split(",")],
     )
-    sizes = _sizes(asked, header, task, neighbours)
-    epsilon = asked.ask("epsilon", "epsilon of the budget", number(0), "1")
-    delta = asked.ask(
-        "delta",
-        "delta of the budget",
-        _below_one_over(sizes["training"]),
-        _delta(sizes["training"]),
-    )
-    test = _test(asked, label, columns, header)
-    return Draft(
-        header=header,
+    text = templates.get_template("config.toml").render(
+        flags=flags,
         task=task,
-        label=label,
+        offered=OFFERED,
+        header=header,
+        missing=missing,
         classes=classes,
-        columns=columns,
-        places=places,
-        shares=shares,
-        epsilon=epsilon,
-        delta=delta,
-        neighbours=neighbours,
-        test=test,
-        from_file=public,
-        **sizes,
+        is_number=is_number,
+        numeric={n: c for n, c in columns if isinstance(c, Range)},
+        categorical={n: c for n, c in columns if not isinstance(c, Range)},
+        unused=[n for n in header.names if n not in [*used, *dict(columns)]],
+        place=place,
+        values=values,
+        training=training,
+        validation=validation,
+        delta=flags.delta or _delta(max(training or 0, validation or 0)),
+        is_tested=is_tested,
+        test_records=_rows(flags, "test_records", flags.test),
+        model=model,
+        unplanned=() if task.is_game else auto.UNPLANNED,
     )
+    if not missing:
+        check_delta(parsed(text, flags.out))
+    return text, missing
 
 
-def _column(header: Header, taken: list[str] | tuple[()]):
-    def read(text: str) -> str:
-        if text not in header.names or text in taken:
-            left = [name for name in header.names if name not in taken]
-            why = "has a role already" if text in taken else "is no column"
-            raise ValueError(f"{text!r} {why}; give one of {', '.join(left)}")
-        return text
-
-    return read
+def parsed(text: str, out: Path) -> Config:
+    """Return the config with this text; raise `ValueError` as `read_config`."""
+    tables, place = tomllib.loads(text), Location(str(out))
+    parse = parse_config if "solver" in tables else auto.parse_unplanned
+    return parse(tables, place)
 
 
-def _classes(asked: Questions, label: str, hints: dict[str, Content], task: str):
-    """The values of both classes, or the range of a numeric label."""
-    hint, classes = hints.get(label), task in ("group_fair", "group_robust")
-    if asked.has("label-range") and not classes:
-        return asked.ask("label-range", "", range_of)
-    two = hint if isinstance(hint, tuple) and len(hint) == 2 else None
-    question = f"{label}: values of the positive class, separated by commas"
-    if not classes:
-        question += ", or LOW..HIGH if the label is a number"
-    default = str(hint) if isinstance(hint, Range) else shown(two[1:]) if two else None
+def header_of(file: Path) -> Header:
+    """Return the names in the first line of a file; read nothing else.
 
-    def read(text: str) -> Content:
-        return range_of(text) if ".." in text and not classes else values_of(text)
-
-    positive = asked.ask("positive", question, read, default)
-    if isinstance(positive, Range):
-        return positive
-    rest = tuple(v for v in two or () if v not in positive)
-    question = f"{label}: values of the negative class"
-    negative = asked.ask(
-        "negative", question, _others(positive), shown(rest) if rest else None
-    )
-    return positive, negative
-
-
-def _others(positive: Values):
-    def read(text: str) -> Values:
-        found = values_of(text)
-        if {*found} & {*positive}:
-            raise ValueError("no value can be in both classes")
-        return found
-
-    return read
-
-
-def _places(asked: Questions, header: Header, taken, hints, kind: str):
-    """The column of sources or groups, and its values."""
-    what = kind[:-1]
-
-    def both(text: str) -> tuple[str, Values]:
-        column, separator, values = text.partition("=")
-        if not separator:
-            raise ValueError("give COLUMN=VALUE,VALUE,...")
-        return _column(header, taken)(column.strip()), several(values)
-
-    def several(text: str) -> Values:
-        found = values_of(text)
-        if kind == "sources" and len(found) < 2:
-            raise ValueError("give two sources at least: one leaves no choice")
-        return found
-
-    if asked.has(kind):
-        return asked.ask(kind, "", both)
-    column = asked.ask(
-        kind, f"column of the {what} of a record", _column(header, taken)
-    )
-    hint = hints.get(column)
-    default = shown(hint) if isinstance(hint, tuple) else None
-    question = f"{column}: names of the {kind}, separated by commas"
-    return column, asked.ask(kind, question, several, default)
-
-
-def _shares(asked: Questions, count: int) -> tuple[float, ...]:
-    def read(text: str) -> tuple[float, ...]:
-        shares = tuple(map(number(0, 1 + 1e-9), text.split(",")))
-        if len(shares) != count or sum(shares) > 1 + 1e-6:
-            raise ValueError(f"give {count} shares, separated by commas, of sum 1")
-        return shares
-
-    equal = ", ".join([f"{1 / count:.4g}"] * count)
-    question = "shares of the groups, from public knowledge"
-    return asked.ask("shares", question, read, equal)
-
-
-def _columns(asked: Questions, header: Header, taken, hints) -> dict[str, Content]:
-    """What is in the columns of features; where `--column` is given, in those alone."""
-    found: dict[str, Content] = {}
-    left = [name for name in header.names if name not in taken]
-    given = asked.given.get("column") or []
-    for text in given:
-        column, separator, content = text.partition("=")
-        try:
-            name = _column(header, [*taken, *found])(column.strip())
-            found[name] = content_of(content if separator else "")
-        except ValueError as error:
-            raise ValueError(f"--column {text}: {error}.") from error
-    if given:
-        return found
-    print(
-        "features: for each column give LOW..HIGH for a number, the values of a\n"
-        "category, separated by commas, or - to leave it out"
-    )
-    for name in left:
-        default = shown(hints[name]) if name in hints else "-"
-        content = asked.ask("column", f"  {name}", _content_or_none, default)
-        if content is not None:
-            found[name] = content
-    if not found:
+    Raises:
+        ValueError: There is no such file, it is empty or no text in UTF-8, or its first
+            row holds numbers or a name twice, and so is no header.
+        OSError: It cannot be read.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}; give the path of a CSV file.")
+    if file.suffix == ".toml":
+        raise ValueError(f"{file} is a config; give the CSV file of the records.")
+    with opened(file) as lines:
+        first = lines.readline()
+    separator = max(SEPARATORS, key=first.count)  # commas if there is none
+    names = tuple(read_header(file, separator))
+    if any(isinstance(_value(name), int | float) or not name for name in names):
         raise ValueError(
-            "no column was given as a feature, and a model needs one; give --column "
-            "NAME=LOW..HIGH or --column NAME=VALUE,VALUE."
+            f"the first row of {file} has a number or nothing in the place of a name. "
+            "Add a header with the name of every column."
+        )
+    return Header(file, separator, names)
+
+
+def content_of(text: str) -> Range | Values:
+    """Return the range or the values that the text after `NAME=` describes.
+
+    Raises:
+        ValueError: The text is neither `LOW..HIGH` nor two values or more.
+    """
+    found = _RANGE.fullmatch(text)
+    if found is not None:
+        return Range(float(found[1]), float(found[2]), found[3] or "")
+    if "," not in text:
+        raise ValueError(
+            f"cannot read {text!r}; give LOW..HIGH for a number, such as 0..100, or "
+            "the values of a category, separated by commas."
+        )
+    return values_of(text)
+
+
+def values_of(text: str) -> Values:
+    """Return values that are separated by commas; quoted ones may hold commas.
+
+    Raises:
+        ValueError: There is none, or one is there twice.
+    """
+    cells = next(csv.reader([text], skipinitialspace=True), [])
+    found = tuple(_value(cell.strip()) for cell in cells if cell.strip())
+    if not found or len(set(found)) < len(found):
+        raise ValueError(
+            f"cannot use {text!r}; give different values, separated by commas."
         )
     return found
 
 
-def _content_or_none(text: str) -> Content | None:
-    return None if text == "-" else content_of(text)
+def proposed(header: Header) -> dict[str, Range | Values]:
+    """Return what is in each column of a public file, if that is clear.
+
+    Privacy:
+        NON-PRIVATE: reads all values. For files that are public.
+    """
+    table = read_csv(header.file, header.separator)
+    found = {name: _proposal({*table.columns[name]} - {""}) for name in header.names}
+    return {name: content for name, content in found.items() if content is not None}
 
 
-def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
-    """Numbers of records, the file of validation records, and the people."""
-    counted = neighbours == "replace_one"
-    two_levels = task in ("source_weighting", "penalty_tuning")
-    rows = asked.ask(
-        "records",
-        "number of records"
-        + (", or count to count the rows" if counted else ", about"),
-        _rows(header, counted, least=1 + two_levels),
-    )
-    if not two_levels:
-        return {"training": rows, "validation": 0, "clean": None, "people": ""}
-    clean = None
-    if task == "source_weighting":
-        question = "file of clean records to judge the sources by (- for a random part)"
-        clean = asked.ask("clean", question, _file_beside(header.file))
-    if clean is None:
-        held_out = number(0, rows, int)
-        question = "how many of them are for validation"
-        validation = asked.ask("validation", question, held_out, str(-(-rows // 5)))
+def _proposal(cells: set[str]) -> Range | Values | None:
+    numbers = [_float(cell) for cell in cells]
+    if len(set(numbers)) > _FEW_NUMBERS and all(map(math.isfinite, numbers)):
+        return Range(
+            _rounded(min(numbers), math.floor), _rounded(max(numbers), math.ceil)
+        )
+    values = {_value(cell) for cell in cells}
+    if 2 <= len(values) <= _MOST_CATEGORIES:
+        return tuple(sorted(values, key=lambda v: (isinstance(v, str), v)))
+    return None
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _rounded(number: float, direction) -> float:
+    """Return a number rounded to two digits, up or down."""
+    if number == 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(abs(number))) - 1)
+    return float(f"{direction(number / unit) * unit:.6g}")
+
+
+def _pair(text: str, flag: str) -> tuple[str, str]:
+    name, separator, content = text.partition("=")
+    if not separator:
+        raise ValueError(
+            f"{flag} {text} has no '='; give NAME=VALUE,VALUE"
+            + (" or NAME=LOW..HIGH." if flag == "--column" else ".")
+        )
+    return name.strip(), content
+
+
+def _check_names(names: list[str], header: Header) -> None:
+    """Raise `ValueError` unless these are different columns of the file."""
+    listed = ", ".join(header.names)
+    for i, name in enumerate(names):
+        if name not in header.names:
+            raise ValueError(
+                f"{name!r} is no column of {header.file}; give one of {listed}."
+            )
+        if name in names[:i]:
+            raise ValueError(
+                f"the column {name!r} is named twice; give each column one role."
+            )
+
+
+def _classes(
+    flags: argparse.Namespace, hint: Range | Values | None
+) -> Range | tuple[Values, Values] | None:
+    """Return the values of both classes, or the range of the label, if known."""
+    if flags.label_range:
+        found = content_of(flags.label_range)
+        if not isinstance(found, Range):
+            raise ValueError(f"--label-range {flags.label_range} is not LOW..HIGH.")
+        return found
+    if isinstance(hint, Range) and not flags.positive:
+        return hint
+    both = hint if isinstance(hint, tuple) and len(hint) == 2 else ()
+    positive = values_of(flags.positive) if flags.positive else both[1:]
+    others = tuple(v for v in both if v not in positive)
+    negative = values_of(flags.negative) if flags.negative else others
+    return (positive, negative) if positive and negative else None
+
+
+def _sizes(flags: argparse.Namespace, header: Header) -> tuple[int | None, int | None]:
+    """Return the numbers of training and validation records, `None` if not known."""
+    rows = _rows(flags, "records", header.file)
+    if not TASKS[flags.task].two_levels:
+        return rows, None
+    from_file = TASKS[flags.task].places == "sources" and flags.clean != "-"
+    validation = _rows(flags, "validation", flags.clean if from_file else None)
+    if rows is not None and not from_file:
+        validation = -(-rows // 5) if validation is None else validation
         rows -= validation
-    else:
-        of_clean = _rows(header_of(clean), counted)
-        question = f"number of records in {clean}"
-        validation = asked.ask("validation", question, of_clean)
-    people = asked.ask(
-        "people",
-        "may one person have a record in each part (overlapping) or not (disjoint)",
-        one_of("disjoint", "overlapping"),
-    )
-    return {
-        "training": rows,
-        "validation": validation,
-        "clean": clean,
-        "people": people,
-    }
+    return rows, validation
 
 
-def _rows(header: Header, counted: bool, least: int = 1):
-    def read(text: str) -> int:
-        if text == "count" and counted:
-            return count_rows(header)
-        return number(least - 1, kind=int)(text)
-
-    return read
-
-
-def _file_beside(training: Path):
-    """Return the reader of a further file, which is not the training file."""
-
-    def read(text: str) -> Path | None:
-        if text == "-":
-            return None
-        if not Path(text).is_file():
-            raise ValueError(f"there is no file {text}")
-        if Path(text).samefile(training):
+def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int | None:
+    """Return the number that a flag gives; count the rows of `file` if it says so."""
+    text, flag = getattr(flags, name), "--" + name.replace("_", "-")
+    if text is None:
+        return None
+    if text == "count" and file is not None:
+        if flags.neighbours != "replace_one":
             raise ValueError(
-                f"{text} holds the training records; give a file of others, or -"
+                f"{flag} count would publish the number of records, which is private "
+                f"under {flags.neighbours}; give a number."
             )
-        return Path(text)
-
-    return read
-
-
-def _below_one_over(records: int):
-    """Reads a delta that does not allow for the publication of a record."""
-
-    def read(text: str) -> float:
-        value = number(0, 1)(text)
-        if value * records >= 1:
-            raise ValueError(
-                f"give less than one over the number of records, {1 / records:.2g}: "
-                "with more, publishing one record at random would meet the guarantee"
-            )
-        return value
-
-    return read
+        header = header_of(Path(file))
+        return read_csv(header.file, header.separator).rows
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {text} is not an integer; give one.") from error
 
 
 def _delta(records: int) -> str:
-    """The largest power of ten that is at most a tenth over the number of records."""
-    return f"1e-{len(str(10 * records - 1)):02d}"
+    """Return the largest power of ten up to a tenth over the number of records."""
+    return f"1e-{len(str(10 * records - 1)):02d}" if records else "1e-06"
 
 
-def _test(asked: Questions, label: str, columns: dict[str, Content], header: Header):
-    question = "file of other people to test the model on (- for none)"
-    file = asked.ask("test", question, _file_beside(header.file), "-")
-    if file is None:
-        return None
-    other = header_of(file)
-    missing = [name for name in (label, *columns) if name not in other.names]
-    if missing or other.separator != header.separator:
-        raise ValueError(
-            f"{file} has no column {missing[0]!r}."
-            if missing
-            else f"{file} has another separator than {header.file}."
-        )
-    kind = asked.ask(
-        "test-accuracy",
-        "what protects these people: nothing has to, they are public (public); noise,\n"
-        "within the same budget, if they are in no other file (counted); nothing "
-        "(non_private)\n  public, counted or non_private",
-        one_of("public", "counted", "non_private"),
-    )
-    if kind != "counted":
-        return file, kind, 0
-    question = f"number of records in {file}, or count"
-    return file, kind, asked.ask("test-records", question, _rows(other, True))
+def _value(text: str) -> Value:
+    """Return a number if the text is the plain form of one, else the text."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if abs(number) < math.inf and f"{number}" == text:
+            return number
+    return text

@@ -16,13 +16,14 @@ import jax
 from .. import __version__
 from .._extras import missing
 from ..audit.device import device_arithmetic
+from ..privacy.budget import Neighbours
 from ..runs import checkpoint, interrupts, spending
 from ..runs.progress import step_bar
-from . import audit, auto, check, draft, folder, init, page, predictions, results
+from . import audit, auto, check, folder, init, predictions, results
 from .config import Config
-from .facts import header_of
 from .prepared import prepare
 from .run import refuse, run
+from .tasks import TASKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,37 +119,41 @@ def _add_init(command, folder: Any, flag: Any) -> None:
     add = command(
         "init",
         _init,
-        "ask for the public facts about a CSV file and write a config",
-        description="Asks for the public facts about a file of records and writes a "
-        "config with comments. Reads the header of the file and no record. A flag "
-        "replaces its question. Without a terminal, defaults are used.",
+        "write a commented config for a CSV file",
+        description="Writes a config with comments, from the header of a file and the "
+        "flags. Reads no record. The config names what is missing, for you to fill in.",
     )
     add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
     add("--public", **flag, help="the values of the file are public: propose from them")
-    add("--task", metavar="TASK", help=", ".join(draft.TASKS))
-    add("--label", metavar="COLUMN", help="the column of the label")
+    add("--task", choices=init.OFFERED, default="training", help="training by default")
+    add("--label", metavar="COLUMN", help="the column to predict")
     add("--positive", metavar="VALUES", help="values of the positive class, by commas")
-    add("--negative", metavar="VALUES", help="those of the negative class")
+    add("--negative", metavar="VALUES", help="values of the negative class, by commas")
     add("--label-range", metavar="LOW..HIGH", help="of a numeric label, instead")
-    column: Any = {"action": "append", "metavar": "NAME=CONTENT"}
     add(
         "--column",
-        **column,
+        action="append",
+        metavar="NAME=CONTENT",
         help="a feature: LOW..HIGH, or values by commas; repeat it",
     )
     add("--sources", metavar="COLUMN=VALUES", help="of source_weighting")
     add("--clean", metavar="FILE", help="of source_weighting: clean records, or -")
     add("--groups", metavar="COLUMN=VALUES", help="of group_fair and group_robust")
-    add("--shares", metavar="NUMBERS", help="of the groups, by commas")
+    add(
+        "--shares", metavar="NUMBERS", help="of the groups, by commas; equal by default"
+    )
     add("--records", metavar="N", help="number of records, or count")
     add("--validation", metavar="N", help="number of validation records, or count")
-    add("--people", metavar="WORD", help="disjoint or overlapping")
-    add("--neighbours", metavar="WORD", help="replace_one or add_or_remove_one")
-    add("--epsilon", metavar="E", help="1")
-    add("--delta", metavar="D", help="a tenth over the number of records at most")
+    people: Any = {"choices": ("disjoint", "overlapping"), "help": "of two levels"}
+    add("--people", **people)
+    relations: Any = {"choices": [n.value for n in Neighbours], "help": "replace_one"}
+    add("--neighbours", default="replace_one", **relations)
+    add("--epsilon", metavar="E", type=float, default=1.0, help="1")
+    add("--delta", metavar="D", type=float, help="up to a tenth over the records")
     add("--test", metavar="FILE", help="other people to test the model on, or -")
-    add("--test-accuracy", metavar="WORD", help="public, counted or non_private")
+    protections: Any = {"choices": ("public", "counted", "non_private")}
+    add("--test-accuracy", **protections, help="what protects these people")
     add("--test-records", metavar="N", help="of a counted accuracy, or count")
     add("--run", **folder, help="then run the config, with results in this new folder")
 
@@ -214,25 +219,26 @@ def _add_files(add) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    out = arguments.out
-    header_of(arguments.data)  # first: without it there is nothing to write
+    _check_modules(["jinja2"])
+    out, results = arguments.out, arguments.run
     predictions.check_new(out)
-    if arguments.run is not None and arguments.run.exists():
-        raise ValueError(
-            f"{arguments.run} exists; give --run the name of a new folder."
-        )
-    flags = {name.replace("_", "-"): value for name, value in vars(arguments).items()}
-    text = draft.written(init.draft(arguments.data, flags), out)
+    if results is not None and results.exists():
+        raise ValueError(f"{results} exists; give --run the name of a new folder.")
+    text, missing = init.draft(arguments)
+    if missing and results is not None:
+        raise ValueError(f"--run needs all facts; give {', '.join(missing)}.")
     with interrupts.uninterruptible():
         out.write_text(text, encoding="utf-8")
-    print(f"\nconfig: {out} (read it, and correct mistakes)")
-    if arguments.run is not None:
-        return main(["run", str(out), "--out", str(arguments.run)])
+    print(f"config: {out} (read it, and correct mistakes)")
+    if results is not None:
+        return main(["run", str(out), "--out", str(results)])
+    if missing:
+        print("  fill in the lines marked REQUIRED, or delete the file and give the")
+        print(f"  flags {', '.join(missing)}")
     print(f"  its guarantee, before any data: dpbilevel calibrate {out}")
-    if "\n[solver]" not in text:  # those of a game follow from theorems
-        print(
-            f"  its settings, by dry runs:      dpbilevel auto {out} --out planned.toml"
-        )
+    if not TASKS[arguments.task].is_game:  # their settings follow from theorems
+        planned = out.with_stem("planned")
+        print(f"  its settings, by dry runs:      dpbilevel auto {out} --out {planned}")
     print(f"  one run within the budget:      dpbilevel run {out} --out runs/a")
     return 0
 
@@ -312,12 +318,14 @@ def _run(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         predictions.check_new(arguments.html, "--html")
-        _check_modules(["matplotlib"])
+        _check_modules(["jinja2", "matplotlib"])
     spent = folder.spent(arguments.folder)
     try:
         result = results.load(arguments.folder)
         if arguments.html is not None:
-            text = page.page(result, spent, f"Run in {arguments.folder}")
+            from .page import page  # needs an extra
+
+            text = page(result, spent, f"Run in {arguments.folder}")
             arguments.html.write_text(text, encoding="utf-8")
             print(f"page: {arguments.html}")
             return

@@ -85,7 +85,7 @@ def predict(folder: Path, file: Path) -> Predictions:
         )
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
-    columns |= _answers(margin, data.label, getattr(config.task, "loss", "logistic"))
+    columns |= _answers(margin, data.label, getattr(config.model, "loss", "logistic"))
     missing = {name: table.column(name).count("") for name in numeric}
     unlisted = {
         block.column: sum(positions(table.column(block.column), block.values) < 0)

@@ -51,7 +51,7 @@ def prepare(config: Config) -> Prepared:
     Privacy:
         Touches no data.
     """
-    problem, w0 = config.problem, config.task.start(config.data.blocks)
+    problem, w0 = config.problem, config.model.start(config.data.blocks)
     check = config.check
     try:
         plan = calibrate(

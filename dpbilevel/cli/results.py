@@ -1,7 +1,8 @@
-"""The result folder: released values, the guarantee, a figure."""
+"""Result folder of a run: released values, the guarantee and a figure."""
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, lock
 from ..runs.checkpoint import SEARCH
 from .evaluation import Evaluation
+from .tables import Location
+from .task import AbstractModel, Task
 from .tasks import TASKS
 
 RESULT = checkpoint.RESULT
@@ -24,7 +27,7 @@ LEVELS = {
     "upper": "validation records",
     "lower": "training records",
 }
-MOST_NAMED = 16  # coefficients of a page
+MOST_NAMED = 16  # largest number of bars and coefficients with names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +35,16 @@ class Result:
     """Published result of a finished run.
 
     Attributes:
-        task: The name of the task.
-        label: Kind of the shown values, such as `"weight"`.
+        task: Name of the task.
         names: Name of each shown value, such as a source.
         shown: The released weights or log-penalties.
         x: The released upper variable; of a game the first.
         y: The released lower variable, or `None`; of a game the second.
         trajectory: Shown values after every step; row 0 is the initial point.
         report: The guarantee.
-        versions: The software.
+        versions: Versions of the software.
         config: The config as it was given.
-        power: The largest power of any attack with 5 % false alarms, by the ledger.
+        power: Largest power of any attack with 5 % false alarms, by the ledger.
         rejected_updates: As in `Solution`.
         features: Name of the feature of each coefficient.
         test: The accuracy or error on the test file, if the config names one.
@@ -50,7 +52,6 @@ class Result:
     """
 
     task: str
-    label: str
     names: tuple[str, ...]
     shown: np.ndarray
     x: np.ndarray
@@ -66,20 +67,25 @@ class Result:
     usability: Usability | None = None
 
     @property
-    def model(self) -> np.ndarray | None:
-        """The coefficients of the released model, where there is one."""
-        task = TASKS[self.task]
-        model = self.y if task.two_levels() else self.x  # of a game the first player
-        return model if task.has_model else None
+    def declared(self) -> Task[Any]:
+        """Declaration of the task."""
+        return TASKS[self.task]
 
     @property
-    def shows_model(self) -> bool:
-        """Whether what is shown is the model itself."""
-        return TASKS[self.task].shows_model
+    def settings(self) -> AbstractModel:
+        """The table `[model]` of the config."""
+        return self.declared.read(self.config["model"], Location(RESULT))
+
+    @property
+    def model(self) -> np.ndarray | None:
+        """Coefficients of the released model, if the task has one."""
+        if not self.declared.has_model:
+            return None
+        return self.y if self.declared.two_levels else self.x  # of a game the first
 
     @property
     def has_moved(self) -> bool:
-        """Whether what is shown differs from the public starting point."""
+        """Whether what is shown differs from the public initial point."""
         return bool(np.any(self.shown != self.trajectory[0]))
 
     @property
@@ -87,24 +93,6 @@ class Result:
         """Whether what is shown is the end of the trajectory, and no average of it."""
         end = self.trajectory[-1]
         return bool(np.allclose(self.shown, end, rtol=1e-4, atol=1e-6))
-
-    def __str__(self) -> str:
-        """The released values, then the report, as a page of text."""
-        width = max(map(len, self.names))
-        task = TASKS[self.task]
-        stays = "" if self.has_moved else " (as at the start; no step moved them)"
-        lines = [f"released {self.label} of each {task.of}{stays}:"]
-        lines += [
-            f"  {name:<{width}}  {value:.4f}"
-            for name, value in zip(self.names, self.shown, strict=True)
-        ]
-        lines += [task.remark] if task.remark else []
-        if self.model is not None:
-            lines += self._coefficients()
-        lines += [] if self.test is None else [str(self.test)]
-        lines += self.checked
-        lines += [f"WARNING: {remark}" for remark in self.warnings]
-        return "\n".join([*lines, "", str(self.report)])
 
     @property
     def checked(self) -> list[str]:
@@ -126,28 +114,44 @@ class Result:
         remark = divergence(self.rejected_updates)
         return remarks if remark is None else [*remarks, remark]
 
-    def _coefficients(self) -> list[str]:
-        """The model, in which the largest coefficients are named."""
-        model = np.ravel(self.model)
-        lines = [
-            f"released model: {model.size} coefficients in {ARRAYS}, of columns as the "
-            "config encodes them"
-        ]
-        if self.shows_model or not self.features:
-            return lines
-        kept = largest(model)
-        width = max(len(self.features[i]) for i in kept)
-        lines[0] += ", the largest:" if len(kept) < model.size else ":"
-        return lines + [f"  {self.features[i]:<{width}}  {model[i]:.4f}" for i in kept]
+    def __str__(self) -> str:
+        """Return the released values, then the report, as a page of text."""
+        task = self.declared
+        stays = "" if self.has_moved else " (as at the start; no step moved them)"
+        lines = [f"released {task.label} of each {task.of}{stays}:"]
+        lines += _aligned(self.names, self.shown)
+        lines += [f"  ({task.remark})"] if task.remark else []
+        if self.model is not None:
+            model = np.ravel(self.model)
+            text = f"released model: {model.size} coefficients in {ARRAYS}, of columns "
+            text += "as the config encodes them"
+            kept = largest(model) if self.features and not task.shows_model else []
+            if len(kept):
+                text += ", the largest:" if len(kept) < model.size else ":"
+            lines.append(text)
+            lines += _aligned(
+                [self.features[i] for i in kept], [model[i] for i in kept]
+            )
+        lines += [] if self.test is None else [str(self.test)]
+        lines += self.checked
+        lines += [f"WARNING: {remark}" for remark in self.warnings]
+        return "\n".join([*lines, "", str(self.report)])
+
+
+def _aligned(names: Sequence[str], values: Iterable[float]) -> list[str]:
+    """Return one line per value, with the names in one column."""
+    width = max(map(len, names), default=0)
+    pairs = zip(names, values, strict=True)
+    return [f"  {name:<{width}}  {value:.4f}" for name, value in pairs]
 
 
 def largest(model: np.ndarray) -> np.ndarray:
-    """The positions of the largest coefficients, in the order of the config."""
+    """Return the positions of the largest coefficients, in the order of the config."""
     return np.sort(np.argsort(-np.abs(model), kind="stable")[:MOST_NAMED])
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:
-    """Writes a result; `result.json` comes last, so its presence means complete.
+    """Write a result; `result.json` comes last, so its presence means complete.
 
     Raises:
         OSError: The disk refuses.
@@ -155,9 +159,13 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     Privacy:
         Released values and public ones only.
     """
-    arrays = {"x": result.x, "trajectory": result.trajectory, "shown": result.shown}
-    arrays |= {"names": np.asarray(result.names, str)}
-    arrays |= {"features": np.asarray(result.features, str)}
+    arrays = {
+        "x": result.x,
+        "trajectory": result.trajectory,
+        "shown": result.shown,
+        "names": np.asarray(result.names, str),
+        "features": np.asarray(result.features, str),
+    }
     if result.y is not None:
         arrays["y"] = result.y
     checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))
@@ -165,11 +173,8 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     page = {
         "format": 1,
         "task": result.task,
-        "label": result.label,
-        "released": {
-            name: float(value)
-            for name, value in zip(result.names, result.shown, strict=True)
-        },
+        "label": result.declared.label,
+        "released": dict(zip(result.names, result.shown.tolist(), strict=True)),
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
         "features": result.features,
@@ -187,11 +192,11 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
 
 
 def set_aside(folder: Path, number: int) -> int:
-    """Moves the result of the last run on record into a folder of its own, `run-N`.
+    """Move the result of the last run on record into a folder of its own, `run-N`.
 
     Returns:
-        The number of the last run: higher where a `run-N` shows that the record has
-        lost some.
+        The number of the last run. It is higher than on record if a `run-N` shows that
+        the record has lost some.
 
     Raises:
         OSError: The disk refuses; what was moved is in its new place.
@@ -210,7 +215,7 @@ def set_aside(folder: Path, number: int) -> int:
 
 
 def load(folder: Path) -> Result:
-    """Reads a finished result folder.
+    """Read a finished result folder.
 
     Raises:
         ValueError: The folder holds no finished run, or a damaged one.
@@ -224,7 +229,6 @@ def load(folder: Path) -> Result:
             found = {name: arrays[name] for name in arrays.files}
         return Result(
             task=page["task"],
-            label=page["label"],
             names=tuple(page["released"]),
             shown=found["shown"],
             x=found["x"],
@@ -256,6 +260,7 @@ def usability_of(page: dict[str, Any]) -> Usability | None:
 
 
 def _why(folder: Path) -> str:
+    """Return why a folder holds no finished run, and where to look."""
     if not folder.exists():
         return ": there is no such folder"
     if not folder.is_dir():

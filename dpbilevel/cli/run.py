@@ -31,7 +31,7 @@ from ..runs.resume import (
     run_in_parts,
     solution_of,
 )
-from . import attack, evaluation, figure, folder, results
+from . import attack, evaluation, folder, results
 from .columns import Records
 from .config import Config
 from .data import as_levels, find_files, indicators, load, load_test
@@ -82,6 +82,8 @@ def run(
         its first step reads a record, so a run that never ends is counted too. The
         checkpoint is secret and is deleted at the end.
     """
+    from . import figure  # needs an extra
+
     with _opened(out, chunk, resume, restart) as still_locked:
         before = checkpoint.read(out) if resume else None
         levels, rows, test = _load(prepared, data, validation)
@@ -111,7 +113,7 @@ def run(
             progress(saved.done)  # a bar begins below the warnings
             saved = _steps(prepared, levels, saved, keep_and_show)
             result = _result(prepared, saved, test)
-            picture = figure.draw(result)
+            picture = figure.png(figure.of_result(result))
             with uninterruptible():
                 still_locked()
                 results.save(out, result, picture)
@@ -145,12 +147,12 @@ def refuse(
     """
     check_products("run")
     check_jax("run")
-    _check_delta(config)
+    check_delta(config)
     with _opened(out, chunk, resume, restart), _data_errors(config):
         _read(config, data, validation)
 
 
-def _check_delta(config: Config) -> None:
+def check_delta(config: Config) -> None:
     """Refuse a delta that allows the publication of a record, unless that is declared.
 
     Raises:
@@ -308,18 +310,17 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
     tested = None
     if test is not None:
         # The key of the steps after the last one, which a resumed run has as well.
-        model = np.asarray(y if config.task.two_levels() else x)
+        model = np.asarray(y if config.task.two_levels else x)
         tested = evaluation.evaluate(config, model, test, key=saved.key)
         tested = tested.beside(usability)
     return Result(
-        task=config.task_name,
-        label=config.task.label,
-        names=config.task.names(config.data),
+        task=config.task.name,
+        names=config.model.names(config.data),
         features=config.data.features,
-        shown=config.task.shown(found.value),
+        shown=config.model.shown(found.value),
         x=x,
         y=y,
-        trajectory=config.task.shown(saved.path),
+        trajectory=config.model.shown(saved.path),
         report=prepared.report,
         versions=checkpoint.versions(),
         config=config.tables,

@@ -1,7 +1,9 @@
-"""What a task of the command line is: the table `[model]` of a config."""
+"""Declaration of a task, and the base class of its table `[model]`."""
 
 import abc
-from typing import Any, ClassVar
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Float, PyTree
@@ -12,93 +14,61 @@ from ..onelevel.problem import FiniteSum
 from .columns import named
 from .data import SOURCES, AbstractData
 from .sources import Groups, Sources
-from .tables import Location
-
-_OF = {"sources": '"source_weighting"', "groups": '"group_fair" and "group_robust"'}
+from .tables import Location, Reader
 
 Problem = BilevelProblem | SaddleProblem | FiniteSum
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
 
+# Meaning of the releases that every task of two levels may make.
+TWO_LEVEL_TERMS = {
+    "gradient": "a step of the model",
+    "fit": "a model of the sources, or of the groups of features, that are kept",
+    "lower solution": "the model of the training records at the current weights",
+    "penalized solution": "the same, which fits the validation records as well",
+    "outer gradient": "a step of the weights, or of the penalties",
+    "hypergradient": "a step of the weights, or of the penalties",
+    "refit": "the released model, at the weights or penalties that were found",
+}
 
-class AbstractTask(abc.ABC):
-    """What is solved: the table `[model]` of a config, one field per key.
 
-    Attributes:
-        label: What an entry of the answer is called.
-        of: What each entry belongs to.
-        problem_type: The class of its problems.
-        has_model: Whether the solution holds a linear model.
-        shows_model: Whether that model is what is shown, and there is nothing besides.
-        data_types: The sources of its records, by name.
-        places: The table of `[data]` that says where records belong, if it needs one:
-            `"sources"` or `"groups"`.
-        declared: How `[model]` says the number of these places.
-        planned: Keys of `[model]` that `dpbilevel auto` sets where they are missing.
-        remark: What the released values do not say, for every report.
-    """
-
-    label: ClassVar[str]
-    of: ClassVar[str]
-    problem_type: ClassVar[type]
-    has_model: ClassVar[bool] = True
-    shows_model: ClassVar[bool] = False
-    data_types: ClassVar[dict[str, type[AbstractData]]] = SOURCES
-    places: ClassVar[str] = ""
-    declared: ClassVar[str] = "{}"
-    planned: ClassVar[dict[str, Any]] = {}
-    remark: ClassVar[str] = ""
-
-    @classmethod
-    def two_levels(cls) -> bool:
-        """Whether its problems have two levels."""
-        return issubclass(cls.problem_type, BilevelProblem)
-
-    @classmethod
-    def is_game(cls) -> bool:
-        """Whether its problems are games, whose settings follow from theorems."""
-        return issubclass(cls.problem_type, AbstractVariationalInequality)
+class AbstractModel(abc.ABC):
+    """The table `[model]` of a config, one field per key."""
 
     @property
     def count(self) -> int:
-        """The number of places that `[model]` declares; 0 where records have none."""
+        """Number of sources or groups; 0 for tasks without them."""
         return 0
 
-    def check(self, data: Any, place: Location) -> None:
-        """Raises `ValueError` where data lack what the task reads, or have more.
+    @property
+    def marks(self) -> tuple[float, ...]:
+        """Public values to compare the answer with, one per entry, or none."""
+        return ()
 
-        Args:
-            data: What `[data]` describes.
-            place: That table.
-        """
-        wanted = self.count
-        for name, kind in {"sources": Sources, "groups": Groups}.items():
-            found, where = getattr(data, name), place.child(name)
-            if found is None and name == self.places:
-                raise where.error(f"missing table. The task needs it: {kind.choice}.")
-            if found is not None and name != self.places:
-                raise where.error(f"is for task = {_OF[name]} only; remove it.")
-            if found is not None and found.count != wanted:
-                raise where.error(
-                    f"lists {found.count} {name}, but [model] has "
-                    f"{self.declared.format(wanted)}."
-                )
+    @property
+    def axis(self) -> tuple[float, float] | None:
+        """Public range of the answer; `None` if it begins at 0."""
+        return None
+
+    def check(self, data: AbstractData, place: Location) -> None:
+        """Raise `ValueError` unless the shapes of `[data]` fit this table."""
+        del data, place
 
     @abc.abstractmethod
     def problem(self, blocks: Blocks) -> Problem:
-        """The problem on records with these blocks of features."""
+        """Return the problem on records with these blocks of features."""
 
     @abc.abstractmethod
     def start(self, blocks: Blocks) -> PyTree:
-        """The starting point on records with these blocks of features."""
+        """Return the initial point on records with these blocks of features."""
 
     @abc.abstractmethod
     def names(self, data: AbstractData) -> tuple[str, ...]:
-        """What each entry of the answer belongs to, by name."""
+        """Return the name of each entry of the answer."""
 
     @abc.abstractmethod
     def shown(self, w: PyTree) -> np.ndarray:
-        """The entries of the answer in released variables.
+        """Return the entries of the answer in released variables.
 
         Args:
             w: The variables, `(x, y)` but for training, with any leading axes.
@@ -108,14 +78,94 @@ class AbstractTask(abc.ABC):
         """
 
 
+Model = TypeVar("Model", bound=AbstractModel)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(Generic[Model]):
+    """Everything that the command line knows about a task.
+
+    Attributes:
+        name: Name of the task in a config.
+        summary: What the task does, in one line.
+        model: Class of the table `[model]`.
+        problem_type: Class of its problems.
+        label: Name of an entry of the answer, such as `"weight"`.
+        of: Owner of an entry of the answer, such as `"source"`.
+        terms: Meaning of each release that its solvers make, for the page of a report.
+        template: Lines of `[model]` and further tables in a config that `init` writes,
+            as a jinja2 template; empty if `init` does not offer the task.
+        has_model: Whether the solution holds a linear model.
+        shows_model: Whether that model is the whole answer.
+        data_types: Sources of its records, by name.
+        places: Table of `[data]` that says where records belong, if the task needs one.
+        planned: Keys of `[model]` that `dpbilevel auto` sets if they are missing.
+        remark: Limit of what the released values say, for every report.
+        marked: Name of the values in `AbstractModel.marks`.
+    """
+
+    name: str
+    summary: str
+    model: type[Model]
+    problem_type: type
+    label: str
+    of: str
+    terms: Mapping[str, str]
+    template: str = ""
+    has_model: bool = True
+    shows_model: bool = False
+    data_types: Mapping[str, type[AbstractData]] = dataclasses.field(
+        default_factory=lambda: SOURCES
+    )
+    places: Literal["", "sources", "groups"] = ""
+    planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    remark: str = ""
+    marked: str = ""
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether its problems have two levels."""
+        return issubclass(self.problem_type, BilevelProblem)
+
+    @property
+    def is_game(self) -> bool:
+        """Whether its problems are games, whose settings follow from theorems."""
+        return issubclass(self.problem_type, AbstractVariationalInequality)
+
+    def read(self, table: Any, place: Location) -> Model:
+        """Return the table `[model]`; raise `ValueError` for every mistake in it."""
+        return Reader({}, {}, frozenset()).build(self.model, table, place)
+
+    def check(self, model: Model, data: AbstractData, place: Location) -> None:
+        """Raise `ValueError` if data lack what the task reads, or have more.
+
+        Args:
+            model: The table `[model]`.
+            data: The table `[data]`.
+            place: Location of the table `[data]`.
+        """
+        for name, kind in {"sources": Sources, "groups": Groups}.items():
+            found, where = getattr(data, name), place.child(name)
+            if found is None and name == self.places:
+                raise where.error(f"missing table. The task needs it: {kind.choice}.")
+            if found is not None and name != self.places:
+                raise where.error(f'task = "{self.name}" has no {name}; remove it.')
+            if found is not None and found.count != model.count:
+                raise where.error(
+                    f"lists {found.count} {name}, but [model] is for {model.count}. "
+                    "Correct one of them."
+                )
+        model.check(data, place)
+
+
 def listed_names(
     places: Sources | Groups | None, kind: str, count: int
 ) -> tuple[str, ...]:
-    """The values of the column that names them, or numbers."""
+    """Return the values of the column that names sources or groups, or numbers."""
     values = places.values if places is not None else ()
     return tuple(map(named, values)) or tuple(f"{kind} {i}" for i in range(count))
 
 
 def dimension(blocks: Blocks) -> int:
-    """The number of features of all blocks."""
+    """Return the number of features of all blocks."""
     return sum(size for _, size in blocks)

@@ -293,7 +293,6 @@ class RegularizedExponential(AbstractDrawMechanism):
         return self.with_multiplier(factor * self.calibrated())
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Draw(AbstractRelease):
     r"""Release of an answer drawn by a score.

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from dpbilevel.cli import audit as page
+from dpbilevel.cli import figure
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.cli.prepared import prepare
@@ -81,4 +82,4 @@ def test_too_few_runs_are_refused(folder, capsys):
 
 def test_a_leak_is_drawn_too():
     leaks = audited(planned_noisy_gd(0.5), claim_of(planned_noisy_gd()), runs=5000)
-    assert page.draw((leaks, leaks)).startswith(PNG)
+    assert figure.png(figure.of_audit((leaks, leaks))).startswith(PNG)

@@ -7,7 +7,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.cli import audit as page
+from dpbilevel.cli import figure
 
 ONE, ZERO = jnp.asarray(1.0), jnp.asarray(0.0)
 
@@ -167,7 +167,7 @@ def title_of(outcome, monkeypatch):
     monkeypatch.setattr(
         axes_module.Axes, "set_title", lambda _, text, **__: titles.append(text)
     )
-    page.draw((outcome,))
+    figure.png(figure.of_audit((outcome,)))
     return titles[0]
 
 

@@ -232,11 +232,11 @@ def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
     path.write_text(given.replace("20_000", "2000").replace("6_000", "500"))
     assert main(["auto", str(path), "--out", str(out)]) == 0
     config = read_config(out)
-    assert (config.task.start(config.data.blocks)[0] == -8.0).all()
+    assert (config.model.start(config.data.blocks)[0] == -8.0).all()
     assert isinstance(config.solver, dpb.applications.ScaledGroups)
     middle = path.read_text().replace("[model]", '[model]\nstart_at = "middle"')
     path.write_text(middle)
-    assert auto.read_unplanned(str(path))[0].task.start_at == "middle"
+    assert auto.read_unplanned(str(path))[0].model.start_at == "middle"
 
 
 def test_a_file_that_is_missing_is_one_line(tmp_path, capsys):

@@ -63,7 +63,7 @@ def test_shipped_config_parses_and_says_all_of_its_guarantee(path):
     config = read_config(path)
     assert config.privacy.budget == dpb.PrivacyBudget(1.0, 1e-5)
     two_levels = dpb.Sizes(6_000, 20_000, "disjoint")
-    assert config.sizes == (two_levels if config.task.two_levels() else 20_000)
+    assert config.sizes == (two_levels if config.task.two_levels else 20_000)
 
 
 def test_census_config_has_the_109_features_of_the_task():
@@ -229,8 +229,8 @@ def test_wrong_type_says_what_was_wanted():
         ("privacy.people", "some", '"disjoint", "overlapping", "shared"'),
         ("privacy.people", "shared", "training and validation must be equal"),
         ("data.training", 0, "[data]: training must be at least 1"),
-        ("data.sources.flip", [0.5], "1 sources, but [model] has num_sources = 2"),
-        ("model.num_sources", 10**12, "[model] has num_sources = 1000000000000"),
+        ("data.sources.flip", [0.5], "1 sources, but [model] is for 2"),
+        ("model.num_sources", 10**12, "[model] is for 1000000000000"),
         ("data.sources.flip", [0.5, 2.0], "must hold probabilities"),
         ("data.block", [], "at least one block"),
         ("data.source", "cvs", "did you mean 'csv'"),

@@ -68,7 +68,7 @@ def test_every_key_is_on_the_page_with_its_default(cls):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_every_key_of_a_task_is_on_the_page_with_its_default(name):
     rows = ROW.findall(section(f'[model], for task = "{name}"'))
-    check_rows(tasks.TASKS[name], [row[1:] for row in rows])
+    check_rows(tasks.TASKS[name].model, [row[1:] for row in rows])
 
 
 def test_every_table_is_on_the_page():

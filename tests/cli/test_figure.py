@@ -74,19 +74,18 @@ def result_of(task, name="{}", count=4):
     """A result as a run of such a config could write it."""
     config = parse_config(tables_of(task, name, count), Location("a.toml"))
     rng = np.random.default_rng(0)
-    names = config.task.names(config.data)
+    names = config.model.names(config.data)
     trajectory = np.abs(rng.normal(size=(5, len(names))))
     shown = trajectory[-1]
     model = rng.normal(size=len(config.data.features))
     if config.task.shows_model:
         shown = model
     return Result(
-        task=config.task_name,
-        label=config.task.label,
+        task=config.task.name,
         names=names,
         shown=shown,
-        x=shown if config.task.two_levels() else model,
-        y=model if config.task.two_levels() else None,
+        x=shown if config.task.two_levels else model,
+        y=model if config.task.two_levels else None,
         trajectory=trajectory,
         report=prepare(config).report,
         versions={},
@@ -144,7 +143,7 @@ NAMES = [
 @pytest.mark.parametrize(("name", "count"), NAMES)
 @pytest.mark.parametrize("task", ["source_weighting", "group_fair", "training"])
 def test_no_text_of_a_figure_touches_another(task, name, count):
-    assert touching(figure.whole(result_of(task, name, count))) == []
+    assert touching(figure.of_result(result_of(task, name, count))) == []
 
 
 @pytest.mark.slow
@@ -153,11 +152,11 @@ def test_no_text_of_the_figure_of_an_audit_touches_another(tmp_path):
     config = parse_config(tables, Location("a.toml"))
     outcomes = audit.audit_config(config, 1000)
     longer = dataclasses.replace(outcomes[0], name="lower, a record of the other sign")
-    assert touching(audit.whole_figure((*outcomes, longer))) == []
+    assert touching(figure.of_audit((*outcomes, longer))) == []
 
 
 def test_texts_that_touch_are_seen():
-    drawn = figure.whole(result_of("training", LONG, 2))
+    drawn = figure.of_result(result_of("training", LONG, 2))
     axes = drawn.findobj(lambda a: hasattr(a, "xaxis"))[-1]
     axes.set_yticks([0, 0.05], ["one", "another"])
     assert len(touching(drawn)) == 1
@@ -167,14 +166,14 @@ def test_texts_that_touch_are_seen():
 
 
 def test_more_answers_than_can_be_named_are_counted():
-    drawn = figure.whole(result_of("group_fair", LONG, 40))
+    drawn = figure.of_result(result_of("group_fair", LONG, 40))
     assert touching(drawn) == []
     texts = [text.get_text() for text in drawn.findobj(Text)]
     assert "each group (40)" in texts
 
 
 def test_long_names_stay_apart_where_they_are_broken():
-    labels = [figure._broken(name) for name in ("a b", LONG, ONE_WORD, "$x$")]
+    labels = [figure._wrapped(name) for name in ("a b", LONG, ONE_WORD, "$x$")]
     assert labels[0] == "a b"
     assert [len(text.split("\n")) for text in labels] == [1, 2, 2, 1]
     assert all(len(line) <= 24 for text in labels for line in text.split("\n"))

@@ -12,7 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.cli import auto, facts, results
+from dpbilevel.cli import auto, init, results
 from dpbilevel.cli.files import MALFORMED, read_csv
 from dpbilevel.cli.main import main
 from dpbilevel.planning import auto_plan
@@ -189,8 +189,8 @@ def test_a_file_compressed_by_gzip_gives_the_same_bits(file, tmp_path):
         data.load(packed).as_bytes(), data.load(plain).as_bytes(), strict=True
     ):
         assert a == b
-    assert facts.header_of(packed) == dataclasses.replace(
-        facts.header_of(plain), file=packed
+    assert init.header_of(packed) == dataclasses.replace(
+        init.header_of(plain), file=packed
     )
 
 

@@ -1,16 +1,15 @@
 """dpbilevel init: a config from public facts, without a look at the records."""
 
-import builtins
+import re
 import tomllib
 
 import numpy as np
 import pytest
 
-from dpbilevel.cli import facts, init
+from dpbilevel.cli import init
 from dpbilevel.cli.auto import read_for_run
 from dpbilevel.cli.columns import Table
-from dpbilevel.cli.draft import TASKS
-from dpbilevel.cli.facts import Range
+from dpbilevel.cli.init import OFFERED, Range
 from dpbilevel.cli.main import main
 from dpbilevel.cli.prepared import prepare
 from tests.cli.test_cli import failure
@@ -27,30 +26,11 @@ FEATURES = ["--column", "age=0..100", "--column", "ward=A,B,C", "--records", "40
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """People and clean records; nobody answers questions."""
+    """People and clean records."""
     (tmp_path / "people.csv").write_text("\n".join([HEADER, *ROWS]) + "\n")
     (tmp_path / "clean.csv").write_text("\n".join([HEADER, *ROWS[:9]]) + "\n")
     monkeypatch.chdir(tmp_path)
-
-    def closed(question):
-        raise EOFError
-
-    monkeypatch.setattr(builtins, "input", closed)
     return tmp_path
-
-
-def answer(monkeypatch, *answers):
-    """Types these answers; returns the questions that were asked."""
-    left, asked = list(answers), []
-
-    def typed(question):
-        asked.append(question)
-        if not left:
-            raise EOFError
-        return left.pop(0)
-
-    monkeypatch.setattr(builtins, "input", typed)
-    return asked
 
 
 def config_of(folder, *flags):
@@ -62,13 +42,13 @@ def config_of(folder, *flags):
 def test_flags_alone_write_a_config(folder):
     config, planned, text = config_of(folder, *TRAINING, *FEATURES)
     assert not planned
-    assert config.task_name == "training"
+    assert config.task.name == "training"
     assert config.data.features == (
         "age", "ward = A", "ward = B", "ward = C", "constant"
     )  # fmt: skip
     assert (config.data.training, config.data.path) == (40, "people.csv")
     assert (config.privacy.epsilon, config.privacy.delta) == (1.0, 1e-3)
-    assert "typed for dpbilevel init, which read no value of a record" in text
+    assert "Give what is known without the records" in text
 
 
 @pytest.mark.filterwarnings("default:auto. The plan")
@@ -92,23 +72,49 @@ def test_bounds_are_the_ends_of_what_a_model_sees(folder):
     np.testing.assert_allclose(seen, [-1, 0, 1, 1, -0.5], atol=1e-5)
 
 
-def test_typed_answers_are_checked_and_asked_again(folder, monkeypatch, capsys):
-    asked = answer(
-        monkeypatch, "", "sik", "sick", "", "yes", "yes", "no", "100..0", "A",
-        "0..100", "-", "A, B, C", "", "", "many", "40", "0", "2", "", "-",
-    )  # fmt: skip
-    config, _, _ = config_of(folder)
+@pytest.mark.parametrize("task", OFFERED)
+def test_a_template_names_what_is_missing_and_holds_once_it_is_filled_in(
+    folder, task, capsys
+):
+    assert main(["init", "people.csv", "--task", task]) == 0
     said = capsys.readouterr().out
-    assert "give one of age, dose, ward, site, sick" in said
-    assert "an answer is needed" in said
-    assert "no value can be in both classes" in said
-    assert "a range must be increasing" in said
-    assert "the values of a category, separated by commas" in said
-    assert "give an integer, got many" in said
-    assert "give a number above 0" in said
-    assert config.privacy.epsilon == 2.0
-    assert len(asked) == 20
-    assert [c.column for c in config.data.categorical] == ["ward"]
+    flags = ["label", "label-range, or --positive and --negative", "column", "records"]
+    flags += ["people", "validation"] if task in TWO_LEVELS else []
+    flags += {"source_weighting": ["sources", "clean"]}.get(task, [])
+    flags += ["groups"] if task.startswith("group") else []
+    assert all(f"--{flag}" in said for flag in flags)
+    text = (folder / "task.toml").read_text()
+    keys = re.findall(r"^# (\w+) = .*# REQUIRED: ", text, re.MULTILINE)
+    refused = failure(capsys, "calibrate", "task.toml")
+    assert "required facts are missing: " in refused
+    assert all(f"{key} in line " in refused for key in keys)
+    # What is filled in here stands in the template as an example.
+    text = re.sub(r"^# features .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^# (.*# REQUIRED: )", r"\1", text, flags=re.MULTILINE)
+    text = text.replace('    # {name = "age"', '    {name = "age"')
+    (folder / "task.toml").write_text(text)
+    config, _ = read_for_run(str(folder / "task.toml"))
+    assert config.task.name == task
+    assert config.data.features == ("age", "constant")
+
+
+def test_a_run_needs_all_facts_and_names_those_that_are_missing(folder, capsys):
+    argv = ["init", "people.csv", "--label", "sick", "--run", "runs/a"]
+    said = failure(capsys, *argv)
+    assert (
+        "give --label-range, or --positive and --negative, --column, --records" in said
+    )
+    assert not (folder / "task.toml").exists()
+
+
+def test_a_template_explains_every_key(folder):
+    for task in OFFERED:
+        (folder / "task.toml").unlink(missing_ok=True)
+        assert main(["init", "people.csv", "--task", task]) == 0
+        lines = (folder / "task.toml").read_text().splitlines()
+        keys = [s for s in lines if re.match(r"(# )?[a-z_]+ = [^\[]", s)]
+        assert len(keys) > 8
+        assert [s for s in keys if "  # " not in s] == []
 
 
 def test_nothing_of_a_record_changes_what_is_said_or_written(folder, capsys):
@@ -128,8 +134,8 @@ def test_rows_are_counted_only_where_that_is_asked_for(folder, monkeypatch, caps
     (folder / "task.toml").unlink()
     relation = ["--neighbours", "add_or_remove_one", "--records", "count"]
     said = failure(capsys, "init", "people.csv", *flags, *relation)
-    assert "--records count: give an integer" in said
-    monkeypatch.setattr(facts, "read_csv", None)  # which nothing else calls
+    assert "--records count would publish the number of records" in said
+    monkeypatch.setattr(init, "read_csv", None)  # which nothing else calls
     config_of(folder, *flags, "--records", "40")
 
 
@@ -143,29 +149,21 @@ def test_a_public_file_proposes_what_is_in_it_and_the_config_says_so(folder):
     assert [b.name for b in config.data.numeric] == ["age", "dose"]
     values = {c.column: c.values for c in config.data.categorical}
     assert values == {"ward": ("A", "B", "C"), "site": ("north", "south")}
-    assert "# From 20 to 59" in text
+    assert "# 20 to 59" in text
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OFFERED)
 def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
     flags = ["--task", task, *TRAINING, *FEATURES]
     if task == "source_weighting":
-        flags += ["--sources", "site=north,south", "--clean", "people.csv"]
-        same = failure(capsys, "init", "people.csv", *flags, "--people", "disjoint")
-        assert "people.csv holds the training records" in same
-        flags[-1] = "clean.csv"
-        said = failure(
-            capsys, "init", "people.csv", *flags[:-2], "--people", "disjoint"
-        )
-        assert "give --clean" in said  # no random part of records that are judged
+        flags += ["--sources", "site=north,south", "--clean", "clean.csv"]
         flags += ["--validation", "count"]
     if task in TWO_LEVELS:
-        assert "give --people" in failure(capsys, "init", "people.csv", *flags)
         flags += ["--people", "overlapping"]
     if task.startswith("group"):
         flags += ["--groups", "site=north,south", "--shares", "0.3, 0.7"]
     config, planned, _ = config_of(folder, *flags)
-    assert config.task_name == task
+    assert config.task.name == task
     # What has its solver, as games have, is not planned by dry runs.
     assert ("dpbilevel auto task.toml" in capsys.readouterr().out) != planned
     if task == "source_weighting":
@@ -176,7 +174,7 @@ def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
     elif task.startswith("group"):
         assert planned
         assert prepare(config).report.epsilon <= 1.0
-        assert config.task.shares == (0.3, 0.7)
+        assert config.model.shares == (0.3, 0.7)
 
 
 @pytest.mark.slow
@@ -196,7 +194,7 @@ def test_a_numeric_label_makes_a_model_of_numbers(folder):
     config, _, _ = config_of(
         folder, "--label", "dose", "--label-range", "0..6", *FEATURES
     )
-    assert config.task.loss == "squared"
+    assert config.model.loss == "squared"
     values, _ = config.data.label.encode(Table("a", {"dose": ["0", "3", "9"]}, 3))
     np.testing.assert_allclose(values, [-1, 0, 1], atol=1e-5)
 
@@ -234,36 +232,40 @@ def test_paths_are_relative_to_the_config(folder):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "there is no answer to 'column of the label'; give --label"),
-        (["--label", "sik"], "--label sik: 'sik' is no column; give one of age, dose"),
-        (["--task", "classify"], "--task classify: give one of training"),
-        (TRAINING, "no column was given as a feature"),
-        ([*TRAINING, "--column", "age"], "--column age: give LOW..HIGH"),
-        (
-            [*TRAINING, "--column", "sick=A,B"],
-            "--column sick=A,B: 'sick' has a role already; give one of age, dose",
-        ),
+        (["--label", "sik"], "'sik' is no column of people.csv; give one of age, dose"),
+        ([*TRAINING, "--column", "age"], "--column age has no '='; give NAME=VALUE"),
+        ([*TRAINING, "--column", "age=A"], "cannot read 'A'; give LOW..HIGH"),
+        ([*TRAINING, "--column", "age=9..1"], "the range 9..1 must be increasing"),
+        ([*TRAINING, "--column", "sick=A,B"], "the column 'sick' is named twice"),
         (
             [*TRAINING, *FEATURES, "--delta", "0.1"],
-            "--delta 0.1: give less than one over the number of records, 0.025",
+            "delta = 0.1 is not below one over the number of records",
         ),
-        ([*TRAINING, *FEATURES, "--delta", "2"], "above 0 and below 1"),
-        ([*TRAINING, *FEATURES, "--test", "no.csv"], "there is no file no.csv"),
-        (
-            [*TRAINING, *FEATURES, "--test", "people.csv"],
-            "people.csv holds the training records; give a file of others",
-        ),
+        ([*TRAINING, *FEATURES, "--delta", "2"], "delta must be below 1"),
+        ([*TRAINING, *FEATURES, "--epsilon", "0"], "epsilon must be positive"),
+        ([*TRAINING, *FEATURES, "--records", "many"], "--records many is not an integ"),
+        ([*TRAINING, *FEATURES, "--test", "no.csv"], "no file of --test at no.csv"),
         (
             [*TRAINING, *FEATURES, "--column", "age=1..3"],
-            "--column age=1..3: 'age' has a role already",
+            "the column 'age' is named twice; give each column one role",
         ),
         (
-            [*TRAINING, "--task", "source_weighting", "--sources", "site=north"],
-            "--sources site=north: give two sources at least",
+            [
+                *TRAINING,
+                *FEATURES,
+                "--task",
+                "penalty_tuning",
+                "--records",
+                "1",
+                "--people",
+                "disjoint",
+            ],
+            "training must be at least 1",
         ),
+        ([*FEATURES, "--label", "dose", "--label-range", "1,2"], "is not LOW..HIGH"),
         (
-            [*TRAINING, *FEATURES, "--task", "penalty_tuning", "--records", "1"],
-            "--records 1: give an integer above 1",
+            [*TRAINING, *FEATURES, "--positive", "yes,no"],
+            "class",
         ),
         ([*TRAINING, *FEATURES, "--out", "no/a.toml"], "there is no folder no"),
         ([*TRAINING, *FEATURES, "--out", "people.csv"], "people.csv exists"),
@@ -274,6 +276,18 @@ def test_what_cannot_be_used_is_said_and_nothing_is_written(
 ):
     assert said in failure(capsys, "init", "people.csv", *flags)
     assert not (folder / "task.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--task", "classify"], ["--people", "shared"], ["--epsilon", "much"]],
+)
+def test_words_that_no_flag_has_are_refused_with_those_that_it_has(
+    folder, capsys, flags
+):
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", "people.csv", *flags])
+    assert f"argument {flags[0]}: invalid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -301,22 +315,29 @@ def test_a_config_in_the_place_of_records_is_refused(folder, capsys):
 
 
 def test_an_interrupt_writes_nothing(folder, monkeypatch, capsys):
-    def stop(question):
+    def stop(flags):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(builtins, "input", stop)
+    monkeypatch.setattr(init, "draft", stop)
     assert main(["init", "people.csv"]) == 130
     assert "nothing was written" in capsys.readouterr().err
     assert not (folder / "task.toml").exists()
 
 
-def test_ranges_and_values_are_read_as_they_are_shown():
-    for text in ("0..100", "-1.5..2e3", 'A, "B, C", 3'):
-        content = facts.content_of(text)
-        assert facts.content_of(facts.shown(content)) == content
-    assert facts.range_of(" .5 .. 1. ") == Range(0.5, 1.0)
+def test_names_of_columns_stay_inside_of_comments(folder):
+    (folder / "people.csv").write_text('"a\nepsilon = 9","b","c"\n')
+    assert main(["init", "people.csv", "--label", "c"]) == 0
+    tables = tomllib.loads((folder / "task.toml").read_text())
+    assert tables["privacy"]["epsilon"] == 1
+    assert [*tables] == ["task", "privacy", "data", "model"]
+
+
+def test_ranges_and_values_are_read_as_they_are_typed():
+    assert init.content_of("-1.5..2e3") == Range(-1.5, 2000.0)
+    assert init.content_of('A, "B, C", 3') == ("A", "B, C", 3)
+    assert init.content_of(" .5 .. 1. €") == Range(0.5, 1.0, "€")
     with pytest.raises(ValueError, match="different values"):
-        facts.values_of("A, A")
+        init.values_of("A, A")
 
 
 @pytest.mark.parametrize(("records", "delta"), [(1, 1e-1), (900, 1e-4), (1000, 1e-4)])
