@@ -18,7 +18,7 @@ from ..core.modules import arrays_of
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
-from ..privacy.abstract_release import AbstractRelease
+from ..privacy.ledger import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.per_example.clipping import Precision
 from .candidates import candidates

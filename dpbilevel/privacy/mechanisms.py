@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import NonNegative, Number
+from .._checks import AbstractVar, NonNegative, Number
 from .._extras import dp_accounting
 from .budget import Neighbours
 from .exact.grid import Grid
@@ -35,18 +35,18 @@ class AbstractMechanism(_checks.Checked):
         precision: Name of the arithmetic, for the report. Static.
     """
 
-    neighbours: eqx.AbstractVar[Neighbours]
-    precision: eqx.AbstractVar[str]
+    neighbours: AbstractVar[Neighbours]
+    precision: AbstractVar[str]
 
     @abc.abstractmethod
-    def event(self, share: float = 1.0) -> "dp_accounting.DpEvent":
+    def event(self, fraction: float = 1.0) -> "dp_accounting.DpEvent":
         """Return the event of one release for a person who moves the value by less.
 
         Its parameters refer to the sensitivity under `neighbours`, so it must be
         composed by an add-or-remove accountant, which does not double it.
 
         Args:
-            share: How far the person moves the value, in (0, 1], in units of the
+            fraction: The largest change by the person, in (0, 1], in units of the
                 sensitivity.
 
         Raises:
@@ -68,7 +68,7 @@ class AbstractNoise(AbstractMechanism):
         precision: Precision of the values that it releases, as in `clipped_mean`.
     """
 
-    precision: eqx.AbstractVar[Precision]
+    precision: AbstractVar[Precision]
 
     @property
     @abc.abstractmethod
@@ -183,8 +183,8 @@ class Gaussian(AbstractNoise):
         return jax.lax.stop_gradient(released)
 
     @override
-    def event(self, share: float = 1.0) -> "dp_accounting.GaussianDpEvent":
-        return dp_accounting.GaussianDpEvent(float(self.multiplier) / share)
+    def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":
+        return dp_accounting.GaussianDpEvent(float(self.multiplier) / fraction)
 
     @override
     def part(self, share: float) -> "dp_accounting.GaussianDpEvent":

@@ -44,7 +44,7 @@ class Laplace(AbstractNoise):
             raise ValueError("Laplace: no scale yet.")
         return math.sqrt(2) * self.scale
 
-    def event(self, share=1.0):
+    def event(self, fraction=1.0):
         return pure_event(share * math.sqrt(2) / self.multiplier)
 
     def part(self, share):

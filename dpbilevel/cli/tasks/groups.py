@@ -13,7 +13,7 @@ from ...games.group_game import GroupGame
 from ...games.groups import group_fair, group_robust, group_start, group_weights
 from ...games.problem import SaddleProblem
 from ...onelevel.linear_models import Logistic
-from ..files import AbstractData
+from ..data import AbstractData
 from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
 
 

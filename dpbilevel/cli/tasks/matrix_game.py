@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...games.matrix import matrix_game
 from ...games.problem import AbstractVariationalInequality, SaddleProblem
-from ..matrices import MATRICES
+from ..data import MATRICES
 from ..tables import Location
 from ..task import AbstractModel, Blocks, Start, Task
 

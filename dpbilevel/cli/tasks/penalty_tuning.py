@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...applications.base import PenaltyTuning, penalty_tuning
 from ...bilevel.problem import BilevelProblem
-from ..files import AbstractData
+from ..data import AbstractData
 from ..task import TWO_LEVEL_TERMS, AbstractModel, Blocks, Start, Task, dimension
 from .training import LOSSES
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ... import _checks
 from ...applications.base import SourceWeighting, source_weighting, source_weights
 from ...bilevel.problem import BilevelProblem
-from ..files import AbstractData
+from ..data import AbstractData
 from ..task import (
     TWO_LEVEL_TERMS,
     AbstractModel,

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ... import _checks
 from ...onelevel.losses import logistic_loss, squared_loss
 from ...onelevel.problem import FiniteSum
-from ..files import AbstractData
+from ..data import AbstractData
 from ..task import AbstractModel, Blocks, Task, dimension
 
 LOSSES = {"logistic": logistic_loss, "squared": squared_loss}

@@ -13,6 +13,7 @@ import optax
 import scipy
 from jaxtyping import Array, Bool, Float, PyTree
 
+from ..._checks import AbstractVar
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet, Ball
 from . import restricted
@@ -109,7 +110,7 @@ class AbstractProximalOracle(eqx.Module):
         draws: How many such draws a try makes.
     """
 
-    draw_tries: eqx.AbstractVar[int | None]
+    draw_tries: AbstractVar[int | None]
     draws: ClassVar[int]
     assumptions: ClassVar[tuple[str, ...]] = ()  # what a report lists
 
