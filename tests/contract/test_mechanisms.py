@@ -45,7 +45,7 @@ class Laplace(AbstractNoise):
         return math.sqrt(2) * self.scale
 
     def event(self, fraction=1.0):
-        return pure_event(share * math.sqrt(2) / self.multiplier)
+        return pure_event(fraction * math.sqrt(2) / self.multiplier)
 
     def part(self, share):
         raise ValueError("Laplace: people must be disjoint.")
