@@ -12,13 +12,8 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..applications.base import (
-    PenaltyTuning,
-    SourceWeighting,
-    penalty_tuning,
-    source_weighting,
-    source_weights,
-)
+from ..applications.penalties import PenaltyTuning, penalty_tuning
+from ..applications.sources import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import BilevelProblem
 from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_robust, group_start, group_weights

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..applications.base import PenaltyTuning, SourceWeighting
-from ..applications.group_runs import ScaledGroups
+from ..applications.mixed_sources import MixedSources
+from ..applications.penalties import PenaltyTuning
 from ..applications.recalibration import Recalibration, is_array
-from ..applications.source_runs import MixedSources, ScoringModel, SelectedSources
+from ..applications.scaled_groups import ScaledGroups
+from ..applications.selected_sources import ScoringModel, SelectedSources
+from ..applications.sources import SourceWeighting
 from ..applications.warm_start import WarmStarted
 from ..bilevel.certificates.constants import AbstractCertificate
 from ..bilevel.lower_first import LowerFirst, lower_ignores_x

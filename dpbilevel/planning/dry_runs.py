@@ -12,7 +12,7 @@ from jaxtyping import Key, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..applications.base import PenaltyTuning, penalty_start
+from ..applications.penalties import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
 from ..core.loop import solved

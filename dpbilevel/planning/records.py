@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
-from ..applications.source_runs import ScoringModel
+from ..applications.selected_sources import ScoringModel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
-from ..bilevel.penalized import PenalizedLevel
+from ..bilevel.levels import lower_level
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.descent import SkippedUpdates
 from ..core.levels import people_of
 from ..core.loop import inner_solve
 from ..core.solver import AbstractGaussianSolver
-from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.adaptive_clip import NoisyDescent
 from ..privacy.accounting.repetitions import Repetitions
 from ..privacy.budget import People
 from ..privacy.ledger import Ledger
@@ -100,7 +100,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         proof for both levels is in `docs/tuned_training.md`.
     """
 
-    candidates: tuple[NoisyGD, ...]
+    candidates: tuple[NoisyDescent, ...]
     num_steps: Count = eqx.field(static=True)
     clip_range: Positive
     mean: float = eqx.field(static=True)
@@ -117,7 +117,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         if not self.candidates:
             raise ValueError(f"{owner}: candidates names no training.")
         for number, candidate in enumerate(self.candidates):
-            _checks.instance(owner, NoisyGD, **{f"candidates[{number}]": candidate})
+            _checks.instance(
+                owner, NoisyDescent, **{f"candidates[{number}]": candidate}
+            )
             if not isinstance(candidate.sampling, FullBatch):
                 raise ValueError(
                     f"{owner}: candidates[{number}] samples by {candidate.sampling}, "
@@ -146,7 +148,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         names = "setting", "model", "value", "repeats"
         key_setting, key_model, key_value, key_repeats = derive(key, *names)
         x, y0 = state.runs.w.pair  # the start: nothing else is shown before the end
-        level = PenalizedLevel(problem, x)
+        level = lower_level(problem, x)
 
         def train(candidate):
             solver = candidate.with_sizes(self.sizes)
@@ -188,7 +190,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         people = people_of(sizes) or People.OVERLAPPING
-        level = PenalizedLevel(problem, None)
+        level = lower_level(problem, None)
         assumed = [
             a for c in self.candidates for a in c.ledger(level, sizes).assumptions
         ]
@@ -202,7 +204,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return Ledger((selection,), people, tuple(dict.fromkeys(assumed)))
 
     def _selection(self, problem, sizes) -> Selection:
-        level = PenalizedLevel(problem, None)
+        level = lower_level(problem, None)
         return Selection(
             BEST,
             1,
@@ -228,9 +230,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
 
 def _of_one(
-    candidates: tuple[NoisyGD, ...],
+    candidates: tuple[NoisyDescent, ...],
     setting: Int[Array, ""],
-    train: Callable[[NoisyGD], PyTree],
+    train: Callable[[NoisyDescent], PyTree],
 ) -> PyTree:
     """What the training of one candidate finds.
 

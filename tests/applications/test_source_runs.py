@@ -14,9 +14,10 @@ from dpbilevel.applications import (
     MixedSources,
     ScoringModel,
     SelectedSources,
-    source_levels,
     source_weights,
 )
+from dpbilevel.applications.mixtures import Mixture, moments_objective
+from dpbilevel.applications.source_pipeline import score_objective
 from dpbilevel.audit.worst_cases import worst_case
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.privacy.accounting import profiles
@@ -254,9 +255,9 @@ def test_records_that_no_model_is_fitted_to_say_nothing_about_their_source(
 
 def scored_by(lower):
     """The sums of the scores of training records by a fixed model."""
-    level = source_levels.Scores(WEIGHTING, jnp.array([1.0, -2.0, 0.5]), W0[1])
-    value_of = level.record_gradients(jnp.zeros((2, K)))["lower"]
-    return jnp.sum(jax.vmap(value_of)(lower), axis=0)
+    model = jnp.array([1.0, -2.0, 0.5])
+    value_of = score_objective(WEIGHTING, model, W0[1]).records["lower"]
+    return jnp.sum(jax.vmap(value_of, (None, 0))(jnp.zeros((2, K)), lower), axis=0)
 
 
 def test_a_source_is_kept_for_its_own_score_whatever_its_size():
@@ -264,7 +265,7 @@ def test_a_source_is_kept_for_its_own_score_whatever_its_size():
     found = {"score": units * jnp.array([[0.022, 0.04, 0.001], [0.1, 0.86, 0.001]])}
     # Scores of 0.22 and 0.05; the last is far below a tenth of the mean size.
     np.testing.assert_array_equal(LONG.kept(found), [1, 0, 0])
-    assert LONG.kept_share(found) == pytest.approx(0.1)
+    assert LONG.kept_fraction(found) == pytest.approx(0.1)
     over_mean_size = 3 * found["score"][0] / 0.96
     assert not np.array_equal(over_mean_size > LONG.keep_above, [True, False, False])
 
@@ -485,7 +486,7 @@ def test_coordinates_of_a_mixture_are_finite_whatever_the_noise(noise):
     moments = jnp.asarray(np.eye(5) / 5 + noise * rng.normal(size=(5, 5)), jnp.float32)
     symmetric = np.asarray(moments + moments.T, float) / 2
     for scale in (0.0, 1e-30, 1.0, 1e30):
-        mixture = source_levels.Mixture(scale * models, jnp.zeros(5), moments)
+        mixture = Mixture(scale * models, jnp.zeros(5), moments)
         basis = jax.jacobian(mixture.model)(jnp.zeros(5)).T
         expected = 0 if scale == 0 else coordinates(models, symmetric)
         np.testing.assert_allclose(basis, expected, rtol=2e-3, atol=2e-4)
@@ -495,10 +496,11 @@ def test_coordinates_of_a_mixture_are_finite_whatever_the_noise(noise):
 def test_a_training_record_is_of_norm_1_in_moments_and_scores(kind):
     models = jnp.asarray(np.random.default_rng(0).normal(size=(K + 1, D)), jnp.float32)
     if kind == "moments":
-        mixture = source_levels.Mixture(models, jnp.eye(K + 1)[K])
-        level, w = source_levels.Moments(WEIGHTING, mixture), jnp.zeros((K + 1, K + 1))
+        mixture = Mixture(models, jnp.eye(K + 1)[K])
+        objective = moments_objective(WEIGHTING, mixture)
+        w = jnp.zeros((K + 1, K + 1))
     else:
-        level = source_levels.Scores(WEIGHTING, models[0], W0[1])
+        objective = score_objective(WEIGHTING, models[0], W0[1])
         w = jnp.zeros((2, K))
     spoilt = {
         "known": DATA.lower,
@@ -506,7 +508,7 @@ def test_a_training_record_is_of_norm_1_in_moments_and_scores(kind):
         "not finite": {**DATA.lower, "label": jnp.full(60, jnp.nan)},
     }
     for name, rows in spoilt.items():
-        values = jax.vmap(level.record_gradients(w)["lower"])(rows)
+        values = jax.vmap(objective.records["lower"], (None, 0))(w, rows)
         norms = jnp.linalg.norm(values.reshape(60, -1), axis=1)
         expected = 1.0 if name == "known" else 0.0
         np.testing.assert_allclose(norms, expected, atol=1e-6, err_msg=name)
@@ -676,12 +678,12 @@ def test_other_problems_and_splits_are_refused_with_the_remedy(solver):
 
 
 def test_fits_on_both_levels_need_sizes():
-    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
-        OneLevel(GD, "both").level("model", WEIGHTING, W0, None)
+    with pytest.raises(ValueError, match=r"Call solver.with_sizes\(sizes\)"):
+        OneLevel(GD, "both").objective("model", WEIGHTING, W0, {})
     with pytest.raises(ValueError, match="reads must be one of"):
         OneLevel(GD, "all")
-    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
-        OF_BOTH.level("fit", WEIGHTING, W0, None)
+    with pytest.raises(ValueError, match=r"Call solver.with_sizes\(sizes\)"):
+        _ = OF_BOTH.fit_penalty
     with pytest.raises(ValueError, match="fit_reads must be one of"):
         dataclasses.replace(OF_BOTH, fit_reads="all")
 

@@ -12,11 +12,11 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.applications.source_levels import Kept, Mixture, Moments, Scores
+from dpbilevel.applications.mixtures import Mixture, moments_objective
 from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.fixed_count import Spectrum
-from dpbilevel.bilevel.penalized import PenalizedLevel
+from dpbilevel.bilevel.levels import Level, lower_level, queries_of
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.onelevel import AdaptiveClipGD, AllocatedGD
@@ -174,7 +174,7 @@ class SilentInOneBlock(dpb.privacy.Gaussian):
 class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
     def step(self, problem, data, state, *, key):
         key_batch, key = jax.random.split(key)
-        level = PenalizedLevel(problem, state.x)
+        level = lower_level(problem, state.x)
         queries, _ = level.queries(0.5, self.sampling, self.sizes)
         release = Release("exact", 1, queries, dpb.privacy.Gaussian(precision="float"))
         exact = release.read(level.record_gradients(state.y), data, key=key_batch).raw
@@ -623,32 +623,26 @@ def of_a_small_group(kind=dpb.games.GroupDescent):
     )
 
 
-def sealed_at_half(kind):
-    class Broken(kind):
-        def queries(self, clip_norm, sampling, sizes):
-            queries, joint = kind.queries(self, clip_norm, sampling, sizes)
-            return tuple(SealedAtHalf(**vars(query)) for query in queries), joint
+LOWER = queries_of("lower")
+
+
+def sealed_at_half(sound):
+    def broken(clip_norm, sampling, sizes):
+        queries, joint = sound(clip_norm, sampling, sizes)
+        return tuple(SealedAtHalf(**vars(query)) for query in queries), joint
+
+    return broken
+
+
+def half_in_stage(stage):
+    """A copy that takes the values of one stage for half as long as they are."""
+
+    class Broken(dpb.applications.SelectedSources):
+        def queries(self, name):
+            sound = dpb.applications.SelectedSources.queries(self, name)
+            return sealed_at_half(sound) if name == stage else sound
 
     return Broken
-
-
-HalfScores, HalfKept, HalfMoments = map(sealed_at_half, (Scores, Kept, Moments))
-
-
-class ScoresAtHalf(dpb.applications.SelectedSources):
-    """Takes a score for half as long as it is."""
-
-    def scored(self, problem, w0, model):
-        sound = dpb.applications.SelectedSources.scored(self, problem, w0, model)
-        return HalfScores(**vars(sound))
-
-
-class WeighsAfterTheClip(dpb.applications.SelectedSources):
-    """Gives the clipped gradients of kept sources a weight of two."""
-
-    def of_kept(self, problem, w0, found):
-        sound = dpb.applications.SelectedSources.of_kept(self, problem, w0, found)
-        return HalfKept(**vars(sound))
 
 
 def forgetting(kind, name):
@@ -699,8 +693,8 @@ def of_selected(kind):
 class QuieterMoments(dpb.applications.MixedSources):
     """Adds a tenth of the noise that is charged to second moments."""
 
-    def run(self, name, found):
-        solver = dpb.applications.MixedSources.run(self, name, found)
+    def stage_solver(self, name, outputs):
+        solver = dpb.applications.MixedSources.stage_solver(self, name, outputs)
         if name not in ("moments", "remoments"):
             return solver
         return solver.with_noise(solver.run_noise.noise_multiplier / 10)
@@ -712,11 +706,12 @@ def mixed_moments(kind=dpb.applications.MixedSources):
 
 
 @functools.cache
-def moments_of_mixtures(kind=Moments):
+def moments_of_mixtures(queries=LOWER):
     """A person whose gradient has another direction than in the neighbour."""
     models = jnp.eye(3)
     weighting = dpb.source_weighting(dpb.logistic_loss, 2)
-    level = kind(weighting, Mixture(models, models[2]))
+    objective = moments_objective(weighting, Mixture(models, models[2]))
+    level = Level(weighting, queries, objective)
     sizes = dpb.Sizes(4, 8, "overlapping")
     solver = dpb.NoisyGD(1, 1.0, 1.0).with_noise(1.0).with_sizes(sizes)
 
@@ -740,8 +735,8 @@ def moments_of_mixtures(kind=Moments):
 class QuieterCurvature(dpb.applications.Recalibration):
     """Adds a tenth of the noise that is charged to its curvature."""
 
-    def run(self, name, found):
-        solver = dpb.applications.Recalibration.run(self, name, found)
+    def stage_solver(self, name, outputs):
+        solver = dpb.applications.Recalibration.stage_solver(self, name, outputs)
         if name != "curvature":
             return solver
         return solver.with_noise(solver.run_noise.noise_multiplier / 10)
@@ -970,13 +965,15 @@ MUTANTS = {
     "batches of a pass in the order of the records": Mutant(
         "AllocatedGD", lambda: allocated(AllocatedInOrder), allocated
     ),
-    "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
-    "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),
+    "a score charged at half of its clip norm": of_selected(half_in_stage("score")),
+    "weights of kept sources after the clip": of_selected(half_in_stage("fit")),
     "a model of kept sources that is not counted": of_selected(
         forgetting(dpb.applications.SelectedSources, "fit")
     ),
     "second moments charged at half of their clip norm": Mutant(
-        "MixedSources", lambda: moments_of_mixtures(HalfMoments), moments_of_mixtures
+        "MixedSources",
+        lambda: moments_of_mixtures(sealed_at_half(LOWER)),
+        moments_of_mixtures,
     ),
     "second moments with a tenth of their noise": Mutant(
         "MixedSources, add or remove",
