@@ -25,8 +25,8 @@ class Mixture(eqx.Module):
     \ell \|Y Y^\top\| I)^{-1/2}\, Y$, with the models the rows of $Y$. They are nearly
     orthonormal, so that gradients in $u$ are not longer than those of a model.
     `moments` are the released second moments $M$ of the directions of these gradients.
-    With them the rows are multiplied by $(M^2 + \phi^2 \|M^2\| I)^{-1/4}$, so that steps are longer along
-    directions that change the predictions of few records.
+    With them the rows are multiplied by $(M^2 + \phi^2 \|M^2\| I)^{-1/4}$. Steps are
+    then longer along directions that change the predictions of few records.
 
     Args:
         models: The $y_s$, along the leading axes of the leaves; released.
