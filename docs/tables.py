@@ -19,7 +19,8 @@ from dpbilevel._checks import (
     ProperFraction,
     SignedShare,
 )
-from dpbilevel.applications.base import PenaltyTuning, SourceWeighting
+from dpbilevel.applications.penalties import PenaltyTuning
+from dpbilevel.applications.sources import SourceWeighting
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes

@@ -71,8 +71,8 @@ SADDLE_START = (jnp.full(4, 0.25), jnp.asarray([0.7, 0.3]))
 
 @jax.jit
 def found_by(problem, solver, data, w0, key):
-    """A solution of a chain of runs, and the answers of all of them."""
+    """Return the solution of a pipeline, and the outputs of its stages."""
     state = solver.init(problem, w0)
     for step in step_keys(key, solver.num_steps)[1]:
         state = solver.step(problem, data, state, key=step)
-    return solver.answer(problem, state), state.found
+    return solver.answer(problem, state), state.outputs

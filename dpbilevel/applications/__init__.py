@@ -1,20 +1,19 @@
 """Applications: weights of data sources, penalties of groups, recalibrated models."""
 
-from .base import (
-    PenaltyTuning,
+from .linear_tuning import linear_tuning
+from .mixed_sources import MixedSources
+from .penalties import PenaltyTuning, penalty_start, penalty_tuning
+from .recalibration import Recalibration
+from .scaled_groups import ScaledGroups
+from .selected_sources import ScoringModel, SelectedSources
+from .sources import (
     SourceWeighting,
     mixed_model,
     mixing_start,
-    penalty_start,
-    penalty_tuning,
     source_mixing,
     source_weighting,
     source_weights,
 )
-from .group_runs import ScaledGroups
-from .linear_tuning import linear_tuning
-from .recalibration import Recalibration
-from .source_runs import MixedSources, ScoringModel, SelectedSources
 from .warm_start import WarmStarted
 
 __all__ = [

@@ -30,7 +30,7 @@ from ..core.levels import Sizes
 from ..onelevel.linear_models import AbstractLinearModel, module_of
 from ..onelevel.losses import Record, bounded, score
 from ..sets import Box
-from .base import penalty_tuning
+from .penalties import penalty_tuning
 
 Scalar = Float[Array, ""]
 # Refinements of the bound on the solution's norm; each one is valid.

@@ -1,7 +1,6 @@
 """A few numbers of a model, fitted to the upper records."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -11,28 +10,26 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
-from ..bilevel.problem import BilevelProblem, Levels
-from ..bilevel.runs import AbstractPipeline
+from ..bilevel.levels import Objective, noise_std, queries_of
+from ..bilevel.pipeline import AbstractPipeline, Outputs
+from ..bilevel.problem import BilevelProblem
 from ..core.outputs import TailMean
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy.queries import Query
-from ..sets import AbstractSet, Euclidean
-from .base import SourceWeighting
+from ..sets import Euclidean
+from .sources import SourceWeighting
 
 CURVATURE, FIT = "curvature", "fit"
-# The ridge in squares of the noise of one long release: the best one if each number
-# improves the loss by .02, which is u^2 / 2 in coordinates whose curvature is 1.
+# Ridge in squares of the noise of one long release. It is the best one if each number
+# improves the loss by .02, which is u^2 / 2 in coordinates of curvature 1.
 _RIDGE = 24.0
-# Between the model and zero a logistic loss is less curved than at zero.
+# Curvature of a logistic loss between the model and zero, relative to that at zero.
 _LESS_CURVED = 0.7
-# Curvatures below this share of the middle of their range are noise.
+# Curvatures below this fraction of the middle of their range are noise.
 _LEAST = 0.08
-# Where the fit starts: at half of the model, or at less if scores are so large that few
-# steps would not leave them. benchmarks/results/constants.md names the tasks on which
-# this was chosen.
-_SHARE = 0.5
+# The fit starts at half of the model, or at less if its scores are large, which few
+# steps would not leave. benchmarks/results/constants.md names the tasks.
+_START = 0.5
 _LONGEST = 1.8
 
 
@@ -56,73 +53,47 @@ class _Span(eqx.Module):
         return self.y + jnp.tensordot(u, self.directions, 1).astype(self.y.dtype)
 
 
-def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
+def _fit_objective(problem: BilevelProblem, span: _Span) -> Objective:
     """Return the upper level in the coordinates of a span."""
-    public = problem.upper_public
 
-    def upper(u, span, record):
-        return problem.upper(span.x, span.at(u), record)
+    def upper(w, record):
+        return jax.grad(lambda u: problem.upper(span.x, span.at(u), record))(w)
 
-    def upper_public(u, span):
+    def term(u):
+        public = problem.upper_public
         own = 0.0 if public is None else public(span.x, span.at(u))
         return own + span.ridge / 2 * jnp.sum(u * u)
 
-    inside = BilevelProblem(upper, problem.lower, upper_public=upper_public)
-    return UpperLevel(inside, span)
+    return Objective(Euclidean(), {"upper": upper}, jax.grad(term))
 
 
-class _Curvature(AbstractLevel):
-    r"""Minimizes the mean squared distance to curvatures of lower records' losses.
+def _curvature_objective(problem: BilevelProblem, span: _Span) -> Objective:
+    r"""Return the mean squared distance to the curvatures of lower records' losses.
 
-    $\min_H \frac{1}{2 n_g} \sum_i \|H - H_i\|^2$, whose minimizer is the mean of the
-    $H_i$: the Hessian of the loss of a lower record along directions, at $y = 0$.
-
-    Args:
-        problem: The bilevel problem.
-        span: Its x and directions, or `None` if only the queries matter.
+    The minimizer of $\frac{1}{2 n_g} \sum_i \|H - H_i\|^2$ is the mean of the $H_i$:
+    the Hessian of the loss of a lower record along the directions, at $y = 0$.
     """
+    from_zero = dataclasses.replace(span, y=jnp.zeros_like(span.y))
+    weighting = problem if isinstance(problem, SourceWeighting) else None
 
-    problem: BilevelProblem
-    span: _Span | None
+    def loss(u, record):
+        y = from_zero.at(u)
+        # Records of sources that the search dropped count too.
+        if weighting is None:
+            return problem.lower(span.x, y, record)
+        return weighting.loss(y, record)
 
-    @property
-    def w_set(self) -> AbstractSet:
-        """All numbers."""
-        return Euclidean()
+    def lower(w, record):
+        distance = w - jax.hessian(loss)(jnp.zeros_like(w[0]), record)
+        # A record of no known source has no influence.
+        known = True if weighting is None else weighting.index(record)[1]
+        return jnp.where(known, distance, jnp.zeros_like(distance))
 
-    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """Return the distance of the current curvature from that of a record."""
-        problem, span = self.problem, self.span
-        assert span is not None
-        from_zero = dataclasses.replace(span, y=jnp.zeros_like(span.y))
-        weighting = problem if isinstance(problem, SourceWeighting) else None
-
-        def loss(u, record):
-            y = from_zero.at(u)
-            # Of sources that the search left out, too, which have no weight.
-            if weighting is None:
-                return problem.lower(span.x, y, record)
-            return weighting.loss(y, record)
-
-        def lower(record):
-            distance = w - jax.hessian(loss)(jnp.zeros_like(w[0]), record)
-            # A record of no known source has no influence.
-            known = True if weighting is None else weighting.index(record)[1]
-            return jnp.where(known, distance, jnp.zeros_like(distance))
-
-        return {"lower": lower}
-
-    def public_gradient(self, w: PyTree) -> PyTree:
-        """Zero: no term is public."""
-        return jnp.zeros_like(w)
-
-    def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
-        """One query on the lower records."""
-        return levels_queries(Levels(None, clip_norm), sampling, sizes)
+    return Objective(Euclidean(), {"lower": lower})
 
 
 def is_array(y: PyTree) -> bool:
-    """Whether a model is one array, or its shape."""
+    """Return whether a model is one array, or the shape of one."""
     return hasattr(y, "shape") and hasattr(y, "dtype")
 
 
@@ -151,7 +122,7 @@ def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
 
 
 class Recalibration(AbstractPipeline):
-    r"""Fits slope and constant of the model that it starts from on the upper records.
+    r"""Fits slope and constant of the initial model on the upper records.
 
     With $\hat y$ the given model, the run fits $u$ on the upper records in
 
@@ -160,11 +131,10 @@ class Recalibration(AbstractPipeline):
 
     with orthonormal columns of $B$: $\hat y$ without the coefficients of the constant
     feature, over its norm, and the $e_j$, these coefficients, one for each score. A
-    model of the lower records, of which there are many, thereby has the base rate of
-    the upper ones, and coefficients as long as its predictions deserve:
-    `WarmStarted(search, Recalibration())`. From a model of zeros the answer is the base
-    rate, a private estimate of the best constant prediction, which every model has to
-    beat.
+    model of many lower records thereby gets the base rate of the upper ones, and the
+    length that its predictions deserve: `WarmStarted(search, Recalibration())`. From a
+    model of zeros the answer is the base rate, a private estimate of the best constant
+    prediction.
 
     $H$ is the Hessian of the mean loss of the lower records along $B$, at $y = 0$,
     released, symmetrized, with eigenvalues of at least .08 of the middle of their
@@ -184,20 +154,20 @@ class Recalibration(AbstractPipeline):
 
     Args:
         fit: The one-level solver of $u$, with settings for gradients whose typical
-            length at $y = 0$ is about 1 in each direction. At the default clip norm
-            some gradients of a class of less than a quarter of the records are clipped.
-            Its rate comes out too low, by a fifth at 8 %. From epsilon 3 on,
-            `clip_norm=2.4` avoids that.
+            length at $y = 0$ is about 1 in each direction. The default clip norm clips
+            gradients of a class of less than a quarter of the records, whose rate comes
+            out too low, by a fifth at 8 %. From epsilon 3 on, `clip_norm=2.4` avoids
+            that.
         curvature: The one-level solver of $H$: one step of size 1. It starts in the
             middle of the range of curvatures. Its clip norm $c$ is the largest distance
             from there, in the Frobenius norm: with $k$ columns of $B$ a Hessian of rank
             one is not clipped if its eigenvalue is in $[0, 2 c / \sqrt k]$. The
             default admits $[0, 1/4]$, for features of norm 1 at most and two classes;
             for norm $r$ multiply it by $r^2$.
-        intercept: The place of the feature that is the same for all records, along the
+        intercept: The index of the feature that is the same for all records, along the
             leading axis of y; `None` if there is none. Static.
-        budget_split: How the squared budget is split over curvature and fit. Disjoint
-            people of the lower level pay for the curvature alone.
+        budget_split: The split of the squared budget over curvature and fit. Disjoint
+            people of the lower level spend budget on the curvature alone.
 
     Raises:
         ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
@@ -221,16 +191,18 @@ class Recalibration(AbstractPipeline):
     in_config: ClassVar[bool] = True
 
     @override
-    def level(self, name, problem, w0, found):
-        if name == CURVATURE:
-            return _Curvature(problem, w0 and self._span(w0)[0])
-        if found is None:
-            return _level(problem, None)
-        span = dataclasses.replace(self._in_units(w0, found), ridge=self._ridge())
-        return _level(problem, span)
+    def queries(self, name):
+        return queries_of("lower" if name == CURVATURE else "upper")
 
     @override
-    def start(self, name, w0, found):
+    def objective(self, name, problem, w0, outputs):
+        if name == CURVATURE:
+            return _curvature_objective(problem, self._span(w0)[0])
+        span = self.scaled_span(w0, outputs)
+        return _fit_objective(problem, dataclasses.replace(span, ridge=self._ridge()))
+
+    @override
+    def start(self, name, w0, outputs):
         y = w0[1]
         size = 1 + len(constants_of("Recalibration", y, self.intercept))
         if name == FIT:
@@ -238,20 +210,19 @@ class Recalibration(AbstractPipeline):
         return self.curvature.clip_norm / size**0.5 * jnp.eye(size, dtype=y.dtype)
 
     @override
-    def step_factor(self, name, found):
+    def step_factor(self, name, outputs):
         return 1 / (1 + self._ridge()) if name == FIT else None
 
     @override
-    def current_solution(self, name, problem, w0, found):
+    def current_solution(self, name, problem, w0, outputs):
         if name == CURVATURE:
             return w0
-        y = self._in_units(w0, found).at(found[FIT])
+        y = self.scaled_span(w0, outputs).at(outputs[FIT])
         return w0[0], problem.y_set.project(y)  # the span may leave the set
 
     def _ridge(self) -> Array:
         """Return the ridge, which follows from public noise."""
-        any_problem: Any = None  # queries are the same for all
-        noise = noise_std(self.fit, UpperLevel(any_problem, None), self.sizes)
+        noise = noise_std(self.fit, self.queries(FIT), self.sizes)
         return _RIDGE * noise**2 / self.fit.num_steps
 
     def _span(self, w0: PyTree) -> tuple[_Span, Array]:
@@ -263,18 +234,18 @@ class Recalibration(AbstractPipeline):
         length = jnp.linalg.norm(slope)
         slope = slope / jnp.where(length > 0, length, 1)
         directions = jnp.concatenate([slope[None], constants])
-        return _Span(x, _SHARE * y, directions), jnp.append(length, shifts)
+        return _Span(x, _START * y, directions), jnp.append(length, shifts)
 
-    def _in_units(self, w0: PyTree, found: dict) -> _Span:
+    def scaled_span(self, w0: PyTree, outputs: Outputs) -> _Span:
         """Return the span with directions along which the curvature is about 1."""
         span, model = self._span(w0)
         middle = self.start(CURVATURE, w0, {})[0, 0]
-        noisy = found[CURVATURE]
+        noisy: Any = outputs[CURVATURE]
         values, vectors = jnp.linalg.eigh((noisy + noisy.T) / 2)
         values = jnp.maximum(values, _LEAST * middle)
         root = vectors @ jnp.diag((_LESS_CURVED * values) ** -0.5) @ vectors.T
         directions = jnp.tensordot(root, span.directions, 1)
         # The root mean square of half a score, for two classes.
         length = jnp.linalg.norm(jnp.sqrt(values) * (vectors.T @ model))
-        share = jnp.minimum(1, _LONGEST / jnp.maximum(length, _LONGEST))
-        return dataclasses.replace(span, y=share * span.y, directions=directions)
+        shorter = jnp.minimum(1, _LONGEST / jnp.maximum(length, _LONGEST))
+        return dataclasses.replace(span, y=shorter * span.y, directions=directions)

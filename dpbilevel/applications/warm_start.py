@@ -9,12 +9,12 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.problem import BilevelProblem, Sizes
-from ..bilevel.stages import AbstractStages
+from ..bilevel.problem import BilevelProblem
+from ..bilevel.stages import AbstractStages, with_prefix
 from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
-from .base import SourceWeighting
+from .sources import SourceWeighting
 
 FIRST, THEN = "first", "then"
 
@@ -22,7 +22,7 @@ FIRST, THEN = "first", "then"
 class _State(eqx.Module):
     first: PyTree
     then: PyTree
-    y0: PyTree  # of the given start, for a first solver that releases no y
+    y0: PyTree  # the given y, for a first solver that releases none
     t: Int[Array, ""]
 
 
@@ -32,12 +32,12 @@ class WarmStarted(AbstractStages[_State]):
     Args:
         first: The solver that finds the start, also one of sources alone.
         then: The solver that goes on from there.
-        budget_split: How the squared budget is split over both.
+        budget_split: The split of the squared budget over both.
 
     Privacy:
         The releases of both runs, composed; the status is the worse of the two. Only
-        released values pass from one to the other: `x`, and `y` where the first
-        releases it; otherwise the second starts from the given `y`.
+        released values pass from one to the other: `x`, and `y` if the first releases
+        it. Otherwise the second starts from the given `y`.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
@@ -55,18 +55,18 @@ class WarmStarted(AbstractStages[_State]):
 
     @property
     def num_steps(self) -> int:
-        """The steps of both."""
+        """Number of steps of both solvers."""
         return self.first.num_steps + self.then.num_steps
 
-    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts the first at `w0`; the second waits there."""
+    @override
+    def init(self, problem, w0) -> _State:
         first, then = (part.init(problem, w0) for part in self.parts)
         y0 = jax.tree.map(jnp.asarray, w0[1])
         return _State(first, then, y0, jnp.zeros((), jnp.int32))
 
+    @override
     def step(self, problem, data, state, *, key) -> _State:
-        """One step of the first, or of the second."""
-        key_first, key_then = derive(key, FIRST, THEN)
+        key_first, key_then = derive(key, *self.stages)
         first, then = self.parts
 
         def go_first():
@@ -78,33 +78,31 @@ class WarmStarted(AbstractStages[_State]):
         def go_then():
             return state.first, then.step(problem, data, state.then, key=key_then)
 
-        # The step count is public: both runs always happen.
+        # The number of the step is public: both runs always happen.
         runs = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
-        return _State(runs[0], runs[1], state.y0, state.t + 1)
+        return _State(*runs, state.y0, state.t + 1)
 
-    def released(self, state: _State) -> PyTree:
-        """The second's iterate, which is the first's answer so far until it starts."""
+    @override
+    def released(self, state):
+        """Return the iterate of the second, which starts at the answer of the first."""
         return self.then.released(state.then)
 
-    def adversary_view(self, state: _State) -> PyTree:
-        """What each of the two shows."""
+    @override
+    def adversary_view(self, state):
         first = self.first.adversary_view(state.first)
         return first, self.then.adversary_view(state.then)
 
     @override
-    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
+    def answer(self, problem, state):
         return self.then.answer(problem, state.then)
 
-    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """The releases of the first, then those of the second."""
+    @override
+    def ledger(self, problem, sizes) -> Ledger:
         _checks.instance("WarmStarted", self.first.problem_type, problem=problem)
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 
     @override
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        return {
-            f"{name}: {key}": value
-            for name, part in ((FIRST, self.first), (THEN, self.then))
-            for key, value in part.dimensions(w0).items()
-        }
+    def dimensions(self, w0):
+        first = with_prefix(FIRST, self.first.dimensions(w0))
+        return first | with_prefix(THEN, self.then.dimensions(w0))

@@ -11,13 +11,9 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from ..applications.base import (
-    PenaltyTuning,
-    SourceWeighting,
-    penalty_tuning,
-    source_weighting,
-)
+from ..applications.penalties import PenaltyTuning, penalty_tuning
 from ..applications.recalibration import Recalibration
+from ..applications.sources import SourceWeighting, source_weighting
 from ..bilevel.certificates.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem
 from ..core.problem import AbstractProblem

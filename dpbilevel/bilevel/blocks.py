@@ -1,4 +1,4 @@
-"""One release a step of several directions, each measured in a unit of its own."""
+"""Joint solvers: one release a step, of several directions in units of their own."""
 
 import abc
 import dataclasses
@@ -13,49 +13,58 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar
+from .._checks import AbstractVar, Number, Positive
+from ..core.descent import StepSize, as_rule
 from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from .penalized import levels_queries, row_in_x, rows_of_steps, shortened_in_x
+from .levels import levels_queries
+from .penalized import row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
+
+# The blocks of a loss or public term, a function of (x, y).
+LossBlocks = Callable[[Callable[[PyTree, PyTree], Any]], Any]
 
 
 class AbstractBlocks(eqx.Module):
     """Two entries like y, whose names subclasses choose, and one like x.
 
     Attributes:
-        x: The last entry; `None` where no record's loss reads x.
+        x: The last entry; `None` if no record's loss reads x.
     """
 
     x: AbstractVar[Any]
 
 
 class JointState(eqx.Module):
-    """The state of an `AbstractJointSolver`; `w` and `memory` are of its `blocks`."""
+    """State of an `AbstractJointSolver`; `w` and `memory` are of its `blocks`."""
 
     w: Any  # the three variables, all released
-    kept: PyTree  # by the output rule
-    memory: Any  # of each variable's updates
+    kept: PyTree  # memory of the output rule
+    memory: Any  # of the updates of each variable
     t: Int[Array, ""]
 
 
 class AbstractJointSolver(
     AbstractNoisySolver[BilevelProblem, JointState], AbstractIterative
 ):
-    r"""Moves three variables at once along the blocks of one clipped, noisy release.
+    r"""Joint descent: three variables move along the blocks of one noisy release.
 
-    Every block is measured in its unit $u_b = C_b / \sqrt{s_b}$, with the bound $C_b$
-    on the block of one lower record and the share $s_b$ of the block in the squared
-    budget. A record's blocks are clipped together in these units: a record whose blocks
-    are within their bounds is left as it is. A subclass writes `step`: it maps one
-    record of each level to its blocks, for `directions`, and ends in `moved`.
+    Every block has a unit $u_b = C_b / \sqrt{s_b}$, with the bound $C_b$ on the block
+    of one lower record and the fraction $s_b$ of the squared budget. A record's blocks
+    are clipped together in these units. A record whose blocks are within their bounds
+    is left as it is. The `step` of a subclass maps one record of each level to its
+    blocks, for `directions`, and ends in `moved`.
 
     Attributes:
         blocks: The class of the blocks.
+        step_size: The step size of $x$, or an optax optimizer.
+        lower_step_size: The step size of the first variable, or an optax optimizer.
         clip_norm: The bound on the first block of one lower record.
-        budget_split: $s_b$, for any sum. Where no record's loss reads x, of the first
-            two.
+        cross_clip_norm: The bound on the block like x of one lower record.
+        upper_clip_norm: The bound on a block of one upper record.
+        budget_split: $s_b$, of any sum. If no record's loss reads x, the first two
+            count.
 
     Privacy:
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
@@ -64,8 +73,14 @@ class AbstractJointSolver(
     """
 
     blocks: ClassVar[type]  # of `AbstractBlocks`
-    clip_norm: AbstractVar[float]
-    budget_split: AbstractVar[tuple[float, float, float]]
+    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    lower_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
+    cross_clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
+    upper_clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
+    budget_split: tuple[float, float, float] = eqx.field(
+        default=(0.4, 0.4, 0.2), converter=_checks.floats, kw_only=True
+    )
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
@@ -73,13 +88,13 @@ class AbstractJointSolver(
         names = (field.name for field in dataclasses.fields(self.blocks))
         _checks.budget_split(owner, self.budget_split, *names)
 
-    @abc.abstractmethod
     def start(self, x: PyTree, y: PyTree) -> Any:
-        """The three variables at the given, feasible pair."""
+        """Return the three variables at a feasible pair; the second one is zero."""
+        return self.blocks(y, optax.tree.zeros_like(y), x)
 
     @abc.abstractmethod
     def descents(self, problem: BilevelProblem) -> Any:
-        """The `Descent` of each variable."""
+        """Return the `Descent` of each variable."""
 
     @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> JointState:
@@ -93,9 +108,9 @@ class AbstractJointSolver(
     def curvature_limited(
         self, problem: BilevelProblem, q: Any, x: PyTree, y: PyTree
     ) -> Any:
-        """The blocks, the first two shorter where steps overshoot the public term.
+        """Return the blocks, the first two shortened if they overshoot the public term.
 
-        For variables that both meet the Hessian of the lower public term at y.
+        Both variables must meet the Hessian of the lower public term at y.
         """
         if problem.lower_public is None:
             return q
@@ -108,36 +123,29 @@ class AbstractJointSolver(
         return self.blocks(first, second, of_x)
 
     def moved(self, problem: BilevelProblem, state: JointState, q: Any) -> JointState:
-        """The state after each variable's projected update along its block of `q`."""
+        """Return the state after one projected update of each variable."""
         descents, (x, y) = self.descents(problem), self.released(state)
         of_x = shortened_in_x(problem, descents.x, q.x, x, y)
         q = dataclasses.replace(q, x=of_x)
         parts = map(_entries, (descents, q, state.memory, state.w))
         pairs = [descent.update(*rest) for descent, *rest in zip(*parts, strict=True)]
         w, memory = (self.blocks(*values) for values in zip(*pairs, strict=True))
-        kept = self.output.update(
-            state.kept,
-            (w.x, w.y),
-            before=self.released(state),
-            t=state.t,
-            num_steps=self.num_steps,
-            key=None,  # `check_output` refuses rules that draw
-        )
+        kept = self.remembered(state.kept, (w.x, w.y), before=(x, y), t=state.t)
         return JointState(w, kept, memory, state.t + 1)
 
-    def released(self, state: JointState) -> PyTree:
-        """The current pair."""
+    @override
+    def released(self, state):
         return state.w.x, state.w.y
 
-    def adversary_view(self, state: JointState) -> PyTree:
-        """All three variables."""
+    @override
+    def adversary_view(self, state):
         return state.w
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Rows where steps overshoot the public terms."""
+        """Return rows if steps overshoot the public terms."""
         *of_y, _ = vars(self.descents(problem)).items()
-        # Of the second variable's level; the first one's has no more curvature.
+        # The level of the second variable is at least as curved as that of the first.
         penalty = getattr(self, "penalty", None)
         in_x = row_in_x(problem, self.descents(problem).x.step_size, w0)
         return (*rows_of_steps(problem, w0, dict(of_y), penalty), *in_x)
@@ -148,46 +156,44 @@ class AbstractJointSolver(
 
     @abc.abstractmethod
     def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
-        """$C_b$: the bound on each block of one lower record.
+        """Return $C_b$, the bound on each block of one lower record.
 
         Args:
             sizes: The planned sizes, which decide bounds that are not given.
         """
 
-    @abc.abstractmethod
-    def upper_bounds(self) -> tuple[float | None, float | None, float]:
-        """The bound on each block of one upper record; `None` where it has none."""
+    def upper_bounds(self) -> tuple[float | None, Number | None, float]:
+        """Return the bound on each block of one upper record; `None` if it has none."""
+        return None, self.upper_clip_norm, self.upper_clip_norm
 
     def units(self, problem: BilevelProblem) -> Any:
-        """The units of the blocks; `None` for x where no loss reads it."""
+        """Return the units of the blocks; `None` for x if no loss reads it."""
         return self._units(bool(problem.x_in_records), self.sizes)
 
-    def balanced(self, upper_bound: float, sizes: Sizes | None) -> Any:
-        r"""The bound on a block of lower records that upper ones of a bound share.
+    def balanced(self, bound: float | None, sizes: Sizes | None) -> Any:
+        r"""Return a bound on a block of lower records; if `None`, one that fits $C_f$.
 
-        $C_f n_g / n_f$ with the records of a batch, so that one upper record moves the
-        block no more than a lower one does and few of them do not decide the noise of
-        all blocks; at least `clip_norm`.
+        $C_f n_g / n_f$ with the records of a batch, or `clip_norm` if that is larger.
+        One upper record then moves the block no more than a lower one does. Otherwise
+        few upper records would decide the noise of all blocks.
         """
-        if sizes is None:
-            return self.clip_norm
+        if bound is not None or sizes is None:
+            return self.clip_norm if bound is None else bound
         upper, lower = map(self.sampling.denominator, (sizes.upper, sizes.lower))
-        bounds: Any = self.clip_norm, upper_bound * lower / upper
-        # Traced inside of a compiled step.
-        return (
-            max(bounds) if all(map(_checks.concrete, bounds)) else jnp.maximum(*bounds)
-        )
+        bounds: Any = self.clip_norm, self.upper_clip_norm * lower / upper
+        known = all(map(_checks.concrete, bounds))  # not in a compiled step
+        return max(bounds) if known else jnp.maximum(*bounds)
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """All blocks at once, in their units."""
+        """Return the release of all blocks at once, in their units."""
         units = self._units(bool(problem.x_in_records), sizes)
         clip_norms = self._clip_norms(problem, _entries(units), sizes)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
         name = _name(units)
         return Release(name, 1, queries, self.release_noise, joint=joint)
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Two blocks like y, and one like x where records' losses read it."""
+    @override
+    def dimensions(self, w0):
         d_x, d_y = (optax.tree.size(w) for w in w0)
         return {
             _name(self._units(meets, self.sizes)): 2 * d_y + (d_x if meets else 0)
@@ -198,17 +204,19 @@ class AbstractJointSolver(
         self,
         problem: BilevelProblem,
         data: Levels,
-        funs: dict[str, Callable[[PyTree], Any]],
+        upper: LossBlocks,
+        lower: LossBlocks,
         *,
         like: PyTree,
         key: PRNGKey,
     ) -> Any:
-        """The released blocks; zero for x where no loss reads it.
+        """Return the released blocks; zero for x if no loss reads it.
 
         Args:
             problem: The problem.
             data: The records.
-            funs: The blocks of one record, for each role.
+            upper: The blocks of an upper loss, a function of (x, y).
+            lower: The blocks of a lower loss.
             like: A pytree like x.
             key: A typed key for batches and noise.
 
@@ -216,18 +224,35 @@ class AbstractJointSolver(
             One `release`.
         """
         units, release = self.units(problem), self.release(problem, self.sizes)
-        measured = {
-            role: lambda record, fun=fun: _scaled(fun(record), units, -1)
-            for role, fun in funs.items()
+
+        def of_record(blocks, loss):
+            def scaled(record):
+                return _scaled(blocks(lambda x, y: loss(x, y, record)), units, -1)
+
+            return scaled
+
+        funs = {
+            "upper": of_record(upper, problem.upper),
+            "lower": of_record(lower, problem.lower),
         }
-        q = _scaled(release.apply(measured, data, key=key), units, 1)
+        q = _scaled(release.apply(funs, data, key=key), units, 1)
         if q.x is None:
             q = dataclasses.replace(q, x=optax.tree.zeros_like(like))
         return q
 
+    def with_public(
+        self, problem: BilevelProblem, q: Any, upper: LossBlocks, lower: LossBlocks
+    ) -> Any:
+        """Return the blocks plus those of the public terms; arguments as before."""
+        if problem.lower_public is not None:
+            q = optax.tree.add(q, lower(problem.lower_public))
+        if problem.upper_public is not None:
+            q = optax.tree.add(q, upper(problem.upper_public))
+        return q
+
     def _units(self, meets_x: bool, sizes: Sizes | None) -> Any:
         split = self.budget_split
-        total = sum(split) if meets_x else sum(split[:2])  # a free block takes no share
+        total = sum(split) if meets_x else sum(split[:2])  # a public block is free
         first, second, x = (
             bound * (total / share) ** 0.5
             for bound, share in zip(self.lower_bounds(sizes), split, strict=True)
@@ -235,7 +260,7 @@ class AbstractJointSolver(
         return self.blocks(first, second, x if meets_x else None)
 
     def _clip_norms(self, problem: BilevelProblem, units: list, sizes: Sizes) -> Levels:
-        """What bounds the blocks of one record of each level, in their units."""
+        """Return the bounds on all blocks of a record of each level, in their units."""
 
         def clip_norm(role, bounds):
             *both, of_x = zip(bounds, units, strict=True)
@@ -255,7 +280,7 @@ def _entries(blocks: AbstractBlocks) -> list[Any]:
 
 
 def _name(units: AbstractBlocks) -> str:
-    """The release, with the units that its noise and sensitivities are given in."""
+    """Return the name of the release, with the units of its noise and sensitivities."""
     named = {k: v for k, v in vars(units).items() if v is not None}
     if not all(map(_checks.concrete, named.values())):
         return "directions"  # inside of a compiled step, where nobody reads it
@@ -264,7 +289,7 @@ def _name(units: AbstractBlocks) -> str:
 
 
 def _scaled(blocks: Any, units: Any, power: int) -> Any:
-    """Each block times a power of its unit; without x where x has no unit."""
+    """Return each block times a power of its unit, without x if x has no unit."""
     if units.x is None:
         blocks = dataclasses.replace(blocks, x=None)  # not released
     return jax.tree.map(

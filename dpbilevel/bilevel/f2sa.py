@@ -7,11 +7,11 @@ import jax
 import optax
 from typing_extensions import override
 
-from .. import _checks
 from .._checks import Count, Positive
-from ..core.descent import Descent, StepSize, as_rule
+from ..core.descent import Descent
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
-from .penalized import PenalizedLevel, public_penalty_gradient
+from .levels import lower_objective
+from .penalized import public_penalty_gradient
 from .problem import BilevelProblem
 
 
@@ -87,14 +87,6 @@ class F2SA(AbstractJointSolver):
 
     num_steps: Count = eqx.field(static=True)
     penalty: Positive
-    step_size: StepSize = eqx.field(converter=as_rule)
-    lower_step_size: StepSize = eqx.field(converter=as_rule)
-    clip_norm: Positive = 1.0
-    cross_clip_norm: Positive = 1.0
-    upper_clip_norm: Positive = 1.0
-    budget_split: tuple[float, float, float] = eqx.field(
-        default=(0.4, 0.4, 0.2), converter=_checks.floats
-    )
     blocks: ClassVar = _Blocks
 
     @override
@@ -118,32 +110,30 @@ class F2SA(AbstractJointSolver):
     def step(self, problem, data, state, *, key) -> JointState:
         x, y, z = state.w.x, state.w.y, state.w.z
 
-        def upper(record):
-            of_x, of_z = jax.grad(problem.upper, (0, 1))(x, z, record)
+        def upper(f):
+            of_x, of_z = jax.grad(f, (0, 1))(x, z)
             of_z = jax.tree.map(lambda v: v / self.penalty, of_z)
             return _Blocks(optax.tree.zeros_like(y), of_z, of_x)
 
-        def lower(record):
-            slopes = jax.grad(problem.lower, (0, 1))
-            (x_at_y, of_y), (x_at_z, of_z) = slopes(x, y, record), slopes(x, z, record)
+        def lower(g):
+            slopes = jax.grad(g, (0, 1))
+            (x_at_y, of_y), (x_at_z, of_z) = slopes(x, y), slopes(x, z)
             of_x = optax.tree.scale(self.penalty, optax.tree.sub(x_at_z, x_at_y))
             return _Blocks(of_y, of_z, of_x)
 
         # Algorithm 1: all gradients at the same point and on the same batch.
-        funs = {"upper": upper, "lower": lower}
-        q = self.directions(problem, data, funs, like=x, key=key)
+        q = self.directions(problem, data, upper, lower, like=x, key=key)
         q = self._with_public(problem, q, x, y, z)
-        return self.moved(problem, state, q)  # the inner steps and the outer one
+        # The inner steps and the outer one.
+        return self.moved(problem, state, q)
 
     def _with_public(self, problem: BilevelProblem, q: _Blocks, x, y, z) -> _Blocks:
-        """Adds the public terms; shortens what would overshoot them."""
-        level = PenalizedLevel(problem, x)
-        penalized = PenalizedLevel(problem, x, self.penalty)
-        public_x = public_penalty_gradient(problem, self.penalty, x, y, z)
-        q = optax.tree.add(
-            q, _Blocks(level.public_gradient(y), penalized.public_gradient(z), public_x)
-        )
+        """Return the blocks with public terms, shortened if they would overshoot."""
+        of_lower = lower_objective(problem, x).public
+        of_penalized = lower_objective(problem, x, self.penalty).public
+        of_x = public_penalty_gradient(problem, self.penalty, x, y, z)
+        q = optax.tree.add(q, _Blocks(of_lower(y), of_penalized(z), of_x))
         descents = self.descents(problem)
-        of_y = descents.y.curvature_limited(q.y, level.public_gradient, y)
-        of_z = descents.z.curvature_limited(q.z, penalized.public_gradient, z)
-        return _Blocks(of_y, of_z, q.x)
+        q_y = descents.y.curvature_limited(q.y, of_lower, y)
+        q_z = descents.z.curvature_limited(q.z, of_penalized, z)
+        return _Blocks(q_y, q_z, q.x)

@@ -5,15 +5,12 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import optax
-from jaxtyping import PyTree
 from typing_extensions import override
 
-from .. import _checks
 from .._checks import Count, Positive
-from ..core.descent import Descent, StepSize, as_rule
+from ..core.descent import Descent
 from ..sets import Euclidean
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
-from .problem import BilevelProblem
 
 
 class _Blocks(AbstractBlocks):
@@ -99,21 +96,9 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     """
 
     num_steps: Count = eqx.field(static=True)
-    step_size: StepSize = eqx.field(converter=as_rule)
-    lower_step_size: StepSize = eqx.field(converter=as_rule)
     penalty: Positive = 100.0
-    clip_norm: Positive = 1.0
     difference_clip_norm: Positive | None = None
-    cross_clip_norm: Positive = 1.0
-    upper_clip_norm: Positive = 1.0
-    budget_split: tuple[float, float, float] = eqx.field(
-        default=(0.4, 0.4, 0.2), converter=_checks.floats
-    )
     blocks: ClassVar = _Blocks
-
-    @override
-    def start(self, x, y) -> _Blocks:
-        return _Blocks(y, optax.tree.zeros_like(y), x)
 
     @override
     def descents(self, problem) -> _Blocks:
@@ -125,53 +110,25 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
 
     @override
     def lower_bounds(self, sizes):
-        of_delta = self.difference_clip_norm
-        if of_delta is None:
-            of_delta = self.balanced(self.upper_clip_norm, sizes)
+        of_delta = self.balanced(self.difference_clip_norm, sizes)
         return self.clip_norm, of_delta, self.cross_clip_norm
-
-    @override
-    def upper_bounds(self):
-        return None, self.upper_clip_norm, self.upper_clip_norm
 
     @override
     def step(self, problem, data, state, *, key) -> JointState:
         x, y, delta = state.w.x, state.w.y, state.w.delta
         z = jax.tree.map(lambda a, b: a + b / self.penalty, y, delta)
 
-        def upper(record):
-            return _upper_blocks(lambda x, y: problem.upper(x, y, record), x, z)
+        def upper(f):
+            of_x, of_delta = jax.grad(f, (0, 1))(x, z)
+            return _Blocks(optax.tree.zeros_like(y), of_delta, of_x)
 
-        def lower(record):
-            def g(x, y):
-                return problem.lower(x, y, record)
-
-            return _lower_blocks(g, self.penalty, x, y, z)
+        def lower(g):
+            at_y, at_z = (jax.grad(g, (0, 1))(x, w) for w in (y, z))
+            difference = optax.tree.sub(at_z, at_y)
+            of_x, of_delta = optax.tree.scale(self.penalty, difference)
+            return _Blocks(at_y[1], of_delta, of_x)
 
         # All directions at the same point and on the same batch.
-        funs = {"upper": upper, "lower": lower}
-        q = self.directions(problem, data, funs, like=x, key=key)
-        q = self._with_public(problem, q, x, y, z)
+        q = self.directions(problem, data, upper, lower, like=x, key=key)
+        q = self.with_public(problem, q, upper, lower)
         return self.moved(problem, state, self.curvature_limited(problem, q, x, y))
-
-    def _with_public(self, problem: BilevelProblem, q: _Blocks, x, y, z) -> _Blocks:
-        """Adds the blocks of the public terms."""
-        if problem.lower_public is not None:
-            public = _lower_blocks(problem.lower_public, self.penalty, x, y, z)
-            q = optax.tree.add(q, public)
-        if problem.upper_public is not None:
-            q = optax.tree.add(q, _upper_blocks(problem.upper_public, x, z))
-        return q
-
-
-def _lower_blocks(g, penalty, x: PyTree, y: PyTree, z: PyTree) -> _Blocks:
-    r"""$\nabla_y g(x, y)$, and $\lambda (\nabla g(x, z) - \nabla g(x, y))$."""
-    at_y, at_z = (jax.grad(g, (0, 1))(x, w) for w in (y, z))
-    of_x, of_delta = optax.tree.scale(penalty, optax.tree.sub(at_z, at_y))
-    return _Blocks(at_y[1], of_delta, of_x)
-
-
-def _upper_blocks(f, x: PyTree, z: PyTree) -> _Blocks:
-    r"""$(0, \nabla_y f, \nabla_x f)$ at $(x, z)$."""
-    of_x, of_y = jax.grad(f, (0, 1))(x, z)
-    return _Blocks(optax.tree.zeros_like(of_y), of_y, of_x)

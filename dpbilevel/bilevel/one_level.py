@@ -1,28 +1,35 @@
 """One level alone: the baseline of methods of two levels."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import equinox as eqx
 from typing_extensions import override
 
-from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.adaptive_clip import NoisyDescent
 from ..onelevel.problem import AbstractFiniteSum
-from .penalized import PenalizedLevel, ValidationLevel, both_levels
-from .runs import AbstractPipeline
+from .levels import (
+    Level,
+    Reads,
+    equal_weights,
+    lower_objective,
+    queries_of,
+    validation_objective,
+)
+from .pipeline import AbstractPipeline
 
 MODEL = "model"
 
 
 class OneLevel(AbstractPipeline):
-    r"""Fits $y$ on the records of one level, or of both, and leaves $x$ as it is.
+    r"""Fits $y$ on the records of one level, or of both, and keeps the given $x$.
 
     The baseline of every method of two levels: $\min_y f(x_0, y)$ on the upper
     records, $\min_y g(x_0, y)$ on the lower ones, or on both
 
     $$\min_y g(x_0, y) + \frac{n_f}{n_g} f(x_0, y),$$
 
-    which is $1 + n_f / n_g$ times the mean over all records, so that each of them
-    weighs the same.
+    which is $1 + n_f / n_g$ times the mean over all records: each of them weighs the
+    same.
 
     Args:
         model: The one-level solver.
@@ -33,31 +40,34 @@ class OneLevel(AbstractPipeline):
         budget.
     """
 
-    model: NoisyGD
-    reads: Literal["upper", "lower", "both"] = eqx.field(static=True, default="upper")
+    model: NoisyDescent
+    reads: Reads = eqx.field(static=True, default="upper")
     stages: ClassVar = {MODEL: AbstractFiniteSum}
     budget_split: ClassVar = (1.0,)
     in_config: ClassVar[bool] = True
 
     @override
-    def level(self, name, problem, w0, found):
-        x = w0 and w0[0]
+    def queries(self, name):
+        return queries_of(self.reads)
+
+    @override
+    def objective(self, name, problem, w0, outputs):
         if self.reads == "upper":
-            return ValidationLevel(problem, x)
-        if self.reads == "lower":
-            return PenalizedLevel(problem, x)
-        return both_levels("OneLevel", problem, x, self.sizes, self.model.clip_norm)
+            return validation_objective(problem, w0[0])
+        penalty = equal_weights(self.sizes) if self.reads == "both" else None
+        return lower_objective(problem, w0[0], penalty)
 
     @override
     def forecast(self, problem, sizes, w0):
-        """A row where steps overshoot the public terms, at the x that stays."""
-        level = self.with_sizes(sizes).level(MODEL, problem, w0, None)
+        """Return rows if steps overshoot the public terms at the given x."""
+        objective = self.with_sizes(sizes).objective(MODEL, problem, w0, {})
+        level = Level(problem, queries_of(self.reads), objective)
         return self.model.forecast(level, sizes, w0[1])
 
     @override
-    def start(self, name, w0, found):
+    def start(self, name, w0, outputs):
         return w0[1]
 
     @override
-    def current_solution(self, name, problem, w0, found):
-        return w0[0], found[MODEL]
+    def current_solution(self, name, problem, w0, outputs):
+        return w0[0], outputs[MODEL]

@@ -25,9 +25,8 @@ from ..privacy.noise import derive
 from ..privacy.releases import Release
 from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling, FullBatch
+from .levels import Level, levels_queries, lower_level, penalized_level
 from .penalized import (
-    PenalizedLevel,
-    levels_queries,
     penalty_gradients,
     public_penalty_gradient,
     row_in_x,
@@ -36,6 +35,7 @@ from .penalized import (
 )
 from .penalty_theorem import PenaltyTheorem, averaged_std
 from .problem import BilevelProblem, Levels, Sizes
+from .stages import with_prefix
 
 LOWER = "lower solution"
 PENALIZED = "penalized solution"
@@ -44,11 +44,11 @@ OUTER = "outer gradient"
 
 class _State(eqx.Module):
     x: PyTree
-    y: PyTree  # private solution of the lower level at the last x
-    z: PyTree  # private solution of the penalized level at the last x
+    y: PyTree  # released solution of the lower level at the last x
+    z: PyTree  # released solution of the penalized level at the last x
     memory: Memory
     inner: SkippedUpdates  # of both inner solves
-    kept: PyTree  # by the output rule
+    kept: PyTree  # memory of the output rule
     t: Int[Array, ""]
 
 
@@ -83,14 +83,14 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
             upper record.
         step_size: The step size $\eta$ of $x$, less where it overshoots the upper
             public term, or an optax optimizer fed with $\tilde g_t$.
-        sampling: How the batches of the outer gradient are drawn. The batches of the
-            inner solves are `inner.sampling`'s.
-        run_noise: The mechanism of the whole run, seen as one release on full batches:
-            no noise multiplier of a step. Set by `calibrate`.
-        budget_split: How the squared budget is split over lower solves, penalized
-            solves and outer gradients; if those are free, over the first two.
-        output: Which pair is the answer: `Last()`; `Mean()`, better if records are
-            few; or as in the paper `SmallestStep()`, the $x_t$ with the smallest
+        sampling: How the batches of the outer gradient are drawn. Inner solves use
+            `inner.sampling`.
+        run_noise: The mechanism of a single release on full batches that the whole run
+            amounts to; not that of a step. `calibrate` sets it.
+        budget_split: The split of the squared budget over lower solves, penalized
+            solves and outer gradients; if outer gradients are free, over the others.
+        output: Which pair is the answer: `Last()`; `Mean()`, which is better if records
+            are few; or as in the paper `SmallestStep()`, the $x_t$ with the smallest
             $\|x_{t+1} - x_t\|$ and its $y_t$.
 
     Privacy:
@@ -135,13 +135,13 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         _checks.budget_split(owner, self.budget_split, *parts)
         if getattr(self.inner, "noise_multiplier", None) is not None:
             raise ValueError(
-                f"{owner}: inner has a noise_multiplier, which would be ignored: the "
-                "noise of inner runs follows from budget_split. Give inner without it."
+                f"{owner}: inner has a noise_multiplier, but the noise of inner runs "
+                "follows from budget_split. Give inner without it."
             )
         if self.inner.neighbours is not self.run_noise.neighbours:
             raise ValueError(
                 f"{owner}: run_noise refers to {self.run_noise.neighbours} but inner "
-                f"to {self.inner.neighbours}; give both the same relation."
+                f"to {self.inner.neighbours}. Give both the same relation."
             )
 
     @classmethod
@@ -159,7 +159,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         population: bool = False,
         **fields: Any,
     ) -> Self:
-        r"""The parameters of the theorems with every hidden constant set to 1.
+        r"""Return a solver with the parameters of the theorems; hidden constants are 1.
 
         With $\ell$, $\kappa$ of the constants, $\Delta$ the initial gap and $\alpha$
         the promised accuracy (`theorem_accuracy`), $\lambda = \ell \kappa^3 / \alpha$,
@@ -225,9 +225,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         initial_gap: float,
         population: bool = False,
     ) -> float:
-        r"""The bound of the theorems for a calibrated solver: `PenaltyTheorem.bound`.
+        r"""Return the bound of the theorems for a calibrated solver.
 
-        A bound on the norm of the gradient mapping at the answer, up to absolute
+        It bounds the norm of the gradient mapping at the answer, up to absolute
         constants and logarithms, with the noise of the plan.
 
         Args:
@@ -248,7 +248,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         )
         if sizes is None:
             raise ValueError(
-                f"{owner}: not bound to sizes; take the solver from "
+                f"{owner}: the solver has no sizes. Take it from "
                 "dpbilevel.calibrate(...).solver."
             )
         theorem.check_covers(owner, self)
@@ -267,62 +267,56 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     def neighbours(self) -> Neighbours:
         return self.run_noise.neighbours
 
-    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts at `w0 = (x, y)`; both inner solves start at `y`."""
+    @override
+    def init(self, problem, w0) -> _State:
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x, y = problem.x_set.project(x), problem.y_set.project(y)
         memory = Descent(self.step_size, problem.x_set).init(x)
         kept, t = self.output.init((x, y)), jnp.zeros((), jnp.int32)
         return _State(x, y, y, memory, SkippedUpdates.none(), kept, t)
 
+    @override
     def step(self, problem, data, state, *, key) -> _State:
-        """Two private inner solves, one outer gradient, one projected update."""
         key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
         of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, state.x)
 
-        # Algorithm 1: both strongly convex problems, privately.
+        # Algorithm 1: private solutions y and z of both strongly convex problems.
         y, lost_y = inner_solve(lower, of_lower, data, state.y, key=key_lower)
         z, lost_z = inner_solve(
             penalized, of_penalized, data, state.z, key=key_penalized
         )
+        # The noisy outer gradient, whose public part costs no budget.
         at = problem, self.penalty, state.x, y, z
-        gradient = public_penalty_gradient(*at)  # no budget
-        if noise is not None:  # the noisy outer gradient
-            assert self.sizes is not None
+        gradient = public_penalty_gradient(*at)
+        if noise is not None:
             outer = self._outer(problem, noise, self.sizes)
             released = outer.apply(penalty_gradients(*at), data, key=key_outer)
             gradient = optax.tree.add(gradient, released)
 
-        # The projected step, and what t_out chooses from.
+        # The projected step, and the candidates for t_out.
         descent = Descent(self.step_size, problem.x_set)
         gradient = shortened_in_x(problem, descent, gradient, state.x, z)
         x, memory = descent.update(gradient, state.memory, state.x)
-        kept = self.output.update(
-            state.kept,
-            (x, y),
-            before=(state.x, y),
-            t=state.t,
-            num_steps=self.num_steps,
-            key=None,
-        )
+        kept = self.remembered(state.kept, (x, y), before=(state.x, y), t=state.t)
         inner = state.inner.plus(lost_y, lost_z)
         return _State(x, y, z, memory, inner, kept, state.t + 1)
 
-    def released(self, state: _State) -> PyTree:
-        """The current `x`, and the lower solution at the `x` before it."""
+    @override
+    def released(self, state):
+        """Return the current x, and the lower solution at the x before it."""
         return state.x, state.y
 
-    def adversary_view(self, state: _State) -> PyTree:
-        """The current `x` and both inner solutions: all are released."""
+    @override
+    def adversary_view(self, state):
         return state.x, state.y, state.z
 
     @override
-    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
+    def answer(self, problem, state):
         return self.output.answer(state.kept, (state.x, state.y))
 
+    @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """Two inner runs a step, and an outer release where records' losses read x."""
         of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, None)
         total = of_lower.ledger(lower, sizes).named(LOWER)
@@ -335,24 +329,23 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     def ledger_of_steps(self, problem, sizes, done) -> Ledger:
         return self.ledger(problem, sizes).part(done, self.num_steps)
 
+    @override
     def with_noise(self, scale: Number) -> Self:
-        """Sets the multiplier of the whole run; `budget_split` splits it."""
-        return dataclasses.replace(
-            self, run_noise=self.run_noise.with_multiplier(scale)
-        )
+        noise = self.run_noise.with_multiplier(scale)
+        return dataclasses.replace(self, run_noise=noise)
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Inner gradients have the size of y, the outer one that of x."""
-        inner = self.inner.dimensions(w0[1]).items()
-        names = {f"{run}: {k}": d for run in (LOWER, PENALIZED) for k, d in inner}
-        return names | {OUTER: optax.tree.size(w0[0])}
+    @override
+    def dimensions(self, w0):
+        inner = self.inner.dimensions(w0[1])
+        both = with_prefix(LOWER, inner) | with_prefix(PENALIZED, inner)
+        return both | {OUTER: optax.tree.size(w0[0])}
 
     @override
     def forecast(self, problem, sizes, w0):
-        r"""The noise of both inner solutions as it enters the hypergradient.
+        r"""Return the noise of both inner solutions as it enters the hypergradient.
 
         $K$ gradient steps with noise of standard deviations $s_y$ and $s_z$ per
-        coordinate add about $\eta \sqrt{K d_y (s_y^2 + s_z^2)}$ to $z - y$, while $f
+        coordinate add about $\eta \sqrt{K d_y (s_y^2 + s_z^2)}$ to $z - y$. The term $f
         / \lambda$ moves $z$ from $y$ by at most $\eta K C_f / \lambda$. The ratio
         does not depend on the step size:
 
@@ -375,11 +368,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     def _parts(
         self, problem: BilevelProblem
     ) -> tuple[AbstractSolver, AbstractSolver, Gaussian | None]:
-        """The calibrated inner solvers and outer mechanism, by `budget_split`."""
-        meets_x, noise = (
-            problem.x_in_records,
-            self.run_noise.scaled(self.num_steps**0.5),
-        )
+        """Return the calibrated inner solvers and the outer mechanism."""
+        meets_x = problem.x_in_records
+        noise = self.run_noise.scaled(self.num_steps**0.5)
         lower, penalized, outer = self.budget_split
         total = lower + penalized + (outer if meets_x else 0.0)
 
@@ -392,16 +383,15 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
 
         return inner(lower), inner(penalized), part(outer) if meets_x else None
 
-    def _levels(
-        self, problem: BilevelProblem, x: PyTree
-    ) -> tuple[PenalizedLevel, PenalizedLevel]:
-        penalized = PenalizedLevel(problem, x, self.penalty, self.upper_clip_norm)
-        return PenalizedLevel(problem, x), penalized
+    def _levels(self, problem: BilevelProblem, x: PyTree) -> tuple[Level, Level]:
+        """Return both inner problems at `x`, on which their queries do not depend."""
+        penalized = penalized_level(problem, x, self.penalty, self.upper_clip_norm)
+        return lower_level(problem, x), penalized
 
     def _outer(
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
     ) -> Release:
-        """The release of the outer gradient, once a step."""
+        """Return the release of the outer gradient, made once a step."""
         clip_norms = Levels(
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,

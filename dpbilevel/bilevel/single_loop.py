@@ -5,15 +5,12 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import optax
-from jaxtyping import PyTree
 from typing_extensions import override
 
-from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
 from ..sets import Euclidean
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
-from .problem import BilevelProblem
 
 
 class _Blocks(AbstractBlocks):
@@ -84,21 +81,9 @@ class SingleLoopBilevel(AbstractJointSolver):
     """
 
     num_steps: Count = eqx.field(static=True)
-    step_size: StepSize = eqx.field(converter=as_rule)
-    lower_step_size: StepSize = eqx.field(converter=as_rule)
     linear_step_size: StepSize = eqx.field(converter=as_rule)
-    clip_norm: Positive = 1.0
     hessian_clip_norm: Positive | None = None
-    cross_clip_norm: Positive = 1.0
-    upper_clip_norm: Positive = 1.0
-    budget_split: tuple[float, float, float] = eqx.field(
-        default=(0.4, 0.4, 0.2), converter=_checks.floats
-    )
     blocks: ClassVar = _Blocks
-
-    @override
-    def start(self, x, y) -> _Blocks:
-        return _Blocks(y, optax.tree.zeros_like(y), x)
 
     @override
     def descents(self, problem) -> _Blocks:
@@ -110,52 +95,25 @@ class SingleLoopBilevel(AbstractJointSolver):
 
     @override
     def lower_bounds(self, sizes):
-        of_v = self.hessian_clip_norm
-        if of_v is None:
-            of_v = self.balanced(self.upper_clip_norm, sizes)
+        of_v = self.balanced(self.hessian_clip_norm, sizes)
         return self.clip_norm, of_v, self.cross_clip_norm
-
-    @override
-    def upper_bounds(self):
-        return None, self.upper_clip_norm, self.upper_clip_norm
 
     @override
     def step(self, problem, data, state, *, key) -> JointState:
         x, y, v = state.w.x, state.w.y, state.w.v
 
-        def upper(record):
-            return _upper_blocks(lambda x, y: problem.upper(x, y, record), x, y)
+        def upper(f):
+            of_x, of_y = jax.grad(f, (0, 1))(x, y)
+            of_v = optax.tree.scale(-1, of_y)
+            return _Blocks(optax.tree.zeros_like(y), of_v, of_x)
 
-        def lower(record):
-            return _lower_blocks(lambda x, y: problem.lower(x, y, record), x, y, v)
+        def lower(g):
+            gradients, products = jax.jvp(
+                lambda y: jax.grad(g, (0, 1))(x, y), (y,), (v,)
+            )
+            return _Blocks(gradients[1], products[1], optax.tree.scale(-1, products[0]))
 
         # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
-        funs = {"upper": upper, "lower": lower}
-        q = self.directions(problem, data, funs, like=x, key=key)
-        q = self.curvature_limited(problem, _with_public(problem, q, x, y, v), x, y)
-        return self.moved(problem, state, q)  # the three updates
-
-
-def _lower_blocks(g, x: PyTree, y: PyTree, v: PyTree) -> _Blocks:
-    r"""$(\nabla_y g, \nabla_{yy}^2 g \, v, -\nabla_{xy}^2 g \, v)$ at $(x, y)$."""
-    (_, gradient), (cross, hessian) = jax.jvp(
-        lambda y: jax.grad(g, (0, 1))(x, y), (y,), (v,)
-    )
-    return _Blocks(gradient, hessian, optax.tree.scale(-1, cross))
-
-
-def _upper_blocks(f, x: PyTree, y: PyTree) -> _Blocks:
-    r"""$(0, -\nabla_y f, \nabla_x f)$ at $(x, y)$."""
-    gradient_x, gradient_y = jax.grad(f, (0, 1))(x, y)
-    return _Blocks(
-        optax.tree.zeros_like(y), optax.tree.scale(-1, gradient_y), gradient_x
-    )
-
-
-def _with_public(problem: BilevelProblem, q: _Blocks, x, y, v) -> _Blocks:
-    """Adds the blocks of the public terms."""
-    if problem.lower_public is not None:
-        q = optax.tree.add(q, _lower_blocks(problem.lower_public, x, y, v))
-    if problem.upper_public is not None:
-        q = optax.tree.add(q, _upper_blocks(problem.upper_public, x, y))
-    return q
+        q = self.directions(problem, data, upper, lower, like=x, key=key)
+        q = self.with_public(problem, q, upper, lower)
+        return self.moved(problem, state, self.curvature_limited(problem, q, x, y))

@@ -1,4 +1,4 @@
-"""What solvers of several stages have in common: each has a part of the budget."""
+"""Solvers of several stages, each with a part of the budget."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
     Attributes:
         stages: The fields of the solvers, and the problems that these must solve.
-        budget_split: How the squared budget is split over the stages.
+        budget_split: The split of the squared budget over the stages.
     """
 
     stages: ClassVar[Mapping[str, type]]
@@ -52,12 +52,12 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
             too = f", {', '.join(defaults)} too" if defaults else ""
             raise ValueError(
                 f"{owner}: the stages refer to different relations ("
-                f"{', '.join(named)}); give all the same relation{too}."
+                f"{', '.join(named)}). Give all the same relation{too}."
             )
 
     @property
     def parts(self) -> tuple[AbstractSolver, ...]:
-        """The solvers, bound to the sizes."""
+        """Solvers of the stages, bound to the sizes."""
         parts = (getattr(self, name) for name in self.stages)
         return tuple(part.with_sizes(self.sizes) for part in parts)
 
@@ -68,39 +68,45 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
     @property
     def basis(self) -> Basis:
-        """The weakest one of all runs."""
+        """Weakest basis of all stages."""
         return functools.reduce(Basis.worse, (part.basis for part in self.parts))
 
+    @override
     def with_noise(self, scale: Number) -> Self:
-        """Splits the squared budget by `budget_split`."""
         total = sum(self.budget_split)
-        return dataclasses.replace(
-            self,
-            **{
-                name: getattr(self, name).with_noise(scale / (part / total) ** 0.5)
-                for name, part in zip(self.stages, self.budget_split, strict=True)
-            },
-        )
+        noisy: dict[str, Any] = {
+            name: getattr(self, name).with_noise(scale / (part / total) ** 0.5)
+            for name, part in zip(self.stages, self.budget_split, strict=True)
+        }
+        return dataclasses.replace(self, **noisy)
+
+    @property
+    def _bilevel_stages(self) -> list[str]:
+        """Names of the stages that solve the bilevel problem itself."""
+        return [
+            k for k, kind in self.stages.items() if issubclass(kind, BilevelProblem)
+        ]
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Of the stages that solve the bilevel problem."""
-        stages = zip(self.stages.values(), self.parts, strict=True)
-        rows = [
-            part.forecast(problem, sizes, w0)
-            for kind, part in stages
-            if issubclass(kind, BilevelProblem)
-        ]
+        """Return the rows of the stages that solve the bilevel problem."""
+        parts = (getattr(self, name) for name in self._bilevel_stages)
+        rows = (
+            part.with_sizes(self.sizes).forecast(problem, sizes, w0) for part in parts
+        )
         return tuple(itertools.chain(*rows))
 
     @override
     def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
         sizes = self.sizes if sizes is None else sizes
+        # The problem of a refit is known only when x is.
         counted: dict[str, Any] = {
             name: getattr(self, name).with_sizes(sizes).with_counts(problem, sizes)
-            for name, kind in self.stages.items()
-            if issubclass(
-                kind, BilevelProblem
-            )  # a refit meets its problem only at the chosen x
+            for name in self._bilevel_stages
         }
         return dataclasses.replace(self, **counted)
+
+
+def with_prefix(name: str, dimensions: Mapping[str, int]) -> dict[str, int]:
+    """Return the dimensions of a stage under the names of its releases in a ledger."""
+    return {f"{name}: {release}": size for release, size in dimensions.items()}

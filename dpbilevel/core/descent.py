@@ -1,4 +1,4 @@
-"""How a released gradient moves a variable: optax rules, projected onto a set."""
+"""Steps along released gradients: optax rules, projected onto a set."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ class Rule(eqx.Module):
 
 
 def as_rule(value: Any) -> Any:
-    """The converter of `StepSize` fields: an optimizer becomes a static part.
+    """Convert the value of a `StepSize` field: wrap an optimizer as a static part.
 
     A number stays a leaf of the solver, so that changing it does not retrace.
     """
@@ -28,7 +28,7 @@ def as_rule(value: Any) -> Any:
 
 
 def check_step_sizes(owner: str, **values: Any) -> None:
-    """Raises `ValueError` unless every value is a positive number or an optimizer."""
+    """Check that every value is a positive number or an optax optimizer."""
     for name, value in values.items():
         if isinstance(value, Rule):
             continue
@@ -40,7 +40,8 @@ def check_step_sizes(owner: str, **values: Any) -> None:
             )
         if value is None:
             raise ValueError(
-                f"{owner}: give {name}, a positive number or an optax optimizer."
+                f"{owner}: {name} is missing. Give a positive number or an optax "
+                "optimizer."
             )
         _checks.positive(owner, **{name: value})
 
@@ -50,42 +51,42 @@ StepSize = Annotated[float | optax.GradientTransformation, check_step_sizes]
 
 
 class SkippedUpdates(eqx.Module):
-    """How many updates were left out because their result was not finite.
+    """Number of updates that were left out because their result was not finite.
 
-    A solver's state holds one for each variable it moves; `rejected_updates` adds up.
+    The state of a solver holds one for each variable that it moves.
 
     Privacy:
-        Counted from released values alone, which makes the count post-processing: what
-        decides about an update must be released.
+        The count is post-processing: whether an update is left out depends on released
+        values alone.
     """
 
     count: Int[Array, ""]
 
     @classmethod
     def none(cls) -> "SkippedUpdates":
-        """Before the first update."""
+        """Return the count before the first update: zero."""
         return cls(jnp.zeros((), jnp.int32))
 
     def plus(self, *counts: Int[Array, ""]) -> "SkippedUpdates":
-        """With further updates that were left out."""
+        """Return a copy with `counts` more skipped updates."""
         return SkippedUpdates(sum(counts, self.count))
 
 
 def rejected_updates(state: PyTree) -> Int[Array, ""]:
-    """How many updates were left out on the way to a state."""
+    """Return the number of updates that were left out on the way to a state."""
     nodes = jax.tree.leaves(state, is_leaf=_counts)
     return SkippedUpdates.none().plus(*(v.count for v in nodes if _counts(v))).count
 
 
 class Memory(eqx.Module):
-    """What one variable's updates remember."""
+    """State of the updates of one variable."""
 
     rule: optax.OptState  # the state of the optax rule
     rejections: SkippedUpdates
 
 
-# A step was too long if the gradient after it points back along it with more than this
-# share of the slope before it, and by so many standard deviations more.
+# A step was too long if the gradient after it points back along it by more than this
+# fraction of the slope before it, plus this number of standard deviations.
 _OVERSHOT, _SURELY = 0.5, 3.0
 
 
@@ -99,7 +100,7 @@ class Descent(eqx.Module):
         w_set: $W$.
         momentum: $\beta$ of Nesterov's accelerated steps of one size, in [0, 1):
             $v_t = \beta v_{t-1} + q_t$ and a step along $\beta v_t + q_t$; `None` for
-            plain steps, which remember nothing.
+            plain steps.
     """
 
     step_size: Any
@@ -114,16 +115,16 @@ class Descent(eqx.Module):
         return optax.sgd(self.step_size, self.momentum, nesterov=True)
 
     def init(self, w: PyTree) -> Memory:
-        """What is remembered before the first update, which starts at `w`."""
+        """Return the state before the first update, which starts at `w`."""
         return Memory(self.rule.init(w), SkippedUpdates.none())
 
     def update(
         self, gradient: PyTree, memory: Memory, w: PyTree
     ) -> tuple[PyTree, Memory]:
-        """One update of $w_t$ by the released gradient $q_t$.
+        r"""Return $w_{t+1}$ and the state after an update along $q_t$.
 
-        Where the result is not finite, variable and rule stay as they were: the update
-        is left out and counted.
+        If the result is not finite, variable and rule stay as they were, and the
+        skipped update is counted.
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
@@ -136,20 +137,20 @@ class Descent(eqx.Module):
     def curvature_limited(
         self, gradient: PyTree, public_gradient: Callable[[PyTree], PyTree], w: PyTree
     ) -> PyTree:
-        r"""The gradient, shorter where a step overshoots the public terms.
+        r"""Return the gradient, shortened if a step would overshoot the public terms.
 
         $$q \min\Bigl(1, \frac{\|q\|^2}{\eta \langle q, \nabla^2 r(w)\, q
         \rangle}\Bigr)$$
 
-        The step ends where $\langle q, w \rangle$ plus the quadratic model of the
-        public terms is least, or before: gradients of records are clipped and only pull
-        so far, but a public term that is curved by more than $2 / \eta$ would drive the
-        iterates apart without limit. The steps of an optax rule are taken as they are.
+        The step ends at or before the minimum of $\langle q, w \rangle$ plus the
+        quadratic model of the public terms. Clipped gradients are bounded, but a public
+        term with a curvature above $2 / \eta$ would make the iterates diverge. The
+        steps of an optax rule are taken as they are.
 
         Args:
             gradient: $q$, the released gradient plus the public one.
             public_gradient: $\nabla r$.
-            w: Where the step starts.
+            w: The point at which the step starts.
 
         Privacy:
             Post-processing of released values: free.
@@ -166,12 +167,12 @@ class Descent(eqx.Module):
 
 
 class LastStep(eqx.Module):
-    r"""The last step of a descent, which the next gradient may show to be too long.
+    r"""Last step of a descent, which the next gradient may show to be too long.
 
     Attributes:
         move: $\Delta_t = w_t - w_{t-1}$.
         slope: $a_t = -\langle q_{t-1}, \Delta_t \rangle \ge 0$.
-        factor: What the step size is multiplied by.
+        factor: Factor of the step size.
     """
 
     move: PyTree
@@ -243,11 +244,11 @@ class LastStep(eqx.Module):
 def finite_or(
     new: PyTree, old: PyTree, rejections: SkippedUpdates
 ) -> tuple[PyTree, SkippedUpdates]:
-    """`new` where it is finite, else `old`.
+    """Return `new` if it is finite, else `old`, and the count of skipped updates.
 
-    So must be its squares, for the sake of norms and averages of what is kept. What
-    optimizers keep may start at infinity: only what was finite has to stay so. Where
-    `old` is kept, `rejections` counts it.
+    The squares of `new` must be finite too, for norms and averages of iterates. The
+    state of an optimizer may start at infinity: only values that were finite must stay
+    finite.
     """
     pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
     fits = jnp.stack([_fits(a, b) for a, b in pairs]).all()

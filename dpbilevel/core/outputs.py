@@ -30,7 +30,7 @@ class AbstractOutput(Checked):
 
     Attributes:
         needs_key: Whether `update` draws at random. Only solvers that derive a key for
-            their output admit such a rule.
+            their output accept such a rule.
 
     Privacy:
         Post-processing of released iterates: free.
@@ -40,7 +40,7 @@ class AbstractOutput(Checked):
 
     @abc.abstractmethod
     def init(self, w: PyTree) -> PyTree:
-        """What the rule keeps before the first step.
+        """Return the memory of the rule before the first step.
 
         Args:
             w: A point like the iterates.
@@ -49,7 +49,7 @@ class AbstractOutput(Checked):
     @abc.abstractmethod
     def update(
         self,
-        kept: PyTree,
+        memory: PyTree,
         w: PyTree,
         *,
         before: PyTree,
@@ -57,23 +57,23 @@ class AbstractOutput(Checked):
         num_steps: int,
         key: PRNGKey | None,
     ) -> PyTree:
-        """What the rule keeps after a step.
+        """Return the memory of the rule after a step.
 
         Args:
-            kept: What it kept before the step.
+            memory: The memory before the step.
             w: The iterate after the step.
             before: The point like `w` that the step started from.
             t: The number of the step, from 0.
             num_steps: The number of steps of the run.
-            key: A typed key of its own for rules that draw, `None` for others.
+            key: A typed key for rules that draw, `None` for others.
         """
 
     @abc.abstractmethod
-    def answer(self, kept: PyTree, last: PyTree) -> PyTree:
-        """The answer.
+    def answer(self, memory: PyTree, last: PyTree) -> PyTree:
+        """Return the answer of the run.
 
         Args:
-            kept: What the rule keeps.
+            memory: The memory after the last step.
             last: The last iterate.
         """
 
@@ -86,36 +86,44 @@ class Last(AbstractOutput):
         return None
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key):
+    def update(self, memory, w, *, before, t, num_steps, key):
         return None
 
     @override
-    def answer(self, kept, last):
+    def answer(self, memory, last):
         return last
 
 
-class Mean(AbstractOutput):
-    """The average of all iterates, in which the noise of each is less."""
+class AbstractMean(AbstractOutput):
+    """An average of iterates."""
+
+    @abc.abstractmethod
+    def first(self, num_steps: int) -> int:
+        """Return the step, counted from 0, at which the average begins."""
 
     @override
     def init(self, w):
         return optax.tree.zeros_like(w)
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key):
-        return running_mean(kept, w, jnp.maximum(t - self.first(num_steps), 0))
+    def update(self, memory, w, *, before, t, num_steps, key):
+        return running_mean(memory, w, jnp.maximum(t - self.first(num_steps), 0))
 
     @override
-    def answer(self, kept, last):
-        return kept
+    def answer(self, memory, last):
+        return memory
 
-    def first(self, num_steps: int) -> int:
-        """The step that the average begins with, from 0."""
+
+class Mean(AbstractMean):
+    """The average of all iterates, whose noise is less than that of one of them."""
+
+    @override
+    def first(self, num_steps):
         return 0
 
 
-class TailMean(Mean):
-    """The average of the last iterates, which forgets the start.
+class TailMean(AbstractMean):
+    """The average of the last iterates, which forgets the initial point.
 
     Args:
         fraction: The part of the run that is averaged, between 0 and 1; rounded to a
@@ -125,15 +133,15 @@ class TailMean(Mean):
     fraction: Fraction = eqx.field(static=True, default=0.5)
 
     @override
-    def first(self, num_steps: int) -> int:
+    def first(self, num_steps):
         return num_steps - max(1, math.floor(self.fraction * num_steps + 0.5))
 
 
 class SmallestStep(AbstractOutput):
     r"""The $w_t$ after which the run moved least: the smallest $\|w_{t+1} - w_t\|$.
 
-    It needs steps that are accurate from the first one on: where inner solves are short
-    and start equal, the first step is small although the gradient is not.
+    It needs steps that are accurate from the first one on. If inner solves are short
+    and start at the same point, the first step is small although the gradient is not.
 
     References:
         Kornowski, "Differentially private bilevel optimization", Algorithm 1.
@@ -141,26 +149,26 @@ class SmallestStep(AbstractOutput):
 
     @override
     def init(self, w):
-        return w, jnp.asarray(jnp.inf)  # which any step undercuts
+        return w, jnp.asarray(jnp.inf)  # any step is shorter
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key):
-        best, least = kept
+    def update(self, memory, w, *, before, t, num_steps, key):
+        best, least = memory
         length = optax.tree.norm(optax.tree.sub(w, before)).astype(least.dtype)
         shorter = length < least  # of equal steps the first
         best = jax.tree.map(lambda a, b: jnp.where(shorter, a, b), before, best)
         return best, jnp.where(shorter, length, least)
 
     @override
-    def answer(self, kept, last):
-        return kept[0]
+    def answer(self, memory, last):
+        return memory[0]
 
 
 class UniformIterate(AbstractOutput):
     r"""One of the points that steps start from, $w_0, \dots, w_{T-1}$, at random.
 
-    Each has the same probability. Bounds on the mean of $\|\nabla F(w_t)\|^2$ that add
-    up what every step gains are about the points at which the gradients are taken.
+    Each has the same probability. Bounds on the mean of $\|\nabla F(w_t)\|^2$ add up
+    the progress of every step, so they are about the points where gradients are taken.
 
     Privacy:
         The choice is by coins that read no data: free.
@@ -176,35 +184,33 @@ class UniformIterate(AbstractOutput):
         return w
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key):
+    def update(self, memory, w, *, before, t, num_steps, key):
         assert key is not None
         # The start of step t takes the place with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0
-        return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), before, kept)
+        return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), before, memory)
 
     @override
-    def answer(self, kept, last):
-        return kept
+    def answer(self, memory, last):
+        return memory
 
 
 def check_output(owner: str, output: AbstractOutput) -> None:
-    """Refuses what is no output rule, and one that draws at random.
-
-    For an `owner` that derives no key for its output.
+    """Check that `output` is an output rule that needs no key.
 
     Raises:
         TypeError: It is no output rule.
-        ValueError: It draws at random.
+        ValueError: It draws at random, and `owner` derives no key for it.
     """
     _checks.instance(owner, AbstractOutput, output=output)
     if output.needs_key:
         raise ValueError(
             f"{owner}: output={type(output).__name__}() draws at random, for which "
-            "this solver derives no key; use Last(), Mean(), TailMean() or "
+            "this solver derives no key. Use Last(), Mean(), TailMean() or "
             "SmallestStep()."
         )
 
 
 def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
-    """The mean of `t + 1` values from the mean of the first `t`."""
+    """Return the mean of `t + 1` values, given the mean of the first `t`."""
     return jax.tree.map(lambda m, v: m + (v - m) / (t + 1).astype(m.dtype), mean, value)

@@ -1,4 +1,4 @@
-"""The solver contract: what a private iterative method says and does."""
+"""The solver contract: what every private iterative method declares and does."""
 
 import abc
 import dataclasses
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import AbstractVar, Checked, NonNegative, Number
@@ -52,42 +52,42 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     @property
     @abc.abstractmethod
     def neighbours(self) -> Neighbours:
-        """The relation that the noise refers to."""
+        """Neighbouring relation of the noise."""
 
     @property
     def basis(self) -> Basis:
-        """What the sensitivities of its releases rest on; by default on clipping."""
+        """Grounds of the sensitivities of all releases; by default clipping."""
         return Basis.CLIPPED
 
     @abc.abstractmethod
     def init(self, problem: Problem, w0: PyTree) -> State:
-        """The state before the first step; reads no data."""
+        """Return the state before the first step; no data is read."""
 
     @abc.abstractmethod
     def step(
         self, problem: Problem, data: PyTree, state: State, *, key: PRNGKey
     ) -> State:
-        """One step; every read of `data` is released through a mechanism."""
+        """Return the state after a step, which releases all it reads by mechanisms."""
 
     @abc.abstractmethod
     def released(self, state: State) -> PyTree:
-        """The current iterate, released: one row of the trajectory."""
+        """Return the current iterate, which is released: a row of the trajectory."""
 
     def adversary_view(self, state: State) -> PyTree:
-        """What an audit may look at after a step: all that the ledger counts.
+        """Return the values that an audit may see after a step: all that were released.
 
         By default `released(state)`. A solver whose state holds more released values
-        names them here; one that must hide part of its state leaves that part out.
+        overrides it.
         """
         return self.released(state)
 
     def answer(self, problem: Problem, state: State) -> PyTree:
-        """The answer, from released values alone: by default `released(state)`."""
+        """Return the answer, a function of released values; by default the iterate."""
         return self.released(state)
 
     @abc.abstractmethod
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
-        """Every release of a whole run on data of these sizes.
+        """Return all releases of a run on data of these sizes.
 
         Raises:
             ValueError: The solver is not calibrated.
@@ -114,7 +114,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """
 
     def with_sizes(self, sizes: Any) -> Self:
-        """The same solver, bound to these numbers of records.
+        """Return the same solver, bound to these numbers of records.
 
         Args:
             sizes: `Sizes` for two levels, an integer for one.
@@ -124,11 +124,13 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         return dataclasses.replace(self, **changes)
 
     def with_counts(self, problem: Problem, sizes: Any = None) -> Self:
-        """With every count that follows from the noise: the last step of calibration.
+        """Return the solver with every count that follows from its noise.
+
+        `calibrate` calls it last.
 
         Args:
             problem: The problem.
-            sizes: The planned sizes; the solver's own by default.
+            sizes: The planned sizes; those of the solver by default.
         """
         return self
 
@@ -143,36 +145,35 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     def forecast(
         self, problem: Problem, sizes: Any, w0: PyTree
     ) -> tuple[ForecastRow, ...]:
-        """Rows of the report's forecast on noise and steps of this solver.
-
-        By default none.
+        """Return rows of the report's forecast on noise and steps; by default none.
 
         Args:
             problem: The problem.
             sizes: The planned sizes.
-            w0: The starting point, zeros where only shapes are known.
+            w0: The initial point, or zeros if only shapes are known.
         """
         del problem, sizes, w0
         return ()
 
     def with_neighbours(self, neighbours: Neighbours) -> Self:
-        """The same solver with every mechanism under this relation.
+        """Return the same solver with every mechanism under this relation.
 
         Args:
             neighbours: The relation.
 
         Raises:
-            ValueError: The solver cannot serve it; some only `calibrate` refuses.
+            ValueError: The solver does not support it. `calibrate` refuses some
+                relations later.
         """
         return _with(self, neighbours=neighbours)
 
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The number of coordinates of each release, by its name in the ledger."""
+        """Return the number of coordinates of each release, by name in the ledger."""
 
 
 def _with(part: Any, **changes: Any) -> Any:
-    """Return a part of a solver in which fields of these names have these values."""
+    """Return a part of a solver whose fields of these names have these values."""
     if isinstance(part, tuple):
         parts = tuple(_with(inner, **changes) for inner in part)
         same = all(new is old for new, old in zip(parts, part, strict=True))
@@ -193,12 +194,13 @@ class AbstractGaussianSolver(AbstractSolver[Problem, State]):
     """A solver whose fields specify the Gaussian mechanism of each of its releases.
 
     Attributes:
-        noise_multiplier: The standard deviation of the noise in one release, over the
+        noise_multiplier: The standard deviation of the noise of one release, over the
             sensitivity of that release: the noise multiplier of DP-SGD. `None` until
             `calibrate` or `with_noise` sets it.
-        neighbours: The relation of that sensitivity; `calibrate` sets it to the
-            budget's. Static.
-        precision: As in `Gaussian`; set by `calibrate`. Static.
+        neighbours: The neighbouring relation of the sensitivity. `calibrate` sets it to
+            the relation of the budget. Static.
+        precision: `"grid"` or `"float"`, as in `Gaussian`. `calibrate` sets it.
+            Static.
     """
 
     noise_multiplier: NonNegative | None = eqx.field(default=None, kw_only=True)
@@ -209,7 +211,7 @@ class AbstractGaussianSolver(AbstractSolver[Problem, State]):
 
     @property
     def release_noise(self) -> Gaussian:
-        """The mechanism of one release."""
+        """Mechanism of one release."""
         return Gaussian(self.noise_multiplier, self.neighbours, self.precision)
 
 
@@ -220,10 +222,10 @@ MECHANISM_FIELDS = frozenset(AbstractGaussianSolver.__dataclass_fields__)
 class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     """A solver that makes the same Gaussian releases at every step.
 
-    What it releases is declared once, in `release`; the ledger follows from that.
+    `release` declares what a step releases, and the ledger follows from it.
 
     Attributes:
-        releases_per_step: How many releases a step makes.
+        releases_per_step: The number of releases of a step.
     """
 
     releases_per_step: ClassVar[int] = 1
@@ -235,12 +237,12 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
 
     @property
     def run_noise(self) -> Gaussian:
-        """The single release on full batches that all releases of a run amount to."""
+        """Mechanism of the single release on full batches that a run amounts to."""
         return self.release_noise.scaled(self.num_releases**-0.5)
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """What a step releases; `ledger` counts how often.
+        """Return one of the equal releases of a step.
 
         Args:
             problem: The problem.
@@ -251,12 +253,12 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
         """
 
     def counted_release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """That of a step, as often as a run makes it."""
+        """Return the release with the number of times that a run makes it."""
         release = self.release(problem, sizes)
         return dataclasses.replace(release, count=self.num_releases)
 
     def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
-        """What the guarantee rests on besides clipping; by default nothing.
+        """Return the assumptions of the guarantee besides clipping; by default none.
 
         Args:
             problem: The problem.
@@ -284,9 +286,10 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
 
 
 class AbstractIterative(Checked):
-    """Fields of a solver that draws batches and answers with one or more iterates.
+    """Fields of a solver that draws batches and answers with its iterates.
 
     Attributes:
+        num_steps: The fixed number of steps. Static.
         sampling: How the batches of a step are drawn, one per level.
         output: Which iterate is the answer: `Last()`, `Mean()` of all, or `TailMean()`
             of the second half.
@@ -296,11 +299,21 @@ class AbstractIterative(Checked):
     sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
     output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
     numbers_batches: ClassVar[bool] = False
+    num_steps: AbstractVar[int]
 
     def __check_init__(self):
         owner = type(self).__name__
         (not_by_pass if self.numbers_batches else unnumbered)(owner, self.sampling)
         check_output(owner, self.output)
+
+    def remembered(
+        self, memory: PyTree, w: PyTree, *, before: PyTree, t: Int[Array, ""]
+    ) -> PyTree:
+        """Return the memory of the output rule after step `t`, from `before` to `w`."""
+        steps = self.num_steps
+        return self.output.update(
+            memory, w, before=before, t=t, num_steps=steps, key=None
+        )
 
 
 Solver = TypeVar("Solver", bound=AbstractSolver)

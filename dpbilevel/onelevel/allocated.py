@@ -6,22 +6,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
 from ..core.descent import StepSize, as_rule
-from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import derive, step_keys
 from ..privacy.releases import Release
 from ..privacy.sampling.allocation import RandomAllocation
-from .noisy_gd import NoisyGD, _State, gradient_release
+from .noisy_gd import DescentState, NoisyGD, gradient_release
 from .problem import AbstractFiniteSum
 
 
-class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
+class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
     r"""DP-SGD in passes: every record is in one batch of each pass, at random.
 
     At the start of a pass each record is put into one of $t$ batches, uniformly and
@@ -31,14 +29,11 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     \tilde g_k = \frac{t}{n} \sum_{i \in B_k} \mathrm{clip}_C(\nabla \ell(w_k, z_i)) +
     \mathcal N(0, s^2 I).$$
 
-    As training by shuffled epochs it reads every record once a pass, which Poisson
-    batches do on average only; the privacy cost is about that of Poisson batches of
-    rate $1 / t$. If time permits, full batches give the better answer: of a
-    network trained by Adam on 8 000 images of digits at epsilon 1 the test loss was
-    1.38 by 20 passes of 16 batches, 1.40 by Poisson batches, and .95 by 100 steps of
-    `NoisyGD` on full batches; at 3 it was .754, .756 and .54 (`benchmarks/passes.py`).
+    It reads every record once a pass, as shuffled epochs do. The privacy cost is about
+    that of Poisson batches of rate $1 / t$. If time permits, full batches give the
+    better answer (`benchmarks/passes.py`).
 
-    A step of this solver is a pass: the trajectory has one iterate for each.
+    A step of this solver is a pass, and the trajectory has one iterate for each.
     Calibration takes some seconds, and longer for fewer passes.
 
     Args:
@@ -72,7 +67,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     @property
     def num_steps(self) -> int:
-        """The passes, each of which `step` makes as a whole."""
+        """Number of passes, each of which is one `step`."""
         return self.num_passes
 
     @property
@@ -82,59 +77,58 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     @property
     def sampling(self) -> RandomAllocation:
-        """How the batches of a pass are drawn."""
+        """Sampling of the batches of a pass."""
         return RandomAllocation(self.batches)
 
     @property
     def _updates(self) -> NoisyGD:
-        """What moves the iterate by the released gradients of the whole run."""
+        """Descent that moves the iterate along all released gradients of a run."""
         count = self.num_releases
         return NoisyGD(count, self.clip_norm, self.step_size, output=self.output)
 
-    def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
-        """Starts at `w0`, projected onto the set."""
+    @override
+    def init(self, problem, w0) -> DescentState:
         return self._updates.init(problem, w0)
 
-    def step(self, problem, data, state, *, key) -> _State:
-        """One pass: every record into a batch, one noisy update for each batch."""
+    @override
+    def step(self, problem, data, state, *, key) -> DescentState:
+        # Every record into one batch of the pass.
         key_pass, key_noise = derive(key, "sampling", "noise")
         release = self.release(problem, self.sizes).in_pass(data, key=key_pass)
-        _, keys = step_keys(key_noise, self.batches)
-        deviation = release.deviation
 
-        def update(state, batch):
+        def update(state, batch):  # one noisy update for each batch
             index, key = batch
             gradients = problem.record_gradients(state.w)
             gradient = release.apply(gradients, data, key=key, index=index)
             gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
-            return self._updates.moved(problem, gradient, state, deviation), None
+            moved = self._updates.moved(problem, gradient, state, release.deviation)
+            return moved, None
 
-        numbers = jnp.arange(self.batches)
-        state, _ = jax.lax.scan(update, state, (numbers, keys))
-        return state
+        _, keys = step_keys(key_noise, self.batches)
+        batches = jnp.arange(self.batches), keys
+        return jax.lax.scan(update, state, batches)[0]
 
     @override
-    def released(self, state: _State) -> PyTree:
+    def released(self, state):
         return state.w
 
     @override
     def forecast(self, problem, sizes, w0):
-        """A row where steps overshoot the public terms."""
         return self._updates.forecast(problem, sizes, w0)
 
     @override
-    def adversary_view(self, state: _State) -> PyTree:
-        """The last iterate, and what is kept of all."""
+    def adversary_view(self, state):
+        """Return the last iterate, and the memory of the output rule."""
         return state.w, state.kept
 
     @override
-    def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
+    def answer(self, problem, state):
         return self._updates.answer(problem, state)
 
     @override
-    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
+    def release(self, problem, sizes) -> Release:
         return gradient_release(self, problem, sizes)
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The gradient has as many coordinates as `w0`."""
+    @override
+    def dimensions(self, w0):
         return self._updates.dimensions(w0)

@@ -13,7 +13,6 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import SkippedUpdates, finite_or
-from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import PrivacyBudget
@@ -93,7 +92,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         steps_per_round: int,
         **fields: Any,
     ) -> Self:
-        r"""The parameters of the theorem with every hidden constant set to 1.
+        r"""Return a solver with the parameters of the theorem; hidden constants are 1.
 
         $M = \lceil \log_2 \log(\mu \varepsilon n / L) \rceil$ rounds and $R_{m} =
         \sqrt{R_{m-1} L / (\mu \varepsilon n)} + L \sqrt d / (\mu \varepsilon n)$.
@@ -123,12 +122,15 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         problem.check_sizes(owner, sizes)
         lipschitz = problem.lipschitz
         if lipschitz is None:
-            raise ValueError(f"{owner}: declare FiniteSum(lipschitz=), its clip norm.")
+            raise ValueError(
+                f"{owner}: the problem declares no lipschitz, the clip norm. Give "
+                "FiniteSum(loss, lipschitz=...)."
+            )
         ratio = strong_convexity * budget.epsilon * sizes / lipschitz
         if ratio <= math.e:
             raise ValueError(
-                f"{owner}: needs strong_convexity * epsilon * sizes > e * lipschitz, "
-                f"got a ratio of {ratio:.3g}. Use more records, a larger epsilon or a "
+                f"{owner}: strong_convexity * epsilon * sizes / lipschitz must be "
+                f"above 2.72, got {ratio:.3g}. Use more records, a larger epsilon or a "
                 "more convex problem."
             )
         floor = math.sqrt(dimension) / ratio  # L sqrt(d) / (mu epsilon n)
@@ -145,25 +147,25 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     @property
     def num_steps(self) -> int:
-        """Rounds times steps per round."""
+        """Number of rounds times steps per round."""
         return len(self.radii) * self.steps_per_round
 
-    def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
-        """The first round starts at `w0`."""
+    @override
+    def init(self, problem, w0) -> _State:
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         zero = optax.tree.zeros_like(w)
         return _State(w, w, zero, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
 
+    @override
     def step(self, problem, data, state, *, key) -> _State:
-        """One noisy step in the round's ball; the last one moves the center."""
         # Algorithm 2: one step within the ball of the round.
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
         round_index, t = jnp.divmod(state.t, self.steps_per_round)
         mean = running_mean(state.mean, state.w, t)
         radius = jnp.stack([jnp.asarray(r) for r in self.radii])[round_index]
         step_size = 1 / (self.strong_convexity * (t + 1).astype(radius.dtype))  # eta_t
-        moved = optax.apply_updates(
-            state.w, jax.tree.map(lambda g: -step_size.astype(g.dtype) * g, gradient)
+        moved = jax.tree.map(
+            lambda v, g: v - step_size.astype(g.dtype) * g, state.w, gradient
         )
         # The center is feasible, so projecting onto the set keeps w inside the ball.
         w = problem.w_set.project(Ball(radius, state.center).project(moved))
@@ -175,17 +177,18 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         return _State(w, center, mean, rejections, state.t + 1)
 
     @override
-    def released(self, state: _State) -> PyTree:
+    def released(self, state):
         return state.w
 
-    def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
-        """The mean of the last round."""
+    @override
+    def answer(self, problem, state):
+        """Return the mean of the last round."""
         return state.center
 
     @override
-    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
+    def release(self, problem, sizes) -> Release:
         return gradient_release(self, problem, sizes)
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The gradient has as many coordinates as `w0`."""
+    @override
+    def dimensions(self, w0):
         return {GRADIENT: optax.tree.size(w0)}

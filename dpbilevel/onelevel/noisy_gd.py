@@ -1,6 +1,5 @@
 """Noisy projected gradient descent for one-level problems."""
 
-import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -21,29 +20,30 @@ from ..privacy.releases import Release
 from .problem import AbstractFiniteSum
 
 
-class _State(eqx.Module):
+class DescentState(eqx.Module):
+    """State of a noisy descent."""
+
     w: PyTree
-    kept: PyTree  # by the output rule
+    kept: PyTree  # memory of the output rule
     memory: Memory
     t: Int[Array, ""]
-    last: LastStep | None  # of plain steps
+    last: LastStep | None  # of plain steps only
 
 
-class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative):
+class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIterative):
     r"""Projected gradient descent with a clipped, noisy gradient at every step.
 
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
     \tilde g_t = \frac{1}{m} \sum_{i \in B_t} \mathrm{clip}_C(\nabla \ell(w_t, z_i)) +
     \mathcal N(0, s^2 I).$$
 
-    With `FullBatch` this is noisy gradient descent, with `Poisson` DP-SGD. A step along
-    $q_t = \tilde g_t + \nabla r(w_t)$ is shorter, $\|q_t\|^2 / \langle q_t, \nabla^2
-    r(w_t)\, q_t \rangle$ instead of $\eta$, where that is less: a step size that is too
-    long for the public term does not make the iterates diverge. If $q_{t+1}$ points
-    back along the step before by more than half of its slope, beyond what noise
-    explains, the step was too long for the curvature of the records: most of it is
-    taken back, and the steps after it are as short. An update whose result is not
-    finite is left out; `Solution.rejected_updates` counts them.
+    With `FullBatch` this is noisy gradient descent, with `Poisson` DP-SGD. The step
+    size along $q_t = \tilde g_t + \nabla r(w_t)$ is at most $\|q_t\|^2 / \langle q_t,
+    \nabla^2 r(w_t)\, q_t \rangle$, so that the public term cannot make the iterates
+    diverge. A step was too long for the records if $q_{t+1}$ points back along it by
+    more than half of its slope, beyond what noise explains. Most of it is then taken
+    back, and later steps are shorter. An update whose result is not finite is left out;
+    `Solution.rejected_updates` counts them.
 
     Args:
         num_steps: The number of steps. Static.
@@ -83,24 +83,29 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative)
         """Return the projected steps in `w`."""
         return Descent(self.step_size, problem.w_set, self.momentum)
 
-    def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
-        """Starts at `w0`, projected onto the set."""
+    @override
+    def init(self, problem, w0) -> DescentState:
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         memory = self.descent(problem).init(w)
         # Momentum and optax rules go on along steps that were too long.
         plain = self.momentum is None and not isinstance(self.step_size, Rule)
         last = LastStep.none(w) if plain else None
-        return _State(w, self.output.init(w), memory, jnp.zeros((), jnp.int32), last)
+        zero = jnp.zeros((), jnp.int32)
+        return DescentState(w, self.output.init(w), memory, zero, last)
 
-    def step(self, problem, data, state, *, key) -> _State:
-        """One noisy gradient, one projected update."""
-        release = self.release(problem, self.sizes)
+    @override
+    def step(self, problem, data, state, *, key) -> DescentState:
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
-        return self.moved(problem, gradient, state, release.deviation)
+        deviation = self.release(problem, self.sizes).deviation
+        return self.moved(problem, gradient, state, deviation)
 
     def moved(
-        self, problem: AbstractFiniteSum, gradient: PyTree, state: _State, deviation
-    ) -> _State:
+        self,
+        problem: AbstractFiniteSum,
+        gradient: PyTree,
+        state: DescentState,
+        deviation,
+    ) -> DescentState:
         """Return the state after a projected update along the released gradient.
 
         Args:
@@ -116,22 +121,19 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative)
         w, memory = descent.update(along, state.memory, state.w)  # projected step
         if last is not None:
             w, last = last.then(gradient, deviation, state.w, w)
-        kept = self.output.update(
-            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
-        )
-        values = {"w": w, "kept": kept, "memory": memory, "t": state.t + 1}
-        return dataclasses.replace(state, **values, last=last)
+        kept = self.remembered(state.kept, w, before=state.w, t=state.t)
+        return DescentState(w, kept, memory, state.t + 1, last)
 
     @override
-    def released(self, state: _State) -> PyTree:
+    def released(self, state):
         return state.w
 
     @override
-    def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
+    def answer(self, problem, state):
         return self.output.answer(state.kept, state.w)
 
     @override
-    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
+    def release(self, problem, sizes) -> Release:
         return gradient_release(self, problem, sizes)
 
     @override
@@ -141,8 +143,8 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative)
         smoothness = getattr(problem, "smoothness", None)
         return (*public, *unstable_row(self.step_size, smoothness, self.momentum))
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The gradient has as many coordinates as `w0`."""
+    @override
+    def dimensions(self, w0):
         return {GRADIENT: optax.tree.size(w0)}
 
 
@@ -152,7 +154,7 @@ GRADIENT = "gradient"
 def noisy_gradient(
     solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
 ) -> PyTree:
-    """The released gradient at `w`: clipped and noisy record terms, public terms.
+    """Return the gradient at `w`: a release of the record terms, plus public terms.
 
     Privacy:
         One `solver.release`, of batch and noise by `key`.
@@ -165,6 +167,6 @@ def noisy_gradient(
 def gradient_release(
     solver: Any, problem: AbstractFiniteSum, sizes: Sizes | int
 ) -> Release:
-    """The release that each `noisy_gradient` of `solver` makes."""
+    """Return the release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
     return Release(GRADIENT, 1, queries, solver.release_noise, joint=joint)

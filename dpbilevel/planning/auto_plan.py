@@ -11,15 +11,15 @@ from jaxtyping import Key, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..applications.base import PenaltyTuning, penalty_start
+from ..applications.penalties import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
 from ..core.modules import arrays_of
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
-from ..privacy.ledger import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from .candidates import candidates
 from .conclusions import (

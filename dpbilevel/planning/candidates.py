@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from jaxtyping import PyTree
 
-from ..applications.base import PenaltyTuning, SourceWeighting
+from ..applications.penalties import PenaltyTuning
+from ..applications.sources import SourceWeighting
 from ..bilevel.certificates.constants import AbstractCertificate
 from ..bilevel.lower_first import lower_ignores_x
 from ..bilevel.problem import BilevelProblem

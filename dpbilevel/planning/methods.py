@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..applications.group_runs import ScaledGroups
+from ..applications.mixed_sources import MixedSources
 from ..applications.recalibration import Recalibration, is_array
-from ..applications.source_runs import MixedSources, ScoringModel, SelectedSources
+from ..applications.scaled_groups import ScaledGroups
+from ..applications.selected_sources import ScoringModel, SelectedSources
 from ..applications.warm_start import WarmStarted
 from ..bilevel.certificates.certified import certificate_of
 from ..bilevel.implicit import ImplicitBilevel

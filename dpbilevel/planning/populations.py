@@ -11,7 +11,8 @@ from jaxtyping import Int, PyTree
 from typing_extensions import override
 
 from .._checks import NonNegative, Positive
-from ..applications.base import PenaltyTuning, SourceWeighting
+from ..applications.penalties import PenaltyTuning
+from ..applications.sources import SourceWeighting
 from ..core.problem import AbstractProblem
 from .synthetic import AbstractPopulation
 from .teachers import AbstractLinearPopulation, Columns, expand

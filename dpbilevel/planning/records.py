@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
-from ..applications.source_runs import ScoringModel
+from ..applications.selected_sources import ScoringModel
 
 _HOW = (
     'Pass records={"features": jax.ShapeDtypeStruct((784,), "float32"), "label": '

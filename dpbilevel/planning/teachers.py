@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Fraction, Positive
-from ..applications.base import SourceWeighting
+from ..applications.sources import SourceWeighting
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum

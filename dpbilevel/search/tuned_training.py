@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
-from ..bilevel.penalized import PenalizedLevel
+from ..bilevel.levels import lower_level
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.descent import SkippedUpdates
 from ..core.levels import people_of
 from ..core.loop import inner_solve
 from ..core.solver import AbstractGaussianSolver
-from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.adaptive_clip import NoisyDescent
 from ..privacy.accounting.repetitions import Repetitions
 from ..privacy.budget import People
 from ..privacy.ledger import Ledger
@@ -99,7 +99,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         proof for both levels is in `docs/tuned_training.md`.
     """
 
-    candidates: tuple[NoisyGD, ...]
+    candidates: tuple[NoisyDescent, ...]
     num_steps: Count = eqx.field(static=True)
     clip_range: Positive
     mean: float = eqx.field(static=True)
@@ -116,7 +116,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         if not self.candidates:
             raise ValueError(f"{owner}: candidates is empty.")
         for number, candidate in enumerate(self.candidates):
-            _checks.instance(owner, NoisyGD, **{f"candidates[{number}]": candidate})
+            _checks.instance(
+                owner, NoisyDescent, **{f"candidates[{number}]": candidate}
+            )
             if not isinstance(candidate.sampling, FullBatch):
                 raise ValueError(
                     f"{owner}: candidates[{number}] samples by {candidate.sampling}, "
@@ -143,10 +145,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         """Return the state after one run, which is kept if it is the best so far."""
         names = "setting", "model", "value", "repeats"
         key_setting, key_model, key_value, key_repeats = derive(key, *names)
-        x, y0 = (
-            state.runs.w.pair
-        )  # nothing but the initial point is shown before the end
-        level = PenalizedLevel(problem, x)
+        # Nothing but the initial point is shown before the end.
+        x, y0 = state.runs.w.pair
+        level = lower_level(problem, x)
 
         def train(candidate):
             solver = candidate.with_sizes(self.sizes)
@@ -188,7 +189,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         people = people_of(sizes) or People.OVERLAPPING
-        level = PenalizedLevel(problem, None)
+        level = lower_level(problem, None)
         assumptions = [
             a for c in self.candidates for a in c.ledger(level, sizes).assumptions
         ]
@@ -202,7 +203,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return Ledger((selection,), people, tuple(dict.fromkeys(assumptions)))
 
     def _selection(self, problem, sizes) -> Selection:
-        level = PenalizedLevel(problem, None)
+        level = lower_level(problem, None)
         return Selection(
             BEST,
             1,
@@ -228,9 +229,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
 
 def _train_one(
-    candidates: tuple[NoisyGD, ...],
+    candidates: tuple[NoisyDescent, ...],
     setting: Int[Array, ""],
-    train: Callable[[NoisyGD], PyTree],
+    train: Callable[[NoisyDescent], PyTree],
 ) -> PyTree:
     """Return the result of the training of one candidate.
 

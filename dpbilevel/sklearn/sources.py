@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
-from ..applications.base import SourceWeighting, source_weighting, source_weights
+from ..applications.sources import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
 from ..core.levels import check_disjoint
 from ..core.solution import Plan

@@ -19,6 +19,7 @@ from dpbilevel.applications import (
 )
 from dpbilevel.applications.recalibration import constants_of
 from dpbilevel.bilevel import OneLevel
+from dpbilevel.bilevel.levels import Level
 from tests.cases import Audited, Case, planned
 
 D, RIDGE = 8, 0.05
@@ -130,7 +131,7 @@ def curvature(solver, y, data=DATA, x=W0[0]):
     solver = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
     state = solver.init(WEIGHTING, (x, y))
     state = solver.step(WEIGHTING, data, state, key=jax.random.key(0))
-    return np.asarray(state.found["curvature"], float)
+    return np.asarray(state.outputs["curvature"], float)
 
 
 def test_the_curvature_is_the_mean_hessian_of_the_lower_losses_at_zero():
@@ -182,18 +183,20 @@ def test_the_answer_does_not_depend_on_the_scale_of_the_features(getkey):
 
 def in_units(y, found, solver=RECALIBRATION):
     solver = solver.with_noise(3.0).with_sizes(SIZES)
-    found = {"curvature": jnp.asarray(found)}
-    return solver, solver.level("fit", WEIGHTING, (W0[0], y), found), found
+    outputs, w0 = {"curvature": jnp.asarray(found)}, (W0[0], y)
+    return solver, solver.scaled_span(w0, outputs), outputs
 
 
 def test_the_ridge_is_24_times_the_squared_noise_of_one_release_of_the_whole_run():
-    solver, level, found = in_units(jnp.ones(D), [[0.2, 0.1], [0.1, 0.3]])
+    solver, _, outputs = in_units(jnp.ones(D), [[0.2, 0.1], [0.1, 0.3]])
     u = jnp.asarray([1.0, 2.0])
+    level = Level(WEIGHTING, solver.queries("fit"))
     noise = solver.fit.release(level, SIZES).noise_std
     ridge = 24 * noise**2 / TWO.num_steps
-    np.testing.assert_allclose(level.public_gradient(u), ridge * u, rtol=1e-5)
+    objective = solver.objective("fit", WEIGHTING, (W0[0], jnp.ones(D)), outputs)
+    np.testing.assert_allclose(objective.public(u), ridge * u, rtol=1e-5)
     # Steps are shorter by the curvature of the ridge.
-    step_size = solver.run("fit", found).step_size
+    step_size = solver.stage_solver("fit", outputs).step_size
     assert step_size == pytest.approx(TWO.step_size / (1 + ridge), rel=1e-5)
 
 
@@ -201,28 +204,28 @@ def test_along_the_released_directions_the_curvature_is_one_between_model_and_ze
     y = jnp.arange(1.0, D + 1)
     hessian = np.asarray([[0.2, 0.1], [0.1, 0.3]])
     skew = np.asarray([[0.0, 0.05], [-0.05, 0.0]])  # noise that says nothing
-    _, level, _ = in_units(y, hessian + skew)
+    _, span, _ = in_units(y, hessian + skew)
     slope = np.append(np.arange(1.0, D), 0.0)
     bare = np.stack([slope / np.linalg.norm(slope), np.eye(D)[-1]])
-    found = np.asarray(level.y.directions)
+    found = np.asarray(span.directions)
     root, *_ = np.linalg.lstsq(bare.T, found.T)
     np.testing.assert_allclose(root.T @ (0.7 * hessian) @ root, np.eye(2), atol=1e-5)
 
 
 def test_curvatures_of_noise_are_a_small_part_of_their_range_and_answers_are_finite():
     for hessian in (np.zeros((2, 2)), -np.eye(2), np.full((2, 2), -0.1)):
-        _, level, _ = in_units(jnp.ones(D), hessian)
-        lengths = np.linalg.norm(level.y.directions, axis=1)
+        _, span, _ = in_units(jnp.ones(D), hessian)
+        lengths = np.linalg.norm(span.directions, axis=1)
         least = 0.08 * RECALIBRATION.curvature.clip_norm / 2**0.5
         assert np.all(lengths <= 1.001 / math.sqrt(0.7 * least))
-        assert np.all(np.isfinite(level.y.directions))
+        assert np.all(np.isfinite(span.directions))
 
 
 def test_without_a_change_the_answer_is_half_of_the_model_or_less_of_a_long_one():
     y = jnp.full(D, 3 / D**0.5)  # of norm 3
     for unit, share in ((0.25, 0.5), (0.6, 0.5), (2.4, 0.125)):
         found = {"curvature": unit**2 * jnp.eye(2), "fit": jnp.zeros(2)}
-        pair = RECALIBRATION.pair("fit", WEIGHTING, (W0[0], y), found)
+        pair = RECALIBRATION.current_solution("fit", WEIGHTING, (W0[0], y), found)
         np.testing.assert_allclose(pair[1], share * y, rtol=1e-5)
 
 

@@ -13,7 +13,8 @@ from dpbilevel.privacy.noise import derive
 from dpbilevel.privacy.queries import Query
 from dpbilevel.search import losses as told
 from dpbilevel.search.losses import clipped_loss
-from tests.audit.mutants import Hotter, Silent
+from tests.audit.mutants_bilevel import Silent
+from tests.audit.mutants_draws import Hotter
 from tests.audit.runs import audited
 from tests.cases import Mutant, with_mechanism
 from tests.search.test_baselines import planned_random_search, planned_ucb

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.audit.mutants import MUTANTS as OF_STEPS
-from tests.audit.mutants import sound_noisy_gd, survivors
+from tests.audit.mutants import survivors
 from tests.audit.mutants_of_all import MUTANTS as OF_ALL
+from tests.audit.mutants_onelevel import sound_noisy_gd
 from tests.audit.mutants_search import MUTANTS as OF_SEARCHES
 from tests.audit.test_audit import AT_ONCE
 from tests.cases import Mutant, found

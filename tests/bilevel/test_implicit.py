@@ -463,7 +463,7 @@ def test_add_or_remove_is_refused():
     ("fields", "message"),
     [
         ({"num_steps": 0}, "num_steps must be an integer"),
-        ({"step_size": None}, "give step_size, a positive number or an optax"),
+        ({"step_size": None}, "step_size is missing. Give a positive number or an"),
     ],
 )
 def test_bad_field_is_named_in_the_error(fields, message):

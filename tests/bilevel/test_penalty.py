@@ -328,7 +328,7 @@ def test_calibrated_noise_is_well_below_the_papers(epsilon, num_records):
         ({"penalty": -1.0}, "penalty must be positive"),
         ({"num_steps": 2.5}, "num_steps must be an integer"),
         ({"clip_norm": math.nan}, "clip_norm must be positive"),
-        ({"step_size": None}, "give step_size, a positive number or an optax"),
+        ({"step_size": None}, "step_size is missing. Give a positive number or an"),
         ({"step_size": optax.constant_schedule(1.0)}, "Pass a schedule as step_size"),
         ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
         ({"budget_split": (0.5, 0.5)}, "3 positive numbers, for lower solves, pena"),

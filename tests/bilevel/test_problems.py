@@ -5,7 +5,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
-from dpbilevel.bilevel.penalized import PenalizedLevel
+from dpbilevel.bilevel.levels import penalized_level
 
 RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -433,7 +433,8 @@ def test_people_of_one_level_are_refused():
 def test_the_level_of_a_bilevel_problem_refuses_people_as_it_does(
     relation, people, data
 ):
-    level = PenalizedLevel(dpb.BilevelProblem(bare, bare), jnp.zeros(1), 2.0, 1.0)
+    problem = dpb.BilevelProblem(bare, bare)
+    level = penalized_level(problem, jnp.zeros(1), 2.0, 1.0)
     solver = dpb.NoisyGD(2, 1.0, step_size=0.1, neighbours=relation)
     sizes = dpb.Sizes(len(RECORDS), len(RECORDS), people)
     plan = dpb.calibrate(level, solver, dpb.PrivacyBudget(1.0, 1e-5), sizes=sizes)

@@ -352,7 +352,7 @@ def test_optax_optimizers_replace_the_step_sizes_of_all_blocks():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"step_size": None}, "give step_size, a positive number or an optax"),
+        ({"step_size": None}, "step_size is missing. Give a positive number or an"),
         ({"lower_step_size": jnp.sin}, "Pass a schedule as lower_step_size=optax"),
         ({"linear_step_size": -1.0}, "linear_step_size must be"),
         ({"hessian_clip_norm": 0.0}, "hessian_clip_norm must be"),

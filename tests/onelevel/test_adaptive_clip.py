@@ -9,7 +9,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import OneLevel
-from dpbilevel.bilevel.penalized import PenalizedLevel
+from dpbilevel.bilevel.levels import penalized_level
 from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.onelevel.noisy_gd import NoisyGD
 from dpbilevel.privacy.releases import Release
@@ -145,7 +145,7 @@ def test_levels_keep_their_shares_of_the_sensitivity_where_the_norm_moves(
     problem = dpb.BilevelProblem(
         lambda x, y, z: scale * z * y[0], lambda x, y, z: scale * z * y[0]
     )
-    level = PenalizedLevel(problem, None, penalty=5.0, upper_clip_norm=2.0)
+    level = penalized_level(problem, None, penalty=5.0, upper_clip_norm=2.0)
     sizes = dpb.Sizes(N, N, "disjoint")
     solver = (
         adaptive(6, rate=1.0).with_noise(1e-3).with_precision("float").with_sizes(sizes)

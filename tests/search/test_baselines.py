@@ -18,7 +18,7 @@ from dpbilevel.search.base import Proposal
 from dpbilevel.search.candidates import uniform
 from dpbilevel.search.losses import clipped_loss
 from dpbilevel.search.noisy_ucb import posterior
-from tests.audit.mutants import Hotter
+from tests.audit.mutants_draws import Hotter
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER, SEARCHED, Y0
 

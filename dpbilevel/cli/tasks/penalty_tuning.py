@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from ...applications.base import PenaltyTuning, penalty_tuning
+from ...applications.penalties import PenaltyTuning, penalty_tuning
 from ...bilevel.problem import BilevelProblem
 from ..data import AbstractData
 from ..task import TWO_LEVEL_TERMS, AbstractModel, Blocks, Start, Task, dimension

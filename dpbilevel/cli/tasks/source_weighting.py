@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from ... import _checks
-from ...applications.base import SourceWeighting, source_weighting, source_weights
+from ...applications.sources import SourceWeighting, source_weighting, source_weights
 from ...bilevel.problem import BilevelProblem
 from ..data import AbstractData
 from ..task import (

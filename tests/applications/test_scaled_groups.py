@@ -169,15 +169,16 @@ def test_a_record_moves_the_scaled_gradient_by_the_clip_norm_at_most():
         .with_sizes(SIZES)
     )
     found = {"screen": jnp.asarray([1.0, 1.0, 0.1, 0.0]), "fit": jnp.zeros(4)}
-    level = solver.level("fit", TUNING, W0, found)
+    objective = solver.objective("fit", TUNING, W0, found)
     long = jax.tree.map(lambda v: 1e6 * v[0], DATA.lower)
     long = long | {"label": DATA.lower["label"][0]}
     raw = jax.grad(dpb.logistic_loss)(W0[1], long)
     scales = np.asarray([1, 1, 0.2, 0])
     for role, weight in (("lower", 1.0), ("upper", 0.5)):
-        gradient = level.record_gradients(jnp.zeros(4))[role](long)
+        gradient = objective.records[role](jnp.zeros(4), long)
         np.testing.assert_allclose(gradient, weight * scales * raw, rtol=1e-5)
-    clips = {q.role: q.clip_norm for q in level.queries(1.0, GD.sampling, SIZES)[0]}
+    queries, _ = solver.queries("fit")(1.0, GD.sampling, SIZES)
+    clips = {query.role: query.clip_norm for query in queries}
     assert clips == {"lower": 1.0, "upper": 0.5}
 
 
@@ -200,8 +201,8 @@ def test_what_it_cannot_do_is_refused_with_the_remedy():
             ScaledGroups(GD, screen=screen)
     with pytest.raises(ValueError, match="screen must be one step of size 1"):
         ScaledGroups(GD, screen=dataclasses.replace(WIDE, step_size=optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
-        ScaledGroups(GD).level("fit", TUNING, W0, None)
+    with pytest.raises(ValueError, match=r"Call solver.with_sizes\(sizes\)"):
+        ScaledGroups(GD).objective("screen", TUNING, W0, {})
     with pytest.raises(ValueError, match=r"full_above must be strictly between"):
         ScaledGroups(GD, full_above=1.0)
     other = dpb.source_weighting(dpb.logistic_loss, 3)

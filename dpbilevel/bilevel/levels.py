@@ -1,0 +1,253 @@
+"""One-level problems inside a bilevel one: the records they read, their objectives."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import Array, PyTree
+from typing_extensions import override
+
+from .._checks import Number
+from ..onelevel.problem import AbstractFiniteSum
+from ..privacy.budget import People
+from ..privacy.queries import LEVELS, Query
+from ..privacy.sampling.base import AbstractSampling
+from ..sets import AbstractSet
+from .problem import BilevelProblem, Levels, Sizes
+
+Reads = Literal["upper", "lower", "both"]
+# The queries at a clip norm, and whether they share one batch.
+Queries = Callable[[Any, AbstractSampling, Sizes], tuple[tuple[Query, ...], bool]]
+# The gradient of one record's loss at a point; arguments are the point and the record.
+RecordGradient = Callable[[PyTree, PyTree], PyTree]
+
+
+def levels_queries(
+    clip_norms: Levels, sampling: AbstractSampling, sizes: Sizes
+) -> tuple[tuple[Query, ...], bool]:
+    """Return one query for each level that is read, and whether they share one batch.
+
+    The clip norm of a level that is not read is `None`.
+    """
+    queries = tuple(
+        Query(role, getattr(sizes, role), clip_norm, sampling)
+        for role in LEVELS
+        if (clip_norm := getattr(clip_norms, role)) is not None
+    )
+    return queries, sizes.people is People.SHARED and len(queries) > 1
+
+
+def queries_of(reads: Reads) -> Queries:
+    """Return the queries of a run that reads one level, or both under one clip norm.
+
+    A run of both weighs every record equally: upper gradients are multiplied by
+    `1 / equal_weights(sizes)` after they are clipped.
+    """
+
+    def queries(clip_norm, sampling, sizes):
+        above = clip_norm / equal_weights(sizes) if reads == "both" else clip_norm
+        upper = None if reads == "lower" else above
+        lower = None if reads == "upper" else clip_norm
+        return levels_queries(Levels(upper, lower), sampling, sizes)
+
+    return queries
+
+
+def equal_weights(sizes: Sizes | None) -> float:
+    """Return the penalty n_g / n_f, which weighs all records of both levels equally.
+
+    Args:
+        sizes: The planned sizes.
+
+    Raises:
+        ValueError: The sizes are not known yet.
+    """
+    if sizes is None:
+        raise ValueError(
+            "a run on both levels weighs them by their sizes, which this solver does "
+            "not have. Call solver.with_sizes(sizes), as calibrate does."
+        )
+    return sizes.lower / sizes.upper
+
+
+def noise_std(solver: Any, queries: Queries, sizes: Any) -> Array:
+    """Return the standard deviation of the noise of one release, in a program too.
+
+    Args:
+        solver: A one-level solver of clipped means, with its noise.
+        queries: What it reads.
+        sizes: The planned sizes.
+    """
+    read, _ = queries(solver.clip_norm, solver.sampling, sizes)
+    parts = sum(q.clip_norm / q.sampling.denominator(q.size) for q in read)
+    noise = solver.release_noise
+    return noise.multiplier * noise.neighbours.contributions * parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Function that a one-level run minimizes, given by its gradients.
+
+    Attributes:
+        w_set: The feasible set.
+        records: The gradients of one record's loss, by the level of the record.
+        public: The gradient of the public terms.
+    """
+
+    w_set: AbstractSet
+    records: Mapping[str, RecordGradient]
+    public: Callable[[PyTree], PyTree] = optax.tree.zeros_like
+
+
+class Level(AbstractFiniteSum):
+    """One-level problem inside a bilevel one.
+
+    Attributes:
+        problem: The bilevel problem.
+        reads: The queries, which depend on no released value.
+        objective: The function to minimize; `None` for a ledger, which needs the
+            queries alone.
+    """
+
+    problem: BilevelProblem
+    reads: Queries = eqx.field(static=True)
+    objective: Objective | None = eqx.field(static=True, default=None)
+
+    @property
+    def _objective(self) -> Objective:
+        assert self.objective is not None
+        return self.objective
+
+    @property
+    def w_set(self) -> AbstractSet:
+        """Feasible set of the objective."""
+        return self._objective.w_set
+
+    @override
+    def record_gradients(self, w):
+        gradients = self._objective.records.items()
+        return {role: functools.partial(fun, w) for role, fun in gradients}
+
+    @override
+    def public_gradient(self, w):
+        return self._objective.public(w)
+
+    @override
+    def queries(self, clip_norm, sampling, sizes):
+        return self.reads(clip_norm, sampling, sizes)
+
+    @override
+    def sizes_of(self, data, people=None):
+        return self.problem.sizes_of(data, people)
+
+    @override
+    def check_sizes(self, owner, sizes):
+        self.problem.check_sizes(owner, sizes)
+
+    @override
+    def check_people(self, data, people):
+        self.problem.check_people(data, people)
+
+    def check(self, w0: PyTree, data: Levels) -> None:
+        """Check nothing: the bilevel problem was checked as a whole."""
+
+
+def lower_level(problem: BilevelProblem, x: PyTree) -> Level:
+    r"""Return the one-level problem $\min_y g(x, y)$ at a released x."""
+    return Level(problem, queries_of("lower"), lower_objective(problem, x))
+
+
+def penalized_level(
+    problem: BilevelProblem, x: PyTree, penalty: Number, upper_clip_norm: Number
+) -> Level:
+    r"""Return the one-level problem $\min_y g(x, y) + f(x, y) / \lambda$.
+
+    Args:
+        problem: The bilevel problem.
+        x: The upper variable, released.
+        penalty: $\lambda$.
+        upper_clip_norm: The clip norm of $\nabla_y f(x, y; z)$, before $1 / \lambda$.
+    """
+
+    def queries(clip_norm, sampling, sizes):
+        upper = upper_clip_norm / penalty
+        return levels_queries(Levels(upper, clip_norm), sampling, sizes)
+
+    return Level(problem, queries, lower_objective(problem, x, penalty))
+
+
+def lower_objective(
+    problem: BilevelProblem, x: PyTree, penalty: Number | None = None
+) -> Objective:
+    r"""Return $g(x, \cdot)$, or with a penalty $g(x, \cdot) + f(x, \cdot) / \lambda$.
+
+    The latter has the minimizer of $f + \lambda g$, and gradients of order one.
+
+    Args:
+        problem: The bilevel problem.
+        x: The upper variable, released.
+        penalty: $\lambda$.
+    """
+
+    def over_penalty(gradient):
+        return jax.tree.map(lambda v: v / penalty, gradient)
+
+    def upper(w, record):
+        return over_penalty(jax.grad(problem.upper, 1)(x, w, record))
+
+    def lower(w, record):
+        return jax.grad(problem.lower, 1)(x, w, record)
+
+    def public(w):
+        total = _public_gradient(problem.lower_public, 1, x, w)
+        if problem.upper_public is None or penalty is None:
+            return total
+        above = jax.grad(problem.upper_public, 1)(x, w)
+        return jax.tree.map(lambda a, b: a + b / penalty, total, above)
+
+    records = {"lower": lower} | ({} if penalty is None else {"upper": upper})
+    return Objective(problem.y_set, records, public)
+
+
+def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
+    r"""Return $f(\cdot, y)$, a function of x.
+
+    Args:
+        problem: The bilevel problem.
+        y: The lower variable, released.
+    """
+
+    def upper(w, record):
+        return jax.grad(problem.upper)(w, y, record)
+
+    def public(w):
+        return _public_gradient(problem.upper_public, 0, w, y)
+
+    return Objective(problem.x_set, {"upper": upper}, public)
+
+
+def validation_objective(problem: BilevelProblem, x: PyTree) -> Objective:
+    r"""Return $f(x, \cdot)$, a function of y.
+
+    Args:
+        problem: The bilevel problem.
+        x: The upper variable, released.
+    """
+
+    def upper(w, record):
+        return jax.grad(problem.upper, 1)(x, w, record)
+
+    def public(w):
+        return _public_gradient(problem.upper_public, 1, x, w)
+
+    return Objective(problem.y_set, {"upper": upper}, public)
+
+
+def _public_gradient(term: Callable | None, argument: int, *pair: PyTree) -> PyTree:
+    if term is None:
+        return optax.tree.zeros_like(pair[argument])
+    return jax.grad(term, argument)(*pair)
