@@ -7,7 +7,7 @@ from .. import _checks
 
 
 class Neighbours(enum.Enum):
-    """Which two datasets a private output must not distinguish.
+    """The relation of two datasets that a private output must not distinguish.
 
     `REPLACE_ONE`: one record is replaced by another; the number of records is public.
     `ADD_OR_REMOVE_ONE`: one record is added or removed; means are divided by a public,
@@ -19,12 +19,12 @@ class Neighbours(enum.Enum):
 
     @property
     def contributions(self) -> float:
-        """How many records' contributions two neighbours differ by."""
+        """Number of records' contributions that two neighbours differ by."""
         return 2.0 if self is Neighbours.REPLACE_ONE else 1.0
 
 
 class People(enum.Enum):
-    """Where one person may have records in a two-level problem.
+    """The levels of a two-level problem in which one person may have records.
 
     `DISJOINT`: in one level only. `OVERLAPPING`: one record in each. `SHARED`: every
     record enters both levels.

@@ -1,4 +1,4 @@
-"""Certified reads: values whose sensitivity is proved, where clipping bounds none."""
+"""Certified reads: values whose sensitivity a proof bounds instead of clipping."""
 
 import abc
 import dataclasses
@@ -15,7 +15,7 @@ from .sampling.base import Index
 
 
 class Costs(NamedTuple):
-    """What a release of a certified query costs, as fields of a `Release`."""
+    """The cost of a release of a certified query, as fields of a `Release`."""
 
     queries: tuple[Query, ...]
     basis: Basis
@@ -24,7 +24,7 @@ class Costs(NamedTuple):
 
 
 class AbstractCertifiedQuery(abc.ABC):
-    """What is read and what it costs, where a proof and not clipping bounds the cost.
+    """A read and its cost, which a proof bounds instead of clipping.
 
     Its value is no sum over records, and one proof bounds what a record of each role
     does to it, so that one object has the costs of all roles.
@@ -32,7 +32,7 @@ class AbstractCertifiedQuery(abc.ABC):
 
     @abc.abstractmethod
     def costs(self, precision: Precision) -> Costs:
-        """What the ledger lists: the largest contribution of each role.
+        """Return what the ledger lists: the largest contribution of each role.
 
         Args:
             precision: As for `read`.
@@ -52,7 +52,7 @@ class AbstractCertifiedQuery(abc.ABC):
         key: PRNGKey | None,
         index: Index = None,
     ) -> Bounded:
-        """The value, sealed with its contribution at the point.
+        """Return the value, sealed with its contribution at the point.
 
         That is a multiple of the listed ones, the same for every role and at least what
         a record of any role contributes there: disjoint people are charged by the

@@ -24,7 +24,7 @@ _NEGLIGIBLE = 1e-20  # smaller than any delta of a budget
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRelease(abc.ABC):
-    """`count` releases of one kind, and what each person is charged for them.
+    """`count` releases of one kind, and the events that each person is charged.
 
     Attributes:
         name: What is released, in the words of the algorithm.
@@ -59,7 +59,7 @@ class AbstractRelease(abc.ABC):
 
     @property
     def reads(self) -> tuple[Query, ...]:
-        """All that is read, also for what is released on the way and not shown."""
+        """All queries that read records, also those of intermediate releases."""
         return self.queries
 
     @property
@@ -69,16 +69,16 @@ class AbstractRelease(abc.ABC):
 
     @property
     def contribution(self) -> float:
-        """The largest share of one person with a record in every role."""
+        """Largest change of the value by one person with a record in every role."""
         return sum(query.contribution for query in self.queries)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was proved about it, in the words of the report."""
+        """Proved bounds, in the words of the report."""
         return ()
 
     def repeated(self, count: int) -> tuple[Self, ...]:
-        """The releases of `count` runs.
+        """Return the releases of `count` runs.
 
         Numbered batches begin anew in every run, so a record of the first batches is
         charged in each of them: such runs are not counted as one long run, unless each
@@ -96,7 +96,7 @@ class AbstractRelease(abc.ABC):
     @property
     @abc.abstractmethod
     def failure(self) -> float:
-        """How far, in total variation, all of them are from what is charged."""
+        """Distance of all releases from the charged ones, in total variation."""
 
     @property
     def neighbours(self) -> Neighbours:
@@ -105,16 +105,16 @@ class AbstractRelease(abc.ABC):
 
     @property
     def overflow(self) -> float:
-        """The part of `failure` that is the chance of an overflowing batch."""
+        """Part of `failure` that is the chance of an overflowing batch."""
         return 0.0
 
     @property
     def computed_error(self) -> float:
-        """The part of `failure` that errors of computed scores are."""
+        """Part of `failure` that is the error of computed scores."""
         return 0.0
 
     def check(self, budget: PrivacyBudget) -> None:
-        """Refuses a budget that no noise reaches; by default none is known to be."""
+        """Check that some noise reaches a budget; by default nothing is checked."""
         del budget
 
     def row(self) -> LedgerRow:
@@ -143,7 +143,7 @@ class AbstractRelease(abc.ABC):
 
     @abc.abstractmethod
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        """The events of all `count` releases, with the kind of person they charge."""
+        """Yield the events of all `count` releases, with the kind of person charged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +193,11 @@ class Ledger:
 
     @property
     def failure(self) -> float:
-        """In total variation: how far batches and draws are from what is charged."""
+        """Distance of batches and draws from the charged ones, in total variation."""
         return sum(release.failure for release in self.releases)
 
     def events(self) -> "dict[str, dp_accounting.DpEvent]":
-        """The composed event per kind of person, multipliers under the relation."""
+        """Return the composed event per kind of person, relative to the relation."""
         charged = collections.defaultdict(list)
         for release in self.releases:
             for person, event in release.charges(self.people):
@@ -206,12 +206,12 @@ class Ledger:
 
     @property
     def basis(self) -> Basis:
-        """What the guarantee rests on: the worst basis of a release."""
+        """Basis of the guarantee: the worst basis of a release."""
         bases = (release.basis for release in self.releases)
         return functools.reduce(Basis.worse, bases, Basis.CLIPPED)
 
     def delta(self, epsilon: float) -> float:
-        r"""The smallest $\delta$ for `epsilon`, over all kinds of people.
+        r"""Return the smallest $\delta$ at `epsilon`, over all kinds of people.
 
         Args:
             epsilon: $\varepsilon \ge 0$.
@@ -250,7 +250,7 @@ class Ledger:
         return min(here, float(smaller.fun), most)
 
     def epsilons(self, delta: float) -> dict[str, float]:
-        r"""The smallest $\varepsilon$ at `delta` per kind of person.
+        r"""Return the smallest $\varepsilon$ at `delta` per kind of person.
 
         Infinite where a release is unproved. As `epsilon`, but `delta` may be 0.
         """
@@ -260,7 +260,7 @@ class Ledger:
         return {p: self._epsilon(e, delta) for p, e in events.items()}
 
     def epsilon(self, delta: float) -> float:
-        r"""The smallest $\varepsilon$ at `delta`: the largest over kinds of people.
+        r"""Return the smallest $\varepsilon$ at `delta`, over all kinds of people.
 
         Args:
             delta: $\delta$ in (0, 1); Gaussian noise has no finite epsilon at zero.
@@ -269,7 +269,7 @@ class Ledger:
         return max(self.epsilons(delta).values(), default=0.0)
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        """Both runs on the same records, one after the other."""
+        """Return the ledger of both runs on the same records, one after the other."""
         if self.people is not other.people:
             raise ValueError(
                 f"Ledger: cannot add runs on {self.people} and {other.people} people."
@@ -278,7 +278,7 @@ class Ledger:
         return Ledger(self.releases + other.releases, self.people, tuple(assumptions))
 
     def repeat(self, count: int) -> "Ledger":
-        """The same run `count` times."""
+        """Return the ledger of `count` such runs."""
         _checks.count("Ledger.repeat", count=count)
         releases = tuple(part for r in self.releases for part in r.repeated(count))
         return dataclasses.replace(self, releases=releases)
@@ -297,7 +297,7 @@ class Ledger:
         return dataclasses.replace(self, releases=releases)
 
     def named(self, run: str) -> "Ledger":
-        """The same releases, their names prefixed by the run they belong to."""
+        """Return the ledger with each release's name prefixed by the run."""
         names = ((r, f"{run}: {r.name}") for r in self.releases)
         releases = tuple(dataclasses.replace(r, name=name) for r, name in names)
         return dataclasses.replace(self, releases=releases)

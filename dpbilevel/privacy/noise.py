@@ -1,4 +1,4 @@
-"""Keys of noise: typed ones alone, derived once for each use; exponential values."""
+"""Typed keys, derived once for each use, and exponential values."""
 
 import hashlib
 import hmac
@@ -32,7 +32,7 @@ NAMES = """
 
 
 def check_key(key: Any) -> PRNGKey:
-    """The key; refuses anything but one typed key of a generator fit for noise.
+    """Return `key`, checked to be one typed key of a generator fit for noise.
 
     Raises:
         TypeError: `key` is no typed key (a raw `uint32` array, an integer, None).
@@ -62,7 +62,7 @@ def check_key(key: Any) -> PRNGKey:
 
 
 def check_shared(key: PRNGKey, value: PyTree) -> None:
-    """Refuses keys that differ between the processes that hold parts of a value.
+    """Check that all processes that hold parts of a value have the same key.
 
     Each would add a noise of its own to one value, and the mean of what they publish
     has less noise than any. Inside `jax.jit` nothing is known, and nothing is refused.
@@ -85,7 +85,7 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
 
 
 def root_key(impl: str = "threefry4x32") -> PRNGKey:
-    """A fresh typed key from the operating system's entropy source.
+    """Return a fresh typed key from the operating system's entropy source.
 
     `jax.random.key(seed)` keeps 32 bits of the seed unless 64-bit mode is on, few
     enough to try them all. This key is drawn whole: 128 bits for `threefry4x32`, 64
@@ -125,7 +125,7 @@ def number_of(name: str) -> int:
 
 
 def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
-    """One key per named domain; `key` is used up.
+    """Return one key per name; `key` is used up.
 
     A key is either drawn from or derived from, once: all that is needed of it is
     derived in one call. `jax.debug_key_reuse(True)` sees any second use, which it would
@@ -163,7 +163,7 @@ def follows(key: PRNGKey, content: bytes) -> PRNGKey:
 
 
 def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
-    """The same keys behind an optimization barrier.
+    """Return the same keys behind an optimization barrier.
 
     Without it XLA computes a hash again in every operation that reads it, and takes
     seconds to compile a chain of hashes. The barrier is on the words of the keys,
@@ -174,7 +174,7 @@ def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
 
 
 def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
-    """The keys of the next steps, and the key of all steps after them.
+    """Return the key of all later steps, and the keys of the next ones.
 
     Both follow from `key` step by step, so that a run in chunks draws what a run in one
     piece draws, and the key of the steps to come does not tell those of the steps done.
@@ -193,7 +193,7 @@ def _next_and_step(key: PRNGKey, _: None) -> tuple[PRNGKey, PRNGKey]:
 def standard_exponential(
     shape: tuple[int, ...], dtype: DTypeLike, *, key: PRNGKey
 ) -> Float[Array, "..."]:
-    r"""Independent standard exponential values, $-\log u$ with a uniform $u$.
+    r"""Draw independent standard exponential values, $-\log u$ with a uniform $u$.
 
     Both $u$ and $1 - u$ keep their relative precision however small they are: $P(E
     \ge t) = e^{-t}$ holds up to $t = 44$ in float32 and 66 in float64, and $P(E \le t)
@@ -207,7 +207,7 @@ def standard_exponential(
 def standard_gumbel(
     shape: tuple[int, ...], dtype: DTypeLike, *, key: PRNGKey
 ) -> Float[Array, "..."]:
-    r"""Independent standard Gumbel values, $-\log E$ with an exponential $E$.
+    r"""Draw independent standard Gumbel values, $-\log E$ with an exponential $E$.
 
     The index of the largest of $\log p_i + $ Gumbel has the law $p$. As those of $E$,
     tails reach probabilities of $2^{-64}$ in float32 and $2^{-96}$ in float64;
@@ -223,7 +223,7 @@ def _words(key: PRNGKey, size: int, dtype: DTypeLike) -> UInt32[Array, "words n"
 def _tail(
     words: UInt32[Array, "words n"], dtype: DTypeLike
 ) -> tuple[Bool[Array, " n"], Float[Array, " n"]]:
-    """A coin, and a uniform number in (0, 1/2) of full relative precision."""
+    """Return a coin, and a uniform number in (0, 1/2) of full relative precision."""
     coin = words[0] >> 31 == 1
     top = (words[0] & jnp.uint32(0x7FFFFFFF)).astype(dtype) * 2.0**-32
     # From the last word up, so that nothing is rounded away before it must be.

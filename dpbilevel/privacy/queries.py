@@ -1,4 +1,4 @@
-"""Queries: what is read of one role's records, and what it costs."""
+"""Queries: reads of one role's records, and their costs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -55,12 +55,12 @@ class Query:
         contribution: float | Float[Array, ""],
         sampling: AbstractSampling = FullBatch(),
     ) -> Self:
-        """What costs as much as a clipped mean with this contribution of one record."""
+        """Return the query of a clipped mean with this contribution of one record."""
         return cls(role, size, contribution * sampling.denominator(size), sampling)
 
     @property
     def contribution(self) -> float:
-        r"""One record's share of the mean: $C$ over the public denominator."""
+        r"""Largest change of the mean by one record: $C$ over the denominator."""
         return float(self.clip_norm) / self.sampling.denominator(self.size)
 
     def read(
@@ -73,7 +73,7 @@ class Query:
         neighbours: Neighbours = Neighbours.REPLACE_ONE,
         index: Index = None,
     ) -> Bounded:
-        """The clipped mean of a per-record function on a fresh batch.
+        """Return the clipped mean of a per-record function on a fresh batch.
 
         Args:
             fun: Maps one record to a pytree.

@@ -1,4 +1,4 @@
-"""Releases: what is read, by what mechanism, and what each person is charged."""
+"""Releases: reads of records, their mechanism, and what each person is charged."""
 
 import dataclasses
 import functools
@@ -92,7 +92,7 @@ class AbstractNoisyRelease(AbstractRelease):
         return self.mechanism.release(bounded, key=key_noise)
 
     def in_pass(self, data: PyTree, *, key: PRNGKey) -> Self:
-        """This release with the batches of one pass drawn, for samplings `per_epoch`.
+        """Return the release with the batches of one pass drawn.
 
         Args:
             data: The records, as in `of`.
@@ -120,7 +120,7 @@ class AbstractNoisyRelease(AbstractRelease):
     def read(
         self, what: Any, data: PyTree, *, key: PRNGKey | None, index: Index = None
     ) -> Bounded:
-        """The sum of one clipped mean per query, sealed; arguments are those of `of`.
+        """Return the sum of one clipped mean per query, sealed.
 
         Joint queries read one batch: the sum of their functions is clipped once, at the
         sum of their clip norms, the same bound with less distortion.
@@ -209,7 +209,7 @@ class AbstractNoisyRelease(AbstractRelease):
 
 
 def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
-    """Two queries of the same records as one, of the sum of their functions."""
+    """Return two queries of the same records as one, of the sum of their functions."""
     (query, fun), (other, gun) = first, last
     both = dataclasses.replace(other, clip_norm=query.clip_norm + other.clip_norm)
     return both, lambda record: optax.tree.add(fun(record), gun(record))
@@ -290,7 +290,7 @@ class Release(AbstractNoisyRelease):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How often a record is charged, where that is not every time."""
+        """Number of times that a record is charged, if not every time."""
         notes = (
             (query.sampling.per_epoch, query.sampling.charged(self.count, query.size))
             for query in self.queries

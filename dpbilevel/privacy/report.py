@@ -1,4 +1,4 @@
-"""The report: what is guaranteed, on what grounds, and at what noise."""
+"""The report: the guarantee, its grounds, and the noise."""
 
 import dataclasses
 import decimal
@@ -18,7 +18,7 @@ from .rows import ForecastRow, LedgerRow, RoleRow, html_table
 
 
 class Status(enum.Enum):
-    """How much of the guarantee is enforced by this library, best first."""
+    """Part of the guarantee that this library enforces, best first."""
 
     ENFORCED = "ENFORCED"  # by clipping, whatever the functions are
     CONDITIONAL = "CONDITIONAL"  # rests on declared constants or convexity
@@ -80,13 +80,13 @@ class PrivacyReport:
     prng: str = "JAX counter-based generator, keys from the caller"
 
     def to_json(self) -> str:
-        """The report as JSON text; `from_json` restores it exactly."""
+        """Return the report as JSON text; `from_json` restores it exactly."""
         fields = dataclasses.asdict(self, dict_factory=_known)
         return json.dumps(_finite(fields | {"status": self.status.value}), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyReport":
-        """Restores a report from `to_json`.
+        """Return the report that `to_json` wrote.
 
         Args:
             text: The JSON text.
@@ -164,7 +164,7 @@ def describe(
     dimensions: dict[str, int] | None = None,
     forecast: tuple[ForecastRow, ...] = (),
 ) -> PrivacyReport:
-    """Writes the report of a calibrated ledger.
+    """Return the report of a calibrated ledger.
 
     Args:
         ledger: All releases with their noise.
@@ -235,13 +235,13 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
 
 
 def _of_sampling(ledger: Ledger) -> dict[str, None]:
-    """What the sampling schemes take for granted, each once."""
+    """Return the assumptions of the sampling schemes, each once."""
     queries = (query for release in ledger.releases for query in release.reads)
     return dict.fromkeys(text for q in queries for text in q.sampling.assumptions)
 
 
 def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
-    """How many records there may be where their number is private."""
+    """Return the largest number of records, if their number is private."""
     if ledger.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
         return ()
     sizes = {role: n for r in ledger.releases for role, n in r.sizes.items()}
@@ -253,7 +253,7 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
 
 
 def large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
-    """What a delta allows that is no smaller than one over the number of records."""
+    """Return a remark on a delta that is not below one over the number of records."""
     sizes = [n for release in ledger.releases for n in release.sizes.values()]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()
@@ -271,7 +271,7 @@ _STATUS = {
 
 
 def rounded_up(value: float, digits: int = 6) -> str:
-    """The value in few digits, rounded up: a claim is never below what was computed."""
+    """Return the value in few digits, rounded up, so that no claim is too small."""
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
 
@@ -282,7 +282,7 @@ def _known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(value):
-    """Replaces infinities, which JSON has no number for, by strings."""
+    """Return the value with strings for infinities, which JSON has no number for."""
     return _replace(value, lambda v: str(v) if v in (math.inf, -math.inf) else v)
 
 

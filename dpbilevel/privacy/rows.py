@@ -11,7 +11,7 @@ _SHORT = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class RoleRow:
-    """What a release reads of the records of one role.
+    """The part of a release that reads the records of one role.
 
     Attributes:
         records: Planned number of records.

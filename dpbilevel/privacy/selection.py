@@ -19,7 +19,7 @@ from .releases import AbstractNoisyRelease, Release
 
 @dataclasses.dataclass(frozen=True)
 class Selection(AbstractNoisyRelease):
-    r"""`count` releases of the best of $K$ runs, with the value by which it is chosen.
+    r"""`count` releases of the best of $K$ runs, with the value that selects it.
 
     A run is the release of a value, or first a training, made of Gaussian releases, and
     then the release of a value of what it found; what the best run released is shown.
@@ -85,12 +85,12 @@ class Selection(AbstractNoisyRelease):
 
     @property
     def failure(self) -> float:
-        """The chance of more repetitions than there are runs."""
+        """Probability of more repetitions than there are runs."""
         return self.count * float(self.repetitions.beyond(self.runs)[-1])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The law of the number of repetitions, and what one run with training is."""
+        """The law of the number of repetitions, and the privacy of one run."""
         law = (
             f"{self.name}: the best of K, {self.repetitions}; drawn once, never shown, "
             f"and above the {self.runs} runs made with probability {self.failure:.3g}, "
@@ -107,7 +107,7 @@ class Selection(AbstractNoisyRelease):
         return law, f"{self.name}: a run is {trainings}, together {run}"
 
     def run_mus(self, people: People) -> dict[str, float]:
-        r"""The largest $\mu$ of one run over the trainings, by kind of person.
+        r"""Return the largest $\mu$ of one run over the trainings, by kind of person.
 
         Args:
             people: Who may have records where.

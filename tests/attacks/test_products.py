@@ -244,7 +244,7 @@ def multiple_that_rounds_up():
     row = Factored(jnp.ones((1, d)), jnp.ones((1, 1)), (d,), (0,), ())
     rule = summation.GridSum(row, jnp.float32(1), jnp.float32(1), 1, 1)
     row = jax.tree.map(lambda v: v[None], row)
-    counts = rule.add(rule.empty(), jnp.asarray([rule.share / d**0.5]), row)
+    counts = rule.add(rule.empty(), jnp.asarray([rule.clip_fraction / d**0.5]), row)
     return distance(counts, 0)
 
 

@@ -222,7 +222,7 @@ def check_equal(found, expected):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_jax(name, x64):
-    loss, w, record, factored, sparse = LOSSES[name]
+    loss, w, record, products, sparse = LOSSES[name]
     w, record = jax.tree.map(wide, (w, record))
 
     def gradient(record):
@@ -233,7 +233,7 @@ def test_the_gradient_is_that_of_jax(name, x64):
     kinds = [
         sum(isinstance(v, kind) for v in leaves) for kind in (Factored, SparseRows)
     ]
-    assert kinds == [factored, sparse]
+    assert kinds == [products, sparse]
 
     @jax.jit
     def both(rows):
@@ -245,7 +245,7 @@ def test_the_gradient_is_that_of_jax(name, x64):
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "embedding", "layer norm"])
 def test_the_derivative_of_a_gradient_is_structured_and_that_of_jax(name, x64):
-    loss, w, record, factored, sparse = LOSSES[name]
+    loss, w, record, products, sparse = LOSSES[name]
     w, record = jax.tree.map(wide, (w, record))
     tangent = jax.tree.map(lambda v: normal(*v.shape, seed=9).astype(float), w)
 
@@ -256,7 +256,7 @@ def test_the_derivative_of_a_gradient_is_structured_and_that_of_jax(name, x64):
     check_equal(*jax.jit(lambda r: (formed(fun(r)), product(r)))(record))
     _, along = jax.eval_shape(fun, record)
     leaves = jax.tree.leaves(along, is_leaf=is_structured)
-    assert sum(map(is_structured, leaves)) == factored + sparse
+    assert sum(map(is_structured, leaves)) == products + sparse
 
 
 def test_without_products_only_multiples_of_rows_are_left_unformed():

@@ -55,7 +55,7 @@ _LEAST = 1e-14  # a divergence below which all larger losses count as infinite
 
 
 class _Term:
-    r"""The law of $w(z)$, $z \sim \mathcal N(0, 1)$, increasing: one release's share.
+    r"""The law of one release's term $w(z)$, increasing in $z \sim \mathcal N(0, 1)$.
 
     `replace`: $r - a r'$; `remove`: $r - a$; `add`: $1 - a r$, with $-z$ for $z$.
     """
@@ -75,7 +75,7 @@ class _Term:
         return ups - self.down * np.exp(-mu * z - mu**2 / 2) + self.constant
 
     def inverse(self, w):
-        r"""The $z$ at which the term is $w$, infinite where it never is."""
+        r"""Return the $z$ at which the term is $w$, infinite where it never is."""
         # With s = e^{mu z}: up s - down / s = e^{mu^2/2} (w - constant).
         v = np.exp(self.mu**2 / 2) * (np.asarray(w) - self.constant)
         if not self.down:
@@ -91,7 +91,7 @@ class _Term:
             return np.log(root) / self.mu
 
     def cells(self, edges):
-        r"""Probability and part of the mean of each cell between `edges` in z.
+        r"""Return probability and part of the mean of each cell between `edges` in z.
 
         The mean of $e^{\mu z - \mu^2/2}$ over a cell is the probability of the cell for
         a law that is moved by $\mu$.
@@ -113,13 +113,13 @@ class _Term:
 
 
 def _cells(edges):
-    """The standard normal probability between neighbours, accurate in both tails."""
+    """Return the standard normal mass between neighbours, accurate in both tails."""
     below, above = scipy.special.ndtr(edges), scipy.special.ndtr(-edges)
     return np.where(edges[:-1] > 0, -np.diff(above), np.diff(below))
 
 
 def divergence(way: Way, mu: float, batches: int, epsilon: float) -> float:
-    r"""$H_a$ at $a = e^\varepsilon$: an upper bound, mostly within a hundredth.
+    r"""Return an upper bound on $H_a$ at $a = e^\varepsilon$, mostly within 0.01.
 
     Never more than the profile of one Gaussian release, which the convexity of the
     divergence in pairs of laws bounds it by, and that one where $\mu > 4$.
@@ -169,7 +169,7 @@ def _above_cells(values, masses):
 
 
 def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
-    r"""An end $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
+    r"""Return an end $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
 
     With the moment $M(\tau)^t$ of $e^{\tau S}$ it is at most $b\, e^{-\tau b}
     M(\tau)^t$ where $b \ge 1 / \tau$.
@@ -187,7 +187,7 @@ def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
 
 
 def _discretized(term: _Term, batches: int):
-    r"""The grid's step, its first multiple, probabilities, and the mean cut off above.
+    r"""Return step, first multiple and probabilities of a grid, and the mean cut off.
 
     With $w' = \min(w, b)$ it holds that $(\sum w_i)_+ \le (\sum w'_i)_+ + \sum (w_i -
     b)_+$, with equality where the sum is positive whenever a term exceeds $b$. A term
@@ -271,7 +271,7 @@ def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=8)
 def _at_positive_losses(way: Way, mu: float, batches: int):
-    r"""$a \ge 1$ and $H_a$, until it vanishes."""
+    r"""Return points $a \ge 1$ and $H_a$, until it vanishes."""
     level = divergence(way, mu, batches, 0.0)
     scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
     losses, found = [0.0], [level]
@@ -282,7 +282,7 @@ def _at_positive_losses(way: Way, mu: float, batches: int):
 
 
 def _both_sides(one, other):
-    r"""The lower hull of all points, with $H_{1/a} = 1 - 1/a + H'_a / a$ of the other.
+    r"""Return the lower hull of all points, with $H_{1/a} = 1 - 1/a + H'_a / a$.
 
     A convex function below all points is below their hull.
     """
@@ -298,6 +298,6 @@ def _both_sides(one, other):
 
 
 def _above(x, y, first: int, middle: int, last: int) -> bool:
-    """Whether the middle point is on or above the line through the others."""
+    """Return whether the middle point is on or above the line through the others."""
     rise = (y[last] - y[first]) * (x[middle] - x[first])
     return (y[middle] - y[first]) * (x[last] - x[first]) >= rise

@@ -14,7 +14,7 @@ _LARGEST = 700.0  # beyond this epsilon nothing is private
 
 
 def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
-    r"""The profile of $\mu$-GDP: $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon
+    r"""Return the profile of $\mu$-GDP: $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon
     \Phi(-\varepsilon/\mu - \mu/2)$.
 
     Args:
@@ -36,7 +36,7 @@ def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    r"""The smallest $\varepsilon \ge 0$ of $\mu$-GDP at a $\delta$ in [0, 1].
+    r"""Return the smallest $\varepsilon \ge 0$ of $\mu$-GDP at a $\delta$ in [0, 1].
 
     The safe end of the last bracket: the profile there is at most `delta`.
     """
@@ -57,7 +57,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
-    r"""An $\varepsilon$-DP release without $\delta$, as the worst one there is.
+    r"""Return the event of the worst $\varepsilon$-DP release without $\delta$.
 
     Binary randomized response dominates every such mechanism.
 
@@ -75,20 +75,20 @@ def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
 def is_pure(
     part: "dp_accounting.DpEvent",
 ) -> "TypeIs[dp_accounting.RandomizedResponseDpEvent]":
-    """Whether a part of a composition is one of these."""
+    """Return whether a part of a composition is a release without delta."""
     kind = dp_accounting.RandomizedResponseDpEvent
     return isinstance(part, kind) and part.num_buckets == 2
 
 
 def pure_epsilon(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
-    """The epsilon behind the coin, never less than the one that it was made from."""
+    """Return the epsilon behind the coin, never less than the one it was made from."""
     coin = part.noise_parameter
     # The summand covers the rounding of the coin and of the logarithm.
     return math.log((2 - coin) / coin) + 2.0**-50 if coin > 0 else math.inf
 
 
 def pure_delta(total: float, epsilon: Profile) -> Profile:
-    r"""The profile of a single release without delta: $\bigl(e^{\varepsilon_0} -
+    r"""Return the profile of a single release without delta: $\bigl(e^{\varepsilon_0} -
     e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
 
     Args:
@@ -100,7 +100,7 @@ def pure_delta(total: float, epsilon: Profile) -> Profile:
 
 
 def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
-    r"""The profile of a release without delta together with Gaussian ones.
+    r"""Return the profile of a release without delta together with Gaussian ones.
 
     The privacy loss of randomized response is $\pm \varepsilon_0$, and losses add up:
     $$\delta(\varepsilon) = \frac{e^{\varepsilon_0} \delta_\mu(\varepsilon -
@@ -119,6 +119,6 @@ def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
 
 
 def smallest_pure_epsilon(total: float, delta: float) -> float:
-    r"""Inverts `delta`: $\log(e^{\varepsilon_0} - \delta (1 + e^{\varepsilon_0}))$."""
+    r"""Return the smallest $\varepsilon \ge 0$ at which `pure_delta` is $\delta$."""
     left = 1 - delta * (1 + math.exp(-total))
     return max(0.0, total + math.log(left)) if left > 0 else 0.0

@@ -25,7 +25,7 @@ _LEAST = -60.0  # logarithm of the least delta that is resolved
 
 
 class Composition:
-    """Independent losses, added up.
+    """The law of a sum of independent losses.
 
     Args:
         parts: Pairs of a loss and how often it occurs.

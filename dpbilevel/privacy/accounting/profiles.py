@@ -34,7 +34,7 @@ _LARGEST_EPSILON = 700.0  # beyond it nothing is private
 
 
 def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
-    r"""The $\mu$ of Gaussian differential privacy, when the event has an exact one.
+    r"""Return the $\mu$ of Gaussian differential privacy, if there is an exact one.
 
     $\sqrt{\sum_k m_k^{-2}}$ for compositions of unsampled Gaussians, else `None`.
     """
@@ -43,7 +43,7 @@ def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
 
 
 def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
-    """The epsilon of every part, where all are releases without delta, else `None`."""
+    """Return the epsilon of every part, or `None` if a part has a delta."""
     parts = _flatten(event)
     releases = [(part, count) for part, count in parts if is_pure(part)]
     if len(releases) < len(parts):
@@ -52,19 +52,19 @@ def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
 
 
 def uses_renyi(event: "dp_accounting.DpEvent") -> bool:
-    """Whether `event` is accounted for by Renyi divergences."""
+    """Return whether `event` is accounted for by Renyi divergences."""
     return renyi.uses_renyi(_flatten(event))
 
 
 def is_exact(event: "dp_accounting.DpEvent") -> bool:
-    """Whether the profile of `event` is a closed form."""
+    """Return whether the profile of `event` is a closed form."""
     parts = pure_epsilons(event)
     single = parts is not None and len(parts) <= 1
     return single or gaussian_mu(event) is not None or _draw_and_gaussians(event)
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
-    r"""The $\delta$ of an output within total variation of a private one.
+    r"""Return the $\delta$ of an output within total variation of a private one.
 
     With $P, Q$ the laws on two neighbours and $P^*, Q^*$ those of an $(\varepsilon,
     \delta)$-DP mechanism, each within $\eta$ of its own,
@@ -301,7 +301,7 @@ def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]"
 
 
 def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
-    """The mu of all unsampled Gaussians together, and the other parts."""
+    """Return the mu of all unsampled Gaussians together, and the other parts."""
     ratios, others = [], []
     for part, count in _flatten(event):
         if isinstance(part, dp_accounting.GaussianDpEvent):
@@ -313,7 +313,7 @@ def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
 
 
 def _profile_of_selections(parts) -> Callable[[float], float]:
-    """From the divergences of all parts; of a single one also its own profile."""
+    """Return the profile by divergences, or a single selection's own if lower."""
     together = renyi.Divergences(parts).delta
     part, count = parts[0]
     if len(parts) > 1 or count > 1 or part.event.noise_multiplier == 0:
@@ -324,7 +324,7 @@ def _profile_of_selections(parts) -> Callable[[float], float]:
 
 
 def _draw_and_gaussians(event) -> bool:
-    """Whether it is one release without delta, once, and unsampled Gaussians."""
+    """Return whether an event is one release without delta and unsampled Gaussians."""
     mu, others = _split(event)
     one = [count for part, count in others if is_pure(part)] == [1]
     return one and len(others) == 1 and 0 < mu < math.inf

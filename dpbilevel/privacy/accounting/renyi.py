@@ -33,7 +33,7 @@ _Curve: TypeAlias = Float[np.ndarray, " orders"]
 
 
 def uses_renyi(parts: "list[tuple[dp_accounting.DpEvent, int]]") -> bool:
-    """Whether one of these events, each with how often it happens, is a selection."""
+    """Return whether one of these events, each with its count, is a selection."""
     return any(_is_selection(part) for part, _ in parts)
 
 
@@ -58,13 +58,13 @@ class Divergences:
         self._curve = sum(curves, np.zeros_like(_ORDERS))
 
     def delta(self, epsilon: float) -> float:
-        r"""$\delta$ at $\varepsilon \ge 0$."""
+        r"""Return $\delta$ at $\varepsilon \ge 0$."""
         accountant = dp_accounting.rdp.rdp_privacy_accountant
         orders, curve = list(_ORDERS), list(self._curve)
         return float(accountant.compute_delta(orders, curve, max(epsilon, 0.0))[0])
 
     def epsilon(self, delta: float) -> float:
-        r"""$\varepsilon$ at $\delta$; at 0 infinite."""
+        r"""Return $\varepsilon$ at $\delta$, infinite at 0."""
         if delta == 0:
             return math.inf
         accountant = dp_accounting.rdp.rdp_privacy_accountant
@@ -79,7 +79,7 @@ def _is_selection(
 
 
 def _curve(part: "dp_accounting.DpEvent") -> _Curve:
-    """The divergences of one part."""
+    """Return the divergences of one part."""
     base = part.event if _is_selection(part) else part
     if not isinstance(base, dp_accounting.GaussianDpEvent):
         raise ValueError(
@@ -99,14 +99,14 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
 
 
 def _weight(law: Repetitions, mu: float) -> _Curve:
-    """The supremum in the module's docstring."""
+    """Return the supremum in the module's docstring."""
     if math.isinf(law.shape):
         return law.mean * gaussian_delta(mu, np.log(_RATIOS))
     return (1 + law.shape) * _largest_log_ratio(law.gamma, mu)
 
 
 def _largest_log_ratio(gamma: float, mu: float) -> _Curve:
-    r"""The supremum of $\log(u' u^{-a} \gamma^{a - 1})$, from above.
+    r"""Return the supremum of $\log(u' u^{-a} \gamma^{a - 1})$, from above.
 
     A concave function of $p$ over a convex one has a single peak, and beside it every
     value is bounded by $u'$ at the right end of its bracket and $u$ at the left.

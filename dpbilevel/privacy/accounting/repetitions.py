@@ -57,7 +57,7 @@ class Repetitions:
             )
 
     def __str__(self) -> str:
-        """The law in words."""
+        """Return the law in words."""
         mean = f"mean {self.mean:.6g}"
         if math.isinf(self.shape):
             return f"Poisson, {mean}"
@@ -74,7 +74,7 @@ class Repetitions:
         return math.exp(scipy.optimize.brentq(excess, low, -1e-12, xtol=1e-14))
 
     def slope(self, p: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        r"""$f'(1 - p)$, where $f(s)$ is the mean of $s^K$.
+        r"""Return $f'(1 - p)$, where $f(s)$ is the mean of $s^K$.
 
         Args:
             p: Chances in [0, 1].
@@ -85,7 +85,7 @@ class Repetitions:
         return self.mean * ratio ** (1 + self.shape)
 
     def beyond(self, count: int) -> Float[np.ndarray, " count+1"]:
-        """The probabilities of more than 0, 1, ..., `count` repetitions."""
+        """Return the probabilities of more than 0, 1, ..., `count` repetitions."""
         numbers = np.arange(count + 1)
         if math.isinf(self.shape):
             return scipy.stats.poisson.sf(numbers, self.mean)
@@ -100,13 +100,13 @@ class Repetitions:
         return np.minimum(np.cumsum(chances[::-1])[::-1][: count + 1], 1.0)
 
     def event(self, base: "dp_accounting.DpEvent") -> "dp_accounting.DpEvent":
-        """The event of the best of $K$ runs, each of the event `base`."""
+        """Return the event of the best of $K$ runs, each of the event `base`."""
         events = dp_accounting.dp_event
         return events.RepeatAndSelectDpEvent(base, self.mean, self.shape)
 
 
 def _mean(gamma: float, shape: float) -> float:
-    """The mean of the negative binomial law on positive numbers."""
+    """Return the mean of the negative binomial law on positive numbers."""
     if shape == 0:
         return (1 / gamma - 1) / -math.log(gamma)
     return shape * (1 / gamma - 1) / -math.expm1(shape * math.log(gamma))
@@ -144,7 +144,7 @@ class BestOf:
         self._shifts, self._mu = np.log(scales[1:]), mu
 
     def delta(self, epsilon: float) -> float:
-        r"""$\delta$ at $\varepsilon \ge 0$."""
+        r"""Return $\delta$ at $\varepsilon \ge 0$."""
         found: Profile = gaussian_delta(self._mu, epsilon - self._shifts)
         total = float(self._weights @ found)
         return min(1.0, total) if np.isfinite(total) else 1.0

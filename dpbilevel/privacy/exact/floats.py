@@ -19,7 +19,7 @@ from ... import _checks
 
 
 def double_precision() -> contextlib.AbstractContextManager:
-    """Where 64-bit types exist, whatever `jax_enable_x64` says outside."""
+    """Return a context with 64-bit types, whatever `jax_enable_x64` says outside."""
     return jax.enable_x64(True)
 
 
@@ -29,7 +29,7 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
-    """Whether each number is less than `bound` > 0 in absolute value, by its bits.
+    """Return whether each absolute value is less than `bound` > 0, by its bits.
 
     All finite numbers are below infinity, and NaN is below nothing.
     """
@@ -40,19 +40,19 @@ def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
 
 
 def is_finite(value: Float[Array, "..."]) -> Bool[Array, "..."]:
-    """Whether each number is neither NaN nor infinite, by its bits."""
+    """Return whether each number is neither NaN nor infinite, by its bits."""
     return is_below(value, math.inf)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether every floating-point number of a pytree is finite, by its bits."""
+    """Return whether all floats of a pytree are finite, by their bits."""
     leaves = [v for v in jax.tree.leaves(tree) if jnp.issubdtype(v.dtype, jnp.floating)]
     finite = (is_finite(v).all() for v in leaves)
     return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
 
 
 def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The exponent of the largest power of two that is at most a normal `value` > 0."""
+    """Return the exponent of the largest power of two up to a normal `value` > 0."""
     info = jnp.finfo(value.dtype)
     biased = _magnitude_bits(value) >> info.nmant  # the exponent alone
     return biased.astype(jnp.int32) - (info.maxexp - 1)
@@ -61,7 +61,7 @@ def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
 def nearest_integer(
     value: Float[Array, "..."], most: Int[Array, ""]
 ) -> Int32[Array, "..."]:
-    r"""The nearest integer to each float32 number, cut to $[-m, m]$ for $m \le 2^{22}$.
+    r"""Return the nearest integers to float32 numbers, cut to $[-m, m]$.
 
     In fewer operations than a conversion: $v + 1.5 \cdot 2^{23}$ is an integer by its
     rounding, and its bits are those of $1.5 \cdot 2^{23}$ plus that integer. NaN is cut
@@ -78,7 +78,7 @@ def nearest_integer(
 
 
 def upper_mantissa(value: Float[Array, "..."], bits: int) -> Int32[Array, "..."]:
-    r"""$\lceil 2^{b - e} v \rceil$ of a normal $v > 0$, with $e = $ `floor_log2(v)`.
+    r"""Return $\lceil 2^{b - e} v \rceil$ of a normal $v > 0$, $e = $ `floor_log2(v)`.
 
     From $2^b$ to $2^{b + 1}$, whatever `value` is.
     """
@@ -89,7 +89,7 @@ def upper_mantissa(value: Float[Array, "..."], bits: int) -> Int32[Array, "..."]
 
 
 def power_of_two(exponent: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    r"""$2^e$, exactly; zero below the normal numbers of the dtype.
+    r"""Return $2^e$, exactly; zero below the normal numbers of the dtype.
 
     An exponent beyond the largest one of the dtype counts as that.
     """
@@ -111,7 +111,7 @@ def check_rounding(
     remedy: str,
     of: str = "what a record may change",
 ) -> None:
-    """Refuses a dtype in which errors are too large a part of what they add to.
+    """Check that errors in a dtype are a small fraction of what they add to.
 
     `what` are the errors, in the plural, `of` what they are a `share` of, and `remedy`
     what to do besides enabling 64-bit. Inside a program numbers are not known and
@@ -135,14 +135,14 @@ def check_rounding(
 
 
 def _magnitude_bits(value: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The bits of the absolute value: integers ordered as the values are, NaN last."""
+    """Return the bits of the absolute value: integers in the same order, NaN last."""
     kind = jnp.dtype(f"int{jnp.finfo(value.dtype).bits}")
     bits = jax.lax.bitcast_convert_type(value, kind)
     return bits & jnp.asarray(jnp.iinfo(kind).max, kind)
 
 
 def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
-    """Adds `value` to a total and what that rounds away to its correction.
+    """Add `value` to a total, and its rounding error to the correction.
 
     References:
         Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
@@ -159,7 +159,7 @@ def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]
 
 
 def folded(totals: PyTree, corrections: PyTree) -> tuple[PyTree, PyTree]:
-    """The sum of all rows of totals, with what it and they round away."""
+    """Return the sum of all rows of totals, and its correction."""
     zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
     total = zero, jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
     if jax.tree.leaves(totals):

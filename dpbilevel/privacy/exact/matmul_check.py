@@ -58,7 +58,7 @@ class Product(NamedTuple):
     q: int
 
     def __str__(self) -> str:
-        """The subscripts and the sizes."""
+        """Return the subscripts and the sizes."""
         return f"{self.subscripts} k={self.k} p={self.p} q={self.q}"
 
 
@@ -92,7 +92,7 @@ _BEFORE_SUMS = PRODUCTS[:2]  # cheap, and of shapes that matrix units take
 
 @dataclasses.dataclass(frozen=True)
 class ProductError:
-    """How far one kind of product is off on a device.
+    """The error of one kind of product on a device.
 
     Attributes:
         product: The kind.
@@ -113,7 +113,7 @@ class ProductError:
         return self.ratio <= 1
 
     def __str__(self) -> str:
-        """The outcome in one line."""
+        """Return the outcome in one line."""
         verdict = "passed" if self.passed else "FAILED"
         return (
             f"{verdict}  {self.dtype}  {self.product!s:32}  largest error "
@@ -122,7 +122,7 @@ class ProductError:
 
 
 def highest(subscripts: str, left: Array, right: Array) -> Array:
-    """The product as the library asks for it, whatever the default precision is."""
+    """Return the product in the library's precision, whatever the default is."""
     return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -131,7 +131,7 @@ def product_errors(
     products: tuple[Product, ...] = PRODUCTS,
     multiply: Multiply = highest,
 ) -> Iterator[ProductError]:
-    """The largest error of each kind of product on the default device, one by one.
+    """Yield the largest error of each kind of product on the default device.
 
     The factors are fixed numbers whose last bits matter: patterns that reduced
     precision rounds in one direction, random ones, exponents far apart, sums that
@@ -165,7 +165,7 @@ def product_errors(
 
 
 def check_products(owner: str) -> None:
-    """Refuses a default device whose matrix products are coarser than sums assume.
+    """Check that matrix products of the default device are as exact as sums assume.
 
     A short form of `product_errors`, in float32 and, where it is enabled, in float64;
     once for each device of a process. May be called where a program is traced.
@@ -194,7 +194,7 @@ def check_products(owner: str) -> None:
 
 @functools.cache
 def _worst(device: Any, dtype: str) -> ProductError:
-    """The worst product of the short form.
+    """Return the worst product of the short form.
 
     A thread of its own has none of the caller's contexts: no program that is being
     traced there, no mesh.
@@ -210,19 +210,19 @@ def _worst(device: Any, dtype: str) -> ProductError:
 
 
 def dtypes() -> tuple[str, ...]:
-    """float32, and float64 where it is enabled."""
+    """Return float32, and float64 if it is enabled."""
     return ("float32", "float64") if jax.config.jax_enable_x64 else ("float32",)
 
 
 def _arranged(product: Product, left, right) -> tuple[np.ndarray, np.ndarray]:
-    """The factors (g, k, p) and (g, k, q) with the axes of the subscripts."""
+    """Return the factors (g, k, p) and (g, k, q) with the axes of the subscripts."""
     first, second = product.subscripts.split("->")[0].split(",")
     # What is left out has one entry.
     return np.einsum(f"gkp->{first}", left), np.einsum(f"gkq->{second}", right)
 
 
 def _ratios(computed, left, right) -> list[float]:
-    """The largest error over the bound, for each matrix of the batch."""
+    """Return the largest error over the bound, for each matrix of the batch."""
     info = np.finfo(left.dtype)
     if left.dtype == np.float64:  # slow to add exactly: some entries stand for all
         rows, columns = (_spread(v.shape[2], 8) for v in (left, right))
@@ -238,7 +238,7 @@ def _ratios(computed, left, right) -> list[float]:
 
 
 def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
-    """Errors, never too small, and the sums of absolute values, in float64."""
+    """Return errors, never too small, and sums of absolute values, in float64."""
     rows, columns = left.swapaxes(1, 2).astype(float), right.astype(float)
     magnitudes = np.abs(rows) @ np.abs(columns)
     if left.dtype == np.float32:
@@ -254,18 +254,18 @@ def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """At most so many indices of a range, from its first to its last."""
+    """Return at most so many indices of a range, from its first to its last."""
     return np.unique(np.linspace(0, count - 1, most).astype(int))
 
 
 def _halves(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two parts of a float64 that add up to it, the upper 26 bits and the others."""
+    """Return the upper 26 bits of a float64, and the rest."""
     upper = (value.view(np.int64) & ~np.int64(2**27 - 1)).view(np.float64)
     return upper, value - upper
 
 
 def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
-    """Batches (names, left, right) of factors, (g, k, p) and (g, k, q)."""
+    """Yield batches (names, left, right) of factors, (g, k, p) and (g, k, q)."""
     random = np.random.default_rng(0)
     cases = {
         name: tuple(
@@ -280,26 +280,26 @@ def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
 
 
 def _equal(product: Product, info, random) -> tuple:
-    """Every term of a result is the same, so that roundings go in one direction."""
+    """Return factors with equal terms, so that roundings go in one direction."""
     left, right = (_significands(n, info, random) for n in (product.p, product.q))
     return np.tile(left, (product.k, 1)), np.tile(right, (product.k, 1))
 
 
 def _few(product: Product, info, random) -> tuple:
-    """The same with few terms: what a long sum may lose hides no error of a factor."""
+    """Return equal terms, but few: a short sum hides no error of a factor."""
     left, right = _equal(product, info, random)
     kept = np.isin(np.arange(product.k), _spread(product.k, _FEW))
     return left * kept[:, None], right
 
 
 def _mixed(product: Product, info, random) -> tuple:
-    """Random bits, signs and exponents."""
+    """Return factors with random bits, signs and exponents."""
     left, right = _random(product, info, random)
     return tuple(np.ldexp(v, random.integers(-3, 4, v.shape)) for v in (left, right))
 
 
 def _counterweights(product: Product, info, random) -> tuple:
-    """Huge numbers times tiny ones: no common exponent serves for a row."""
+    """Return huge numbers times tiny ones: no common exponent serves for a row."""
     reach = info.maxexp // 2 - 4
     exponents = random.integers(-reach, reach + 1, (product.k, 1))
     left, right = _random(product, info, random)
@@ -307,7 +307,7 @@ def _counterweights(product: Product, info, random) -> tuple:
 
 
 def _cancelling(product: Product, info, random) -> tuple:
-    """Random terms and their negatives, in random order."""
+    """Return random terms and their negatives, in random order."""
     half, order = product.k // 2, random.permutation(product.k)
     left, right = _random(product, info, random)
     left[half : 2 * half], right[half : 2 * half] = left[:half], -right[:half]
@@ -315,7 +315,7 @@ def _cancelling(product: Product, info, random) -> tuple:
 
 
 def _swamped(product: Product, info, random) -> tuple:
-    """A one and terms just below half of its last bit, or below the whole bit."""
+    """Return a one, and terms just below half of its last bit or the whole bit."""
     small = (1 - info.eps / 2) * info.eps * np.where(np.arange(product.p) % 2, 1, 0.5)
     ones = np.arange(product.k)[:, None] == np.arange(product.p) * 7 % product.k
     right = np.ldexp(1.0, np.arange(product.q) % 8)
@@ -323,7 +323,7 @@ def _swamped(product: Product, info, random) -> tuple:
 
 
 def _tiny(product: Product, info, random) -> tuple:
-    """Factors and products from below the smallest normal number to well above."""
+    """Return factors from below the smallest normal number to well above."""
     left, right = _random(product, info, random)
     levels = (5 * np.arange(product.p) + 16) % 37 - 6  # the first is above
     return np.ldexp(left, levels + info.minexp), right / 2
@@ -341,7 +341,7 @@ _CASES: dict[str, Callable[..., tuple]] = {
 
 
 def _random(product: Product, info, random) -> tuple[np.ndarray, np.ndarray]:
-    """Two factors of numbers in (-2, -1] and [1, 2) with random bits."""
+    """Return two factors of numbers in (-2, -1] and [1, 2) with random bits."""
 
     def numbers(columns):
         bits = random.integers(0, 2**info.nmant, (product.k, columns))
@@ -351,7 +351,7 @@ def _random(product: Product, info, random) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _significands(count: int, info, random) -> np.ndarray:
-    """Numbers in [1, 2): next to where formats of 7 to 48 bits round, then random."""
+    """Return numbers in [1, 2): near roundings to 7 to 48 bits, then random ones."""
     eps = float(info.eps)
     # The first serves alone where a product has one column: all reduce it.
     places = (11, 8, 10, 7, 23, 24, 48)

@@ -52,7 +52,7 @@ _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 
 
 def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> Limbs:
-    r"""Independent integers of standard deviation $2^{10 + h}$ and mean 0 or -1/2.
+    r"""Draw independent integers of standard deviation $2^{10 + h}$, mean 0 or -1/2.
 
     Args:
         size: How many.
@@ -80,7 +80,7 @@ def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> 
 def arrays_of_integers(
     shapes: Sequence[tuple[int, ...]], doublings: Int32[Array, ""], *, key: PRNGKey
 ) -> list[Limbs]:
-    """Arrays of `normal_integers`, from one flat draw."""
+    """Draw arrays of `normal_integers`, from one flat draw."""
     check_key(key)
     sizes = [math.prod(shape) for shape in shapes]
     value, added, late = _from_words(_words(sum(sizes), key), doublings)
@@ -92,7 +92,7 @@ def arrays_of_integers(
 
 
 def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
-    r"""Independent standard normal noise shaped like `tree`, from one flat draw.
+    r"""Draw independent standard normal noise shaped like `tree`, in one flat draw.
 
     Every value is the nearest floating-point number of a normal integer of standard
     deviation $2^{52}$, divided by that. Tails reach 10.8 standard deviations, where
@@ -130,14 +130,14 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
 def from_words(
     words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
 ) -> Limbs:
-    """The normal integers of these random bits, eight words for each."""
+    """Return the normal integers of these random bits, eight words for each."""
     return _joined(*_from_words(words, doublings))
 
 
 def _from_words(
     words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, ""]]:
-    """The value after the first doublings, what is added to it, the later doublings."""
+    """Return the value after the first doublings, a summand, and the doublings left."""
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
@@ -158,12 +158,12 @@ def _from_words(
 def _joined(
     value: Int32[Array, "..."], added: Int32[Array, "..."], late: Int32[Array, ""]
 ) -> Limbs:
-    """Values of at most 29 bits, doubled up to 28 times, and what is added to them."""
+    """Return values of at most 29 bits, doubled up to 28 times, plus a summand."""
     return from_int32(value).doubled(late).plus(from_int32(added))
 
 
 def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
-    """Eight words for each number.
+    """Draw eight words for each number.
 
     For many numbers they are three blocks of a generator with long ones: a split of a
     key shows all four words of every block, and `jax.random.bits` one only. The first
@@ -185,7 +185,7 @@ def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
 
 
 def _cell(words: Sequence[UInt32[Array, " n"]]) -> Int32[Array, " n"]:
-    """The rounded normal: the column of the table or its alias."""
+    """Return the rounded normal: the column of the table or its alias."""
     # An index that is not stored is computed again for every read of the table.
     first = jax.lax.optimization_barrier(words[0])
     bits = 32 - _REACH.bit_length()
@@ -207,7 +207,7 @@ def _leading_bits(
     fields: tuple[tuple[int, int, int], ...],
     unread: Int32[Array, ""],
 ) -> tuple[Int32[Array, " n"], Int32[Array, ""]]:
-    """What the first bits add, all but the last `unread`, and twice its mean."""
+    """Return the sum of fields without their last `unread` bits, and twice its mean."""
     longest = max(length for _, _, length in fields)
     total, most = jnp.int32(0), np.zeros(longest + 1, np.int32)
     for word, start, length in fields:
@@ -220,7 +220,7 @@ def _leading_bits(
 
 @functools.cache
 def probabilities() -> tuple[int, ...]:
-    r"""$P(\mathrm{round}(t Z) = a)$ for $a = -2^{14}, \ldots, 2^{14} - 1$.
+    r"""Return $P(\mathrm{round}(t Z) = a)$ for $a = -2^{14}, \ldots, 2^{14} - 1$.
 
     In units of $2^{-96}$, each rounded to an integer; they add up to one.
     """
@@ -239,14 +239,14 @@ def probabilities() -> tuple[int, ...]:
 
 
 def _exp(places: int) -> int:
-    """exp(-2**-places) in fixed point."""
+    """Return exp(-2**-places) in fixed point."""
     terms = range(_FIXED_POINT // places + 1)
     one = 1 << _FIXED_POINT
     return sum((-1) ** n * (one >> n * places) // math.factorial(n) for n in terms)
 
 
 def _cell_over_density(a: int) -> int:
-    """The mean of the normal density over the cell of a, in units of its value there.
+    """Return the mean of the normal density over the cell of a, over its value there.
 
     The even terms of its Taylor series, in Hermite polynomials over powers of t.
     """
@@ -261,7 +261,7 @@ def _cell_over_density(a: int) -> int:
 
 @functools.cache
 def _alias_table() -> UInt32[np.ndarray, "columns 3"]:
-    """The alias and the 81 bits of the bound of every column.
+    """Return the alias and the 81 bits of the bound of every column.
 
     Every column stands for one value with at most its probability, and for one other,
     its alias, with the rest.

@@ -32,20 +32,20 @@ SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
 
 class Basis(enum.Enum):
-    """What a sensitivity rests on."""
+    """The grounds of a sensitivity."""
 
     CLIPPED = "clipped"  # enforced record by record, whatever the functions are
     CONSTANTS = "constants"  # declared Lipschitz and convexity constants
     UNPROVED = "unproved"  # that a sampler cut short is near its target
 
     def worse(self, other: "Basis") -> "Basis":
-        """The weaker of two: what both together rest on."""
+        """Return the weaker of two: the basis of both together."""
         order = list(Basis)
         return max(self, other, key=order.index)
 
 
 class Bounded(eqx.Module):
-    r"""A value computed from records, sealed with the bound on one record's share.
+    r"""A value computed from records, sealed with a bound on one record's effect.
 
     Only a mechanism may open it; everywhere else it can only be added to another.
 
@@ -69,7 +69,7 @@ class Bounded(eqx.Module):
 
     @property
     def precision(self) -> Precision:
-        """Whether the value is a float or lies on a grid."""
+        """Arithmetic of the value: floating point, or a grid."""
         return "grid" if isinstance(self.raw, Grid) else "float"
 
     @property
@@ -79,7 +79,7 @@ class Bounded(eqx.Module):
     def sensitivity(
         self, neighbours: Neighbours = Neighbours.REPLACE_ONE
     ) -> Float[Array, ""] | float:
-        r"""The $\ell_2$ sensitivity: $2c$ under replace-one, $c$ under add-or-remove.
+        r"""Return the $\ell_2$ sensitivity: $2c$ under replace-one, else $c$.
 
         Args:
             neighbours: Which datasets count as neighbours.
@@ -102,7 +102,7 @@ class Bounded(eqx.Module):
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
     def __add__(self, other: "Bounded") -> "Bounded":
-        """The sum; one person may stand behind a record of either, so shares add.
+        """Return the sum; a person may have a record in both, so contributions add.
 
         Raises:
             ValueError: The values differ in structure, shape or precision.
@@ -128,7 +128,7 @@ class Bounded(eqx.Module):
 
 
 def unsealed(bounded: Bounded) -> PyTree:
-    """The value in floating point, without its seal. NON-PRIVATE.
+    """Return the value in floating point, without its seal. NON-PRIVATE.
 
     For a value that is computed from it and sealed with a bound of its own; the places
     that do so are listed in docs/architecture.md.
@@ -257,16 +257,18 @@ def clipped_mean(
     plain, constants = opened(fun, record, shards)
     for products in (True, False):
         cheap, value = _cheapest(plain, constants, record, products=products)
-        own, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
-        rows = rows if n % BLOCK else whole_blocks(own, rows)
-        rule = SUMS[precision](_widened(value), *numbers, size, rows, rows_fixed, own)
+        per_shard, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
+        rows = rows if n % BLOCK else whole_blocks(per_shard, rows)
+        rule = SUMS[precision](
+            _widened(value), *numbers, size, rows, rows_fixed, per_shard
+        )
         if rows_fixed or rule.rounding <= MOST_ROUNDING:
             break
     if rule.rounding:
         check_products("clipped_mean")
 
     def summed(given, masked, axes):
-        """The sum over the rows of one part, and by `axes` over all."""
+        """Return the sum over the rows of one part, and by `axes` over all."""
         constants, clip_norm, denominator = given
         here = dataclasses.replace(rule, clip_norm=clip_norm, denominator=denominator)
         records, mask = masked
@@ -294,7 +296,7 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
 
 
 def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
-    """Adds clipped values chunk by chunk."""
+    """Return the sum of clipped values, chunk by chunk."""
     if rule.part == 0:
         return rule.empty()
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
@@ -314,7 +316,9 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
         keep &= is_below(norms, TOO_LONG)
         # Places that cancel count for the rounding of their sum, if not for its norm.
         norms = jnp.maximum(norms, lengths / rule.cancellation_factor)
-        weights = jnp.where(keep, rule.share / jnp.maximum(norms, rule.share), 0)
+        weights = jnp.where(
+            keep, rule.clip_fraction / jnp.maximum(norms, rule.clip_fraction), 0
+        )
         return rule.add(sums, weights, values), None
 
     if rule.chunks == 1:  # convolutions take twice the time in a loop of one turn
@@ -324,7 +328,7 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
 
 
 def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any, Any]:
-    """The function in a form that is cheap to clip, and the shapes of its value."""
+    """Return the function in a form that is cheap to clip, and its value's shapes."""
     arguments = _shapes(constants), record
     cheap = functools.partial(plain, products=products)
     value = jax.eval_shape(cheap, *arguments)
@@ -342,7 +346,7 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
 
 
 def one_record(records: PyTree) -> PyTree:
-    """The shapes and dtypes of one record of `records`."""
+    """Return the shapes and dtypes of one record of `records`."""
     return jax.tree.map(
         lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype),
         _shapes(shapes_of(records)),
@@ -356,7 +360,7 @@ def _shapes(tree: PyTree) -> PyTree:
 
 
 def _widened(value: PyTree) -> PyTree:
-    """The shapes in the dtypes of norms and sums."""
+    """Return the shapes in the dtypes of norms and sums."""
 
     def widened(v):
         floating = jnp.issubdtype(v.dtype, jnp.floating)

@@ -62,7 +62,7 @@ class Factored(eqx.Module):
 
     @property
     def places(self) -> int:
-        """$T$."""
+        """Number of places $T$."""
         return self.left.shape[-2]
 
     @property
@@ -76,7 +76,7 @@ class Factored(eqx.Module):
         return self.places == 1 and self.widths[1] == 1
 
     def folded(self, product: Float[Array, "*n p q"]) -> Array:
-        """Sums of products of rows of the factors, as arrays of this shape."""
+        """Return sums of products of rows of the factors, as arrays of this shape."""
         order = self.left_axes + self.right_axes
         lead = product.shape[:-2]
         array = product.reshape([*lead, *(self.shape[axis] for axis in order)])
@@ -84,7 +84,7 @@ class Factored(eqx.Module):
         return jnp.transpose(array, [*range(len(lead)), *axes])
 
     def dense(self) -> Array:
-        """The array of one record."""
+        """Return the array of one record."""
         # The sum is in float32 at least, and is not rounded to fewer bits.
         left, right = (
             v.astype(accumulation_dtype(self.dtype)) for v in (self.left, self.right)
@@ -92,7 +92,7 @@ class Factored(eqx.Module):
         return self.folded(jnp.einsum("tp,tq->pq", left, right))
 
     def turned(self) -> "Factored":
-        """The same array with its factors exchanged."""
+        """Return the same array with its factors exchanged."""
         return Factored(
             self.right, self.left, self.shape, self.right_axes, self.left_axes
         )
@@ -102,7 +102,7 @@ class Factored(eqx.Module):
         return dataclasses.replace(self, right=change(_widened(self.right)))
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
-        """The array with its axes moved: axis `i` becomes `place(i)`."""
+        """Return the array with its axes moved: axis `i` becomes `place(i)`."""
         sides = (tuple(map(place, s)) for s in (self.left_axes, self.right_axes))
         left_axes, right_axes = sides
         return dataclasses.replace(
@@ -110,7 +110,7 @@ class Factored(eqx.Module):
         )
 
     def plus(self, other: "Factored | SparseRows") -> "Factored | None":
-        """The sum: all places of both; `None` where the axes are split differently."""
+        """Return the sum, with all places; `None` if axes are split differently."""
         if not isinstance(other, Factored):
             return None
         if other.left_axes != self.left_axes:
@@ -122,7 +122,7 @@ class Factored(eqx.Module):
         return dataclasses.replace(self, left=left, right=right, given=False)
 
     def cheapest(self, products: bool) -> "Factored | Array":
-        """The factors, the longer ones left, where they are smaller than the array.
+        """Return the factors, the longer ones left, if they are smaller than the array.
 
         Without `products`, of one row times a number alone.
         """
@@ -136,7 +136,7 @@ class Factored(eqx.Module):
 
 
 class SparseRows(eqx.Module):
-    """An array of one record that is zero but in some rows, as for a table's gradient.
+    """An array of one record that is zero but in some rows, like a table's gradient.
 
     Attributes:
         indices: Of the rows. Those out of range are no rows.
@@ -150,12 +150,12 @@ class SparseRows(eqx.Module):
 
     @property
     def dtype(self) -> Any:
-        """That of the array."""
+        """Dtype of the array."""
         return self.rows.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array of one record."""
+        """Shape of the array of one record."""
         return self.count, *self.rows.shape[self.indices.ndim :]
 
     def times(self, change: Callable[[Array], Array]) -> "SparseRows":
@@ -163,7 +163,7 @@ class SparseRows(eqx.Module):
         return dataclasses.replace(self, rows=change(_widened(self.rows)))
 
     def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
-        """The sum, where the other one is sparse too."""
+        """Return the sum, or `None` unless the other array is sparse too."""
         if not isinstance(other, SparseRows):
             return None
         indices = jnp.concatenate((self.indices, other.indices))
@@ -171,14 +171,14 @@ class SparseRows(eqx.Module):
         return SparseRows(indices, rows, self.count)
 
     def dense(self) -> Array:
-        """The array of one record."""
+        """Return the array of one record."""
         inside = jnp.where(self.indices < 0, self.count, self.indices)
         rows = _widened(self.rows)
         zeros = jnp.zeros(self.shape, rows.dtype)
         return zeros.at[inside].add(rows, mode="drop")
 
     def cheapest(self, products: bool) -> "SparseRows | Array":
-        """The rows, each index once, where they are fewer than those of the array."""
+        """Return the rows, each index once, if they are fewer than the array's."""
         del products
         if len(self.indices) >= self.count:
             return self.dense()
@@ -217,17 +217,17 @@ def _widest(*factors: Array) -> Any:
 
 
 def is_structured(leaf: Any) -> bool:
-    """Whether a leaf of a value is not formed."""
+    """Return whether a leaf of a value is not formed."""
     return isinstance(leaf, Structured)
 
 
 def relative_error(size: int, value: Factored) -> float:
-    r"""At least $\gamma_m$ of $m = k T + 4$ roundings in float32, for groups of $k$."""
+    r"""Return at least $\gamma_m$ of $m = k T + 4$ float32 roundings, $k$ records."""
     return 1.001 * (size * value.places + 4) * 2.0**-24
 
 
 def largest_group(value: Factored) -> int:
-    """The group size where all other records keep their rows."""
+    """Return the group size if all other records keep their rows."""
     if value.places > 1:
         return 2 ** int(math.log2(2**11 / value.places) / 2)
     return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
@@ -236,7 +236,7 @@ def largest_group(value: Factored) -> int:
 def products(
     weights: Float[Array, " n"], value: Factored, size: int
 ) -> Float[Array, "groups q p"]:
-    """The weighted sums of products of factors over groups of `size` records.
+    """Return the weighted sums of products of factors over groups of `size` records.
 
     To be folded as products of `value.turned()`. Where a weight is zero, factors may
     hold anything.
@@ -253,14 +253,14 @@ def products(
 def multiples(
     weights: Float[Array, " n"], value: Factored, largest: Int[Array, ""]
 ) -> Int[Array, "groups p 1"]:
-    """Sums of the rounded multiples of rows, of which no copy is made."""
+    """Return sums of the rounded multiples of rows, without a copy of them."""
     rows = jax.lax.stop_gradient(value.left[:, 0])
     numbers = weights / COARSE * jax.lax.stop_gradient(value.right[:, 0, 0])
     used, numbers = (weights > 0)[:, None], numbers[:, None]
     whole = len(rows) // _NARROW_GROUP * _NARROW_GROUP
 
     def sums(start: int, stop: int, size: int) -> Int[Array, "..."]:
-        """Over groups of rows: all rows of one place of a group at a time."""
+        """Return sums over groups of rows, one place of all groups at a time."""
 
         def nth(k: int) -> Int[Array, "groups p"]:
             place = slice(start + k, stop, size)

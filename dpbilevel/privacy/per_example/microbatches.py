@@ -1,4 +1,4 @@
-"""How many records are clipped at once."""
+"""Sizes of micro-batches."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def pass_rows(
     *,
     on_disk: bool,
 ) -> tuple[int, int]:
-    """The rows of a pass over `n` records, and those of each of its chunks.
+    """Return the rows of a pass over `n` records, and the rows of each chunk.
 
     Args:
         n: The number of records.
@@ -63,7 +63,7 @@ def pass_rows(
 
 @functools.cache
 def cached_bytes() -> int:
-    """Records of how many bytes the CPU's last cache keeps beside other data: half.
+    """Return the bytes of records that the CPU's last cache keeps: half of its size.
 
     Of 32 MiB where the system does not say how large it is, and in programs of several
     processes, which must compile the same whatever their machines have.
@@ -78,7 +78,7 @@ def cached_bytes() -> int:
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
-    """How many records like this one, with such values, one micro-batch holds.
+    """Return the number of such records, with their values, in a micro-batch.
 
     A power of two of at least 1, so that both fit the budget of the backend.
     """
@@ -101,7 +101,7 @@ def whole_blocks(n: int, rows: int) -> int:
 
 
 def _chunk_rows(n: int, rows: int) -> int:
-    """The rows of a chunk, at most `rows`: of equal ones, in whole groups."""
+    """Return the rows of a chunk, at most `rows`: of equal ones, in whole groups."""
     if rows < GROUP:
         return max(1, min(n, rows))
     even = -(-n // max(1, -(-n // rows)))
@@ -109,7 +109,7 @@ def _chunk_rows(n: int, rows: int) -> int:
 
 
 def _memory(value: PyTree) -> int:
-    """What one record's value takes, with its part of the sum over its group."""
+    """Return the bytes of one record's value, with its part of its group's sum."""
     arrays: list[Any] = []
     for leaf in jax.tree.leaves(value, is_leaf=is_structured):
         arrays += jax.tree.leaves(leaf)

@@ -18,7 +18,7 @@ Scalar = Float[Array, ""]
 
 
 def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Scalar]:
-    r"""One record's value in units of the clip norm, and bounds on its length.
+    r"""Return one record's value in units of the clip norm, and bounds on its norm.
 
     Args:
         value: Leaves may be `Factored` or `SparseRows`.
@@ -67,7 +67,7 @@ def _part(leaf: Any, clip_norm: Scalar) -> _Part:
 
 
 def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
-    """The lengths of the left factors go to the right ones, whose norm is then known.
+    """Return the leaf with left factors of length one, and its norm.
 
     What is added later are the products of these factors, whatever function they came
     from, so that the norm is of what is added.
@@ -107,7 +107,7 @@ def _squares(value: Array, axis: int | None = None) -> Array:
 
 
 def _scaled(value: Array, clip_norm: Scalar) -> Array:
-    """The value in units of the clip norm, or a huge number where it is not finite.
+    """Return the value in units of the clip norm, or a huge number if it is not finite.
 
     Its norm is then too long, and its weight of zero makes zero of all of it, which it
     would not of NaN.
@@ -119,7 +119,7 @@ def _scaled(value: Array, clip_norm: Scalar) -> Array:
 
 
 def _in_units(value: Array, finite: Array, clip_norm: Scalar) -> Array:
-    """Cuts long entries, which before a cut of the norm is nonexpansive."""
+    """Return the value in units of the clip norm, with long entries cut."""
     dtype = value.dtype
     units = jnp.clip(value * (1 / clip_norm).astype(dtype), -_LONGEST, _LONGEST)
     return jnp.where(finite, units, jnp.finfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Finds values that need not be formed, in the jaxpr of the function that makes them.
+"""Per-example gradients in factored form, found by walking a jaxpr.
 
 A jaxpr is evaluated equation by equation. What a matrix product, a convolution or an
 addition into rows of zeros makes is kept with its `Factored` or `SparseRows` form until
@@ -31,7 +31,7 @@ _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr"}
 def factored(
     fun: Callable[[PyTree], PyTree], record: PyTree, *, products: bool
 ) -> Callable[[PyTree], PyTree]:
-    """The same function with `Factored` and `SparseRows` leaves where that is cheaper.
+    """Return the function with `Factored` and `SparseRows` leaves if that is cheaper.
 
     Finds them in the jaxpr of `fun`: values that are made by a matrix product, a
     convolution or an addition into rows of zeros, and by sums, multiples and
@@ -118,7 +118,7 @@ def _output(value: Any, products: bool | None) -> Any:
 
 
 class _Run:
-    """Evaluates a jaxpr, and forms no product before it is used."""
+    """Evaluation of a jaxpr that forms no product before it is used."""
 
     def __init__(self, record: list[Any]):
         self.record = record
@@ -146,7 +146,7 @@ class _Run:
         return _bound(eqn, operands) if form is None else [_Lazy(array, form)]
 
     def given(self, operand: Any) -> bool:
-        """Whether this is an array of the record."""
+        """Return whether an operand is an array of the record."""
         return any(operand is leaf for leaf in self.record)
 
 
@@ -167,7 +167,7 @@ def _form_of(operand: Any) -> Structured | None:
 
 
 def _number(operand: Any) -> Any:
-    """The number that all entries of an operand are, where it was made of one."""
+    """Return the number that all entries of an operand are equal to, or `None`."""
     if isinstance(operand, _Filled):
         return operand.number
     return None if isinstance(operand, _Lazy) or np.ndim(operand) else operand
@@ -180,7 +180,7 @@ def _is_zero(operand: Any) -> bool:
 
 
 def _product(run: _Run, eqn, operands: list[Any]):
-    """A matrix product: the contracted axes are the places."""
+    """Return the form of a matrix product: the contracted axes are the places."""
     contracted, batched = eqn.params["dimension_numbers"]
     if batched[0] or not _is_floating(*eqn.invars):
         return None
@@ -209,14 +209,14 @@ def _at_least(side: Array, dtype: Any) -> Array:
 
 
 def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:
-    """The longer factors left, and whether they are an array of the record."""
+    """Return the form with the longer factors left, marked if they are the record's."""
     p, q = made.widths
     made, given = (made, left_given) if p >= q else (made.turned(), right_given)
     return dataclasses.replace(made, given=given)
 
 
 def _convolution(run: _Run, eqn, operands: list[Any]):
-    """A convolution: windows of the first operand times the second one.
+    """Return the form of a convolution: windows of one operand times the other.
 
     That of a kernel's gradient has the places where the kernel was applied.
     """
@@ -246,7 +246,7 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
         lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
 
         def seen(place):
-            """What the second operand meets for one place of the output."""
+            """Return the window of the first operand for one place of the output."""
             starts = np.multiply(place, params["window_strides"])
             gaps = params["rhs_dilation"]
             stops = starts + (np.asarray(rhs.shape[2:]) - 1) * gaps + 1
@@ -267,7 +267,7 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
 
 
 def _rows(run: _Run, eqn, operands: list[Any]):
-    """An addition into rows of zeros."""
+    """Return the form of an addition into rows of zeros."""
     del run
     table, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
@@ -302,7 +302,7 @@ def _transposed(run: _Run, eqn, operands: list[Any]):
 
 
 def _reshaped(run: _Run, eqn, operands: list[Any]):
-    """A reshape that splits or joins axes of one of the factors alone."""
+    """Return the form of a reshape that splits or joins axes of one factor."""
     del run
     form = _form_of(operands[0])
     reordered = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
@@ -324,7 +324,7 @@ def _reshaped(run: _Run, eqn, operands: list[Any]):
 
 
 def _multiplied(run: _Run, eqn, operands: list[Any]):
-    """A multiple of a structured value, or of an array of the record."""
+    """Return the form of a multiple of a factored value or of a record's array."""
     for value, other in (operands, operands[::-1]):
         number = _number(other)
         if number is None:
@@ -360,7 +360,7 @@ def _negated(run: _Run, eqn, operands: list[Any]):
 
 
 def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
-    """The sum or difference of two structured values, or of one and zero."""
+    """Return the form of a sum or difference of two factored values, or one and 0."""
     del run, eqn
     if not all(isinstance(v, _Lazy) or _is_zero(v) for v in operands):
         return None  # as where a bias is added to a layer
@@ -387,7 +387,7 @@ def _converted(run: _Run, eqn, operands: list[Any]):
 
 
 def _is_floating(*variables) -> bool:
-    """Whether all are floating-point arrays."""
+    """Return whether all variables are floating-point arrays."""
     return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables)
 
 

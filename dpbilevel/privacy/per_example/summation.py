@@ -1,4 +1,4 @@
-"""How clipped values of many records are summed: in floating point, or exactly."""
+"""Sums of clipped values over records: in floating point, or exact."""
 
 import abc
 import dataclasses
@@ -45,7 +45,7 @@ _LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.
 
 @dataclasses.dataclass(frozen=True)
 class AbstractSum(abc.ABC):
-    """Adds up rows of values in units of the clip norm, each at most `share` long.
+    """A sum of rows in units of the clip norm, each at most `clip_fraction` long.
 
     Attributes:
         value: One record's value, as shapes in the dtypes of norms and sums; leaves may
@@ -55,7 +55,7 @@ class AbstractSum(abc.ABC):
         n: The number of rows that may be records: the first ones of all parts.
         rows: How many of them are added at once: a chunk.
         rows_fixed: Whether neighbouring data have all other records in the same rows.
-        own: The number of rows of each part, where they are added in several parts.
+        rows_per_shard: Number of rows of each shard, if there are several.
     """
 
     value: PyTree
@@ -64,10 +64,10 @@ class AbstractSum(abc.ABC):
     n: int
     rows: int
     rows_fixed: bool = True
-    own: int | None = None
+    rows_per_shard: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses more records than sums have room for."""
+        """Check that sums have room for so many records."""
         if self.n > _MOST_RECORDS:
             raise ValueError(
                 f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}; sum "
@@ -77,7 +77,7 @@ class AbstractSum(abc.ABC):
     @property
     def part(self) -> int:
         """The number of rows of each part."""
-        return self.n if self.own is None else self.own
+        return self.n if self.rows_per_shard is None else self.rows_per_shard
 
     @property
     def chunks(self) -> int:
@@ -86,7 +86,7 @@ class AbstractSum(abc.ABC):
 
     @property
     def leaves(self) -> list[Any]:
-        """Those of `value`."""
+        """Leaves of `value`; factored values count as one leaf."""
         return jax.tree.leaves(self.value, is_leaf=is_structured)
 
     @property
@@ -96,7 +96,7 @@ class AbstractSum(abc.ABC):
 
     @property
     def rounding(self) -> float:
-        r"""The part of the clip norm that is kept for the rounding of groups' sums.
+        r"""Fraction of the clip norm that is kept for the rounding of groups' sums.
 
         Let leaf $l$ have $T_l$ places and groups of $k_l$ records, $m_l = k_l T_l + 4$,
         $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Where all others keep their
@@ -105,7 +105,7 @@ class AbstractSum(abc.ABC):
         groups in all. The derivation is in docs/precision.md.
         """
         if not self.rows_fixed:
-            return self._moved(self._together)
+            return self._margin(self._group_places)
         leaves = self._grouped
         sizes = [self.group_size(v) for v in leaves]
         pairs = zip(sizes, leaves, strict=True)
@@ -114,23 +114,23 @@ class AbstractSum(abc.ABC):
         return self.cancellation_factor * math.sqrt(largest) * max(roots, default=0.0)
 
     def group_size(self, value: Factored) -> int:
-        """How many records' products are added before their sum is rounded."""
+        """Return the number of records whose products are added before rounding."""
         if self.rows_fixed:
             return min(largest_group(value), self.rows)
-        return self._few(value, self._together)
+        return self._group_records(value, self._group_places)
 
-    def _few(self, value: Factored, places: int) -> int:
+    def _group_records(self, value: Factored, places: int) -> int:
         return min(max(1, places // value.places), self.rows)
 
     @property
-    def _together(self) -> int:
-        """Places of a group, of sums in any order: as many as their margin admits."""
+    def _group_places(self) -> int:
+        """Places of a group, for sums in any order: as many as their margin admits."""
         most = (GROUP >> k for k in range(4))
-        return next((k for k in most if self._moved(k) <= MOST_ROUNDING), GROUP)
+        return next((k for k in most if self._margin(k) <= MOST_ROUNDING), GROUP)
 
-    def _moved(self, places: int) -> float:
-        """The margin of sums in any order, in groups of so many places."""
-        pairs = [(self._few(v, places), v) for v in self._grouped]
+    def _margin(self, places: int) -> float:
+        """Return the margin of sums in any order, in groups of so many places."""
+        pairs = [(self._group_records(v, places), v) for v in self._grouped]
         worst = max((relative_error(k, v) for k, v in pairs), default=0.0)
         steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
         return (
@@ -139,7 +139,7 @@ class AbstractSum(abc.ABC):
         )
 
     def groups(self, size: int) -> int:
-        """How many groups of all parts may hold a record."""
+        """Return the number of groups of all shards that may hold a record."""
         if math.gcd(self.part, self.rows) % size == 0:  # groups follow each other
             return math.ceil(self.n / size)
         whole = math.ceil(self.rows / size)
@@ -154,28 +154,28 @@ class AbstractSum(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def share(self) -> float:
-        """The share of the clip norm that a value may fill before it is added."""
+    def clip_fraction(self) -> float:
+        """Largest norm of a value before it is added, in units of the clip norm."""
 
     @abc.abstractmethod
     def empty(self) -> PyTree:
-        """The running sum of nothing."""
+        """Return the running sum of no rows."""
 
     @abc.abstractmethod
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
-        """Adds the rows of `values`, each times its weight."""
+        """Return the sums plus the rows of `values`, each times its weight."""
 
     @abc.abstractmethod
     def joined(self, sums: PyTree, axes: Axes) -> PyTree:
-        """The sum of the sums of all parts, along axes of a mesh or of a `jax.vmap`."""
+        """Return the sum over all shards, along axes of a mesh or of a `jax.vmap`."""
 
     @abc.abstractmethod
     def mean(self, sums: PyTree) -> PyTree:
-        """The sum times the clip norm, over the denominator."""
+        """Return the sum times the clip norm, over the denominator."""
 
     @property
     def contribution(self) -> Float[Array, ""]:
-        """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
+        """$C / m$ in the widest dtype of the values, or 0 if it is out of range."""
         double = any(v.dtype == jnp.float64 for v in self.leaves)
         wide = jnp.dtype("float64" if double else "float32")
         clip_norm, denominator = (
@@ -202,8 +202,8 @@ class GridSum(AbstractSum):
 
     @property
     @override
-    def share(self) -> float:
-        """One less all roundings."""
+    def clip_fraction(self) -> float:
+        """Clip norm left after the worst-case rounding, in units of the clip norm."""
         # Of both of two neighbours: their records' values or their groups' sums.
         size = sum(math.prod(_rows_of(v).shape) * _coarse(v) ** 2 for v in self.leaves)
         rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
@@ -216,7 +216,7 @@ class GridSum(AbstractSum):
         )
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
-        """Rounds to whole steps and adds."""
+        """Return the sums plus the rows, rounded to whole steps."""
         # C / m in steps, between 2**23 and 2**24; the step itself may underflow.
         contribution = self.contribution
         scale = power_of_two(-floor_log2(contribution), contribution.dtype)
@@ -274,13 +274,13 @@ class FloatSum(AbstractSum):
 
     @property
     @override
-    def share(self) -> float:
+    def clip_fraction(self) -> float:
         counted = self._counted
-        return counted.share if counted.leaves else 1.0
+        return counted.clip_fraction if counted.leaves else 1.0
 
     @property
     def contribution(self) -> Float[Array, ""]:
-        """$C / m$, or 0 where a mean of values this long is out of some leaf's range.
+        """$C / m$, or 0 if a mean of such long values is out of some leaf's range.
 
         Coordinates down to $2^{-30} C / m$ must be normal numbers, and $4 n C / m$
         finite.
@@ -295,21 +295,21 @@ class FloatSum(AbstractSum):
 
     @property
     def _counted(self) -> GridSum:
-        """The sum of what is not formed."""
-        _, counted = _parted(self.value)
+        """Rule for the factored leaves."""
+        _, counted = _split(self.value)
         return dataclasses.replace(GridSum(**vars(self)), value=counted)
 
     @override
     def empty(self) -> PyTree:
         groups = -(-self.rows // GROUP)
-        arrays, _ = _parted(self.value)
+        arrays, _ = _split(self.value)
         zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), arrays)
         # The totals, what they round away, and the counts.
         return zeros, zeros, self._counted.empty()
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
-        """One batched product, one compensated addition."""
-        arrays, counted = _parted(values)
+        """Return the sums plus the rows, by one batched product and one addition."""
+        arrays, counted = _split(values)
         totals, corrections, counts = sums
         added = jax.tree.map(lambda v: _group_sums(weights, v), arrays)
         counts = self._counted.add(counts, weights, counted)
@@ -336,22 +336,22 @@ class FloatSum(AbstractSum):
 
 
 def _is_grouped(value: Any) -> bool:
-    """Whether values of several records are added before they are rounded."""
+    """Return whether values of several records are added before they are rounded."""
     return isinstance(value, Factored) and not value.narrow
 
 
 def _coarse(value: Any) -> int:
-    """Steps that entries are rounded to."""
+    """Return the number of steps of the grid that entries are rounded to."""
     return COARSE if isinstance(value, Factored) and value.narrow else 1
 
 
 def _rows_of(value: Any) -> Any:
-    """What is rounded: an array, or the rows of a sparse one."""
+    """Return the array, or the rows of a sparse one."""
     return value.rows if isinstance(value, SparseRows) else value
 
 
-def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
-    """The arrays, and what is not formed."""
+def _split(values: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the arrays of a value, and its factored leaves."""
     return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
 
 

@@ -70,7 +70,7 @@ class OnDisk(_checks.AbstractStored):
 
     @classmethod
     def arrays(cls, records: PyTree, *, progress: Progress | None = None) -> Self:
-        """Records in NumPy arrays that are mapped from files.
+        """Return `OnDisk` records in NumPy arrays that are mapped from files.
 
         Args:
             records: A pytree of NumPy arrays that share their leading axis, such as
@@ -144,7 +144,7 @@ class OnDisk(_checks.AbstractStored):
         return self._shapes(self.rows)
 
     def padded(self, rows: int) -> Self:
-        """The same records, followed by rows that count for nothing up to `rows`."""
+        """Return the records, followed by rows that count for nothing up to `rows`."""
         return dataclasses.replace(self, rows=rows)
 
     def _shapes(self, rows: int) -> PyTree:
@@ -156,14 +156,14 @@ class OnDisk(_checks.AbstractStored):
 
 
 def shapes_of(records: PyTree) -> PyTree:
-    """What stands for records where their shapes alone are read."""
+    """Return the records, or the shapes of records on disk."""
     return records.shapes if isinstance(records, OnDisk) else records
 
 
 def reader(
     records: PyTree, mask: Bool[Array, " n"] | None, n: int, rows: int
 ) -> Reader:
-    """A function that reads chunks of `rows` rows of `n` inside a compiled program.
+    """Return a function that reads chunks of `rows` of `n` rows in a compiled program.
 
     Args:
         records: Arrays, or `OnDisk`, which is padded to `n` rows.
@@ -209,7 +209,7 @@ def _from_disk(records: OnDisk, n: int, rows: int) -> Reader:
 
 
 class _Chunks:
-    """Reads chunks by their numbers, and after each the next one in the background.
+    """A reader of chunks by number, which reads the next chunk in the background.
 
     Any order gives the same rows; a pass in order reads every row once.
     """
@@ -271,7 +271,7 @@ class _Chunks:
 
 
 def _soon(fun: Callable[..., Chunk], *arguments: Any) -> concurrent.futures.Future:
-    """The result of a function that a thread runs, which ends with it."""
+    """Return the future of a function, run in a thread that ends with it."""
     pool = concurrent.futures.ThreadPoolExecutor(1, "dpbilevel-disk")
     try:
         return pool.submit(fun, *arguments)

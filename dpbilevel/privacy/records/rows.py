@@ -26,7 +26,7 @@ class Padded(eqx.Module):
 
 
 def padded_rows(size: int) -> int:
-    """The number of rows that a plan for `size` records pads them to.
+    """Return the number of rows that a plan for `size` records pads them to.
 
     The next larger multiple of 64, so that one record more always fits.
     """
@@ -34,7 +34,7 @@ def padded_rows(size: int) -> int:
 
 
 def padded(records: PyTree, rows: int) -> Padded:
-    """At most `rows` records, followed by rows that count for nothing up to `rows`."""
+    """Return the records, filled up to `rows` rows that count for nothing."""
     n = jax.tree.leaves(records)[0].shape[0]
 
     def pad(v):
@@ -47,14 +47,14 @@ def padded(records: PyTree, rows: int) -> Padded:
 
 
 def filler(dtype: jnp.dtype) -> float | int | bool:
-    """What a row that is no record holds: NaN, or zero where the dtype has none."""
+    """Return the entry of a row that is no record: NaN, or zero without NaN."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return math.nan
     return False if jnp.issubdtype(dtype, jnp.bool_) else 0
 
 
 def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
-    """The rows of records or `Padded`, and which are records: `None` means all."""
+    """Return rows, and the mask of those that are records: `None` means all."""
     if isinstance(records, Padded):
         return records.records, records.present
     return records, None

@@ -34,7 +34,7 @@ _CALLS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How the leading axis of records is cut into equal parts.
+    """The cut of the leading axis of records into equal parts.
 
     Attributes:
         count: The number of parts.
@@ -49,16 +49,16 @@ class Shards:
 
     @property
     def known(self) -> int:
-        """The number of parts, or one where it is a guess."""
+        """Number of parts, or one if it is a guess."""
         return self.count if self.mesh is not None else 1
 
     @property
     def is_typed(self) -> bool:
-        """Whether types tell how arrays are spread: the mesh has explicit axes."""
+        """Whether array types tell the distribution: the mesh has explicit axes."""
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     def traced(self, fun: Callable, record: PyTree) -> tuple[Any, list[Any], PyTree]:
-        """The jaxpr of a function of one record, as each device runs it.
+        """Return the jaxpr of a function of one record, as each device runs it.
 
         Its variables, constants first, are for what the function closes over, which
         follows, and for the record. Last are the shapes of the value.
@@ -75,7 +75,7 @@ class Shards:
         return local.jaxpr, [*local.consts, *closed.consts], shapes
 
     def _context(self) -> contextlib.AbstractContextManager:
-        """Where functions of arrays of the mesh can be traced."""
+        """Return a context in which functions of arrays of the mesh can be traced."""
         if not self.is_typed:
             return contextlib.nullcontext()
         mesh = self.mesh
@@ -88,7 +88,7 @@ class Shards:
         numbers: PyTree,
         rows: PyTree,
     ) -> PyTree:
-        """A sum over rows, wherever they are: each device adds up its own.
+        """Return a sum over rows; each device adds up the rows that it has.
 
         Args:
             part: Maps numbers, some rows and the axes that other rows are spread over
@@ -98,10 +98,10 @@ class Shards:
         """
         if self.mesh is not None:
 
-            def own(numbers, rows):
+            def on_device(numbers, rows):
                 return part(numbers, rows, self.axes or None)
 
-            return self.mapped(own, numbers, rows, rows=(False, True), out=P())
+            return self.mapped(on_device, numbers, rows, rows=(False, True), out=P())
         if self.count == 1:
             return part(numbers, rows, None)
         # The compiler leaves every part where it is.
@@ -111,7 +111,7 @@ class Shards:
         )(parts)
 
     def mapped(self, fun: Callable, *args: PyTree, rows: Sequence[bool], out: P) -> Any:
-        """`fun` of one part each; `rows` says which arguments are cut into parts."""
+        """Return `fun` mapped over parts; `rows` says which arguments are cut."""
         specs = tuple(P(self.axes) if cut else P() for cut in rows)
         placed = [self._placed(v, spec) for v, spec in zip(args, specs, strict=True)]
         mapped = jax.shard_map(
@@ -120,7 +120,7 @@ class Shards:
         return mapped(*placed)
 
     def _placed(self, tree: PyTree, spec: P) -> PyTree:
-        """Where types tell places they are made to; elsewhere the compiler does so."""
+        """Return the arrays, distributed if types tell the distribution."""
         if not self.is_typed:
             return tree
         sharding = NamedSharding(self.mesh, spec)
@@ -149,7 +149,7 @@ def _count(shards: Shards) -> int:
 
 
 def _shards(leaf: Any) -> Shards | None:
-    """That of one array; `None` where only the compiler will find out."""
+    """Return the distribution of one array; `None` if only the compiler knows it."""
     if not isinstance(leaf, jax.Array):
         return Shards()
     traced = isinstance(leaf, Tracer)
@@ -168,7 +168,7 @@ def _shards(leaf: Any) -> Shards | None:
 def taken(
     records: PyTree, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Shards]:
-    """The rows with these numbers, nothing for numbers beyond the last row.
+    """Return the rows with these numbers, fillers for numbers beyond the last row.
 
     Spread records give a batch that is spread evenly over the same devices, in the same
     order and filled up with nothing, so that every device has a multiple of 64 rows.
@@ -180,17 +180,19 @@ def taken(
     shards = shards_of(records)
     if shards.mesh is None:  # each device takes all of them where it is not known
         return jax.tree.map(lambda v: _at(v, members), records), members, Shards()
-    own = n // shards.count
+    rows_per_shard = n // shards.count
     rows = -(-len(members) // shards.count)
     rows += -rows % BLOCK
     padding = rows * shards.count - len(members)
     members = jnp.pad(members, (0, padding), constant_values=n)
 
     def exchange(members, records):
-        """Each device adds the rows that it has to all parts, and zeros for others."""
+        """Return a part of the batch; each device adds its rows, zeros for others."""
         device = jax.lax.axis_index(shards.axes) if shards.axes else 0
-        local = members - device * own
-        local = jnp.where((local >= 0) & (local < own), local, own)
+        local = members - device * rows_per_shard
+        local = jnp.where(
+            (local >= 0) & (local < rows_per_shard), local, rows_per_shard
+        )
         present = jax.lax.dynamic_slice_in_dim(members, device * rows, rows) < n
 
         def move(v):
@@ -229,7 +231,7 @@ def _at(v: Array, members: Int[Array, " rows"]) -> Array:
 
 
 def _bits(v: Array) -> Array:
-    """Integers, whose sums with zero are exact for every value."""
+    """Return integers, whose sums with zero are exact for every value."""
     if v.dtype == jnp.bool_:
         return v.astype(jnp.uint8)
     if jnp.issubdtype(v.dtype, jnp.integer):

@@ -1,4 +1,4 @@
-"""Where records on disk lie: in NumPy arrays, in Parquet files."""
+"""Storage of records on disk: NumPy arrays, Parquet files."""
 
 import abc
 import contextlib
@@ -54,12 +54,12 @@ class AbstractStore(abc.ABC):
 
     @property
     def identities(self) -> list[tuple[int, ...]]:
-        """Of each file, the same for all its names."""
+        """Identity of each file, the same for all its names."""
         return [state[:2] for state in self._states.values()]
 
     @abc.abstractmethod
     def reader(self, start: int) -> Fill:
-        """A function whose calls read the records from number `start` on."""
+        """Return a function whose calls read the records from number `start` on."""
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -79,7 +79,7 @@ class AbstractStore(abc.ABC):
         return found.digest()
 
     def check(self) -> None:
-        """Refuses files that are no longer what they were.
+        """Check that no file has changed.
 
         Raises:
             OSError: A file is missing or has changed.
@@ -122,7 +122,7 @@ class ArrayStore(AbstractStore):
 
 
 def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
-    """Reads rows of an array; of a whole mapped one from its file.
+    """Read rows of an array; if it is a whole mapped file, from that file.
 
     Pages of a mapping stay in the memory of the process, and one of a file that was cut
     short ends it.
@@ -143,7 +143,7 @@ def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
 
 
 def _file_of(array: np.ndarray) -> tuple[str, int] | None:
-    """The file that has all entries of an array as they are, and where they begin."""
+    """Return the file that holds all entries of an array, and their offset."""
     if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap):
         return None  # an array in memory, or a part of a mapped one
     written = array.mode != "c"  # which keeps changes to itself
@@ -153,7 +153,7 @@ def _file_of(array: np.ndarray) -> tuple[str, int] | None:
 
 
 def _filled(file: Any, rows: np.ndarray) -> None:
-    """Reads bytes into an array."""
+    """Read bytes into an array."""
     left = memoryview(rows.reshape(-1).view(np.uint8))
     while len(left):
         count = file.readinto(left)
@@ -259,7 +259,7 @@ class ParquetStore(AbstractStore):
 
     @property
     def _wanted(self) -> list[str]:
-        """Every column once."""
+        """Names of all columns, each once."""
         return list(dict.fromkeys(name for names in self._columns for name in names))
 
     def _copy(self, batch: Any, leaves: list[np.ndarray], rows: slice) -> None:
@@ -286,7 +286,7 @@ def _listed(names: str | Sequence[str]) -> Sequence[str]:
 
 
 def _kind(path: Path, schema: Any, names: str | Sequence[str]):
-    """The shape and dtype of one leaf of a record."""
+    """Return the shape and dtype of one leaf of a record."""
     types, dtypes = _arrow("types"), []
     for name in _listed(names):
         place = schema.get_field_index(name)
@@ -310,7 +310,7 @@ def _kind(path: Path, schema: Any, names: str | Sequence[str]):
 
 
 def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
-    """Refuses columns with nulls, by the file's statistics where it has them."""
+    """Check that columns have no nulls, by the file's statistics if it has them."""
     places = {about.schema.column(j).path: j for j in range(about.num_columns)}
     for name in columns:
         parts = [about.row_group(i) for i in range(about.num_row_groups)]
@@ -328,7 +328,7 @@ def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
 
 
 def _decoded(path: Path, groups: range, columns: list[str]) -> Iterator[Any]:
-    """The rows of some row groups, which are not read into memory whole."""
+    """Yield batches of rows of some row groups."""
     parquet = _arrow("parquet")
     with contextlib.ExitStack() as end:
         with _reading(path):
@@ -345,7 +345,7 @@ def _decoded(path: Path, groups: range, columns: list[str]) -> Iterator[Any]:
 
 
 def _arrow(name: str) -> Any:
-    """A module of pyarrow, imported when it is needed: few users have it."""
+    """Import a module of pyarrow, which few users have."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError as error:
@@ -355,7 +355,7 @@ def _arrow(name: str) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Says which file is damaged, and nothing of what is in it."""
+    """Raise errors that name the file and show nothing of its content."""
     try:
         yield
     except Exception as error:

@@ -33,7 +33,7 @@ class RandomAllocationEvent:
 
 
 class RandomAllocation(AbstractSampling):
-    r"""Every record in one batch of a pass, uniformly and independently of all others.
+    r"""Batches of a pass with every record in one, uniformly and independently.
 
     Batches of a pass differ in size. They have room for as many records as are outgrown
     with probability at most $2^{-116}$, which is counted, and a mask; sums are divided
@@ -79,7 +79,7 @@ class RandomAllocation(AbstractSampling):
         return dataclasses.replace(self, places=places)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Returns batch `index`, modulo their number, of the pass that was drawn.
+        """Return batch `index`, modulo their number, of the pass that was drawn.
 
         Raises:
             ValueError: No `index`, or no pass: the solver does not draw passes.
@@ -96,7 +96,7 @@ class RandomAllocation(AbstractSampling):
         return masked_batch(records, present, chosen, most, self.denominator(size))
 
     def denominator(self, size: int) -> float:
-        """The expected number of records in a batch."""
+        """Return the expected number of records in a batch."""
         return size / self.batches
 
     def event(self, event, neighbours, size) -> Any:
@@ -114,7 +114,7 @@ class RandomAllocation(AbstractSampling):
         return RandomAllocationEvent(self.batches, event)
 
     def charged(self, count: int, size: int) -> int:
-        """The passes that `count` batches begin."""
+        """Return the number of passes that `count` batches begin."""
         return -(-count // self.batches)
 
     @override

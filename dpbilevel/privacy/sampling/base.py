@@ -71,7 +71,7 @@ class AbstractSampling(eqx.Module):
     def draw(
         self, records: PyTree, size: int, *, key: PRNGKey | None, index: Index = None
     ) -> Batch:
-        """Draws one batch.
+        """Draw one batch.
 
         Args:
             records: All records, with a common leading axis, or `Padded`; `FullBatch`
@@ -85,11 +85,11 @@ class AbstractSampling(eqx.Module):
 
     @abc.abstractmethod
     def rows(self, size: int) -> int:
-        """The most records that a batch from `size` records holds."""
+        """Return the largest number of records in a batch from `size` records."""
 
     @abc.abstractmethod
     def denominator(self, size: int) -> float:
-        """The public number that a batch's sum is divided by."""
+        """Return the public number that a batch's sum is divided by."""
 
     @abc.abstractmethod
     def event(
@@ -109,7 +109,7 @@ class AbstractSampling(eqx.Module):
         """
 
     def in_pass(self, records: PyTree, *, key: PRNGKey) -> "AbstractSampling":
-        """The scheme with the batches of one pass drawn; this one, unless `per_epoch`.
+        """Return the scheme with the batches of a pass drawn, if it is `per_epoch`.
 
         Args:
             records: All rows.
@@ -119,7 +119,7 @@ class AbstractSampling(eqx.Module):
         return self
 
     def charged(self, count: int, size: int) -> int:
-        """How many of the `count` releases of one run a record is charged for.
+        """Return the number of `count` releases of a run that a record is charged for.
 
         All of them, unless a record is known to be in few batches.
 
@@ -131,16 +131,16 @@ class AbstractSampling(eqx.Module):
 
     @abc.abstractmethod
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """The probability per draw that the batch is not drawn as accounted."""
+        """Return the probability per draw that the batch is not drawn as accounted."""
 
 
 class FullBatch(AbstractSampling):
-    """Every record, every time: no amplification, any relation."""
+    """Batches of all records: no amplification, any relation."""
 
     needs_key: ClassVar[bool] = False
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Returns all records; the key is not used."""
+        """Return all records; the key is not used."""
         records, present = unpacked(records)
         return Batch(records, present, self.denominator(size))
 
@@ -162,7 +162,7 @@ class FullBatch(AbstractSampling):
 
 
 class Poisson(AbstractSampling):
-    r"""Every record independently with probability `rate`.
+    r"""Batches with every record independently with probability `rate`.
 
     The batch has a fixed shape, of room for `capacity` records, and a mask. A draw of
     more records drops the last ones; the probability of that event over the run is
@@ -189,7 +189,7 @@ class Poisson(AbstractSampling):
 
     @property
     def realised_rate(self) -> float:
-        """The probability of inclusion as drawn, a multiple of 2**-32."""
+        """Probability of inclusion as drawn, a multiple of 2**-32."""
         return self._threshold / 2**32
 
     @property
@@ -231,7 +231,7 @@ class Poisson(AbstractSampling):
         return masked_batch(records, present, chosen, most, self.denominator(size))
 
     def denominator(self, size: int) -> float:
-        """The expected number of records in a batch."""
+        """Return the expected number of records in a batch."""
         return self.realised_rate * size
 
     @override
@@ -277,7 +277,7 @@ def masked_batch(
     most: int,
     denominator: float,
 ) -> Batch:
-    """The chosen rows with a mask, the first `most` of them.
+    """Return the first `most` chosen rows, with a mask.
 
     Args:
         records: All rows.
@@ -300,7 +300,7 @@ def masked_batch(
 
 
 def unnumbered(owner: str, sampling: AbstractSampling) -> None:
-    """Raises unless `sampling` is a scheme that any solver, `owner`, can draw from.
+    """Check that any solver, `owner`, can draw from a sampling scheme.
 
     Raises:
         TypeError: It is no sampling scheme.
@@ -316,7 +316,7 @@ def unnumbered(owner: str, sampling: AbstractSampling) -> None:
 
 
 def not_by_pass(owner: str, sampling: AbstractSampling) -> None:
-    """Raises unless `sampling` is a scheme whose batches are drawn one by one.
+    """Check that the batches of a sampling scheme are drawn one by one.
 
     Raises:
         TypeError: It is no sampling scheme.

@@ -56,7 +56,7 @@ class AbstractFixedBatch(AbstractSampling):
             )
 
     def _check_accounted(self, neighbours: Neighbours, size: int, why: str) -> None:
-        """Refuses a batch larger than the data, and any relation but replace-one."""
+        """Check that the data fill a batch, and that the relation is replace-one."""
         self._check_fits(size)
         if neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
@@ -66,7 +66,7 @@ class AbstractFixedBatch(AbstractSampling):
 
 
 class FixedSize(AbstractFixedBatch):
-    """A uniformly random subset of `size` records, without replacement.
+    """Batches of `size` records, drawn uniformly without replacement.
 
     Replace-one only: the batch size is fixed only while the number of records is.
     Not interchangeable with Poisson: the other records in the batch show whether a
@@ -77,7 +77,7 @@ class FixedSize(AbstractFixedBatch):
     """
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Draws the subset: at a cost that grows with it alone where it is small."""
+        """Draw the subset; the cost of a small one grows with its size alone."""
         self._check_fits(size)
         key = check_key(key)
         if self._is_small(size):
@@ -101,14 +101,14 @@ class FixedSize(AbstractFixedBatch):
         return dp_accounting.SampledWithoutReplacementDpEvent(size, self.size, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """The probability that a small subset has too few different members."""
+        """Return the probability that a small subset has too few different members."""
         return _EXHAUSTED if self._is_small(size) else 0.0
 
     def _is_small(self, size: int) -> bool:
         return self.size <= size // 4
 
     def _tries(self, size: int) -> int:
-        """How many uniform members hold enough different ones, but for `failure`.
+        """Return the number of draws with enough different members, up to `failure`.
 
         While there are too few, the next one is known with probability (size - 1) / n
         at most.
@@ -122,7 +122,7 @@ class FixedSize(AbstractFixedBatch):
 def _first_distinct(
     count: int, size: int, tries: int, *, key: PRNGKey
 ) -> Int[Array, " count"]:
-    """The first `count` different ones of `tries` numbers below `size`: uniform."""
+    """Draw `count` different numbers below `size`, the first of `tries`."""
     drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
     order = jnp.argsort(drawn, stable=True)  # of equal numbers the first drawn leads
     ordered = drawn[order]
@@ -132,7 +132,7 @@ def _first_distinct(
 
 
 class SinglePass(AbstractFixedBatch):
-    r"""Disjoint batches: every record is in one of them, at most.
+    r"""Disjoint batches: every record is in at most one of them.
 
     With $k = \lfloor n / B \rfloor$ batches, batch $t$ has the records $t, t + k, t +
     2 k, \dots$; the last $n - k B$ records are in none. After a pass the next one
@@ -164,7 +164,7 @@ class SinglePass(AbstractFixedBatch):
     )
 
     def batches(self, size: int) -> int:
-        """The number of batches of a pass over `size` planned records.
+        """Return the number of batches of a pass over `size` planned records.
 
         Raises:
             ValueError: There are fewer records than a batch holds.
@@ -173,7 +173,7 @@ class SinglePass(AbstractFixedBatch):
         return size // self.size
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Returns batch `index`, modulo their number; the key is not used.
+        """Return batch `index`, modulo their number; the key is not used.
 
         Raises:
             ValueError: No `index`: the solver does not number its batches.
@@ -199,7 +199,7 @@ class SinglePass(AbstractFixedBatch):
         return event
 
     def charged(self, count: int, size: int) -> int:
-        """One release a pass, for the passes that `count` batches begin."""
+        """Return one release for each pass that `count` batches begin."""
         return -(-count // self.batches(size))
 
     @override
