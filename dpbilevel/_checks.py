@@ -12,7 +12,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import equinox as eqx
 import jax
@@ -20,6 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
+
+# A class variable is what type checkers let fields and properties override.
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar as AbstractVar
 
 
 def concrete(value: object) -> bool:

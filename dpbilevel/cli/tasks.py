@@ -20,10 +20,18 @@ from ..applications.base import (
     source_weights,
 )
 from ..bilevel.problem import BilevelProblem
-from ..games.group_game import GroupGame
-from ..games.groups import group_fair, group_robust, group_start, group_weights
-from ..games.matrix import matrix_game
-from ..games.problem import AbstractVariationalInequality, SaddleProblem
+from ..games.groups import (
+    GroupGame,
+    group_fair,
+    group_robust,
+    group_start,
+    group_weights,
+)
+from ..games.problem import (
+    AbstractVariationalInequality,
+    SaddleProblem,
+    matrix_game,
+)
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
 from ..onelevel.problem import FiniteSum

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Checked, Number, Positive
+from .._checks import AbstractVar, Checked, Number, Positive
 from ..privacy._lazy import dp_accounting
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.accounting import profiles, pure
@@ -70,7 +70,7 @@ class AbstractDrawMechanism(Checked):
         parameter: The name of the field that sets the noise.
     """
 
-    neighbours: eqx.AbstractVar[Neighbours]
+    neighbours: AbstractVar[Neighbours]
     measure: eqx.AbstractClassVar[Measure]
     parameter: eqx.AbstractClassVar[str]
     precision: ClassVar[str] = "draw"

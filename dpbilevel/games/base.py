@@ -6,11 +6,12 @@ import warnings
 from typing import Any, ClassVar, Literal, Self
 
 from .. import _checks
+from .._checks import AbstractVar
 from ..core.outputs import AbstractOutput, Mean, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
 from ..privacy.sampling.base import AbstractSampling, not_by_pass
-from .problem import AbstractVar, AbstractVariationalInequality
+from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
 
 Passes = Literal["single", "multi"]
@@ -109,8 +110,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         if (a := constants.privacy_dimension(budget)) >= sizes:
             warnings.warn(
                 f"{owner}: hopeless: sqrt(d log(1/delta)) / epsilon = {a:.3g} is not "
-                f"below the {sizes} records, so no bound here is below its trivial "
-                f"value M D = {constants.bound * constants.diameter:.3g}. Use more "
+                f"below the {sizes} records, so that every bound is trivial. Use more "
                 "records, a larger epsilon or fewer dimensions.",
                 stacklevel=3,
             )
@@ -153,34 +153,33 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         """
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
-            raise ValueError(
-                f"{owner}: not bound to sizes; take the solver from "
-                "dpbilevel.calibrate(...).solver."
-            )
-        if type(self.output) is not Mean:
-            raise ValueError(
-                f"{owner}: no theorem covers output={type(self.output).__name__}; "
-                "use output=Mean()."
-            )
+            text = f"{owner}: no planned sizes. Take the solver from "
+            raise ValueError(f"{text}dpbilevel.calibrate(...).solver.")
         constants = TheoremConstants.of(problem, dimension, self.sizes)
-        if self.clip_norm < constants.spread:
-            raise ValueError(
-                f"{owner}: no theorem covers clip_norm={self.clip_norm:.3g} below the "
-                f"declared bound {constants.spread:.3g}."
-            )
         release: Any = self.ledger(problem, self.sizes).releases[0]
-        charged = self.sampling.charged(release.count, self.sizes)
-        if self.sampling.numbered and charged > 1:
-            raise ValueError(
-                f"{owner}: no theorem covers {charged} passes over disjoint batches."
-            )
+        passes = self.sampling.charged(release.count, self.sizes)
+        outside = {
+            f"output={type(self.output).__name__}; use output=Mean()": (
+                type(self.output) is not Mean
+            ),
+            f"clip_norm={self.clip_norm:.3g} below the declared bound "
+            f"{constants.spread:.3g}": self.clip_norm < constants.spread,
+            f"{passes} passes over disjoint batches": (
+                self.sampling.numbered and passes > 1
+            ),
+        }
+        for text, is_outside in outside.items():
+            if is_outside:
+                raise ValueError(f"{owner}: no theorem covers {text}.")
         batch = self.sampling.denominator(self.sizes)
-        gap, moved = self.promises(problem, constants, batch, release.noise_std)
+        gap, moved = self.gap_and_stability(
+            problem, constants, batch, release.noise_std
+        )
         # A numbered batch is a fresh sample of the population; others are not.
         return float(gap if self.sampling.numbered else gap + constants.bound * moved)
 
     @abc.abstractmethod
-    def promises(
+    def gap_and_stability(
         self,
         problem: AbstractVariationalInequality,
         constants: TheoremConstants,

@@ -23,8 +23,7 @@ from ..privacy.sampling.base import AbstractSampling, FullBatch
 from ..privacy.sampling.fixed_size import FixedSize
 from ..privacy.sampling.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
-from .choices import cheapest, estimated_multiplier, integers
-from .rates import TheoremConstants
+from .rates import TheoremConstants, cheapest, estimated_multiplier, integers
 
 _MANY_STEPS = 10**7
 OPERATOR = "operator"
@@ -123,8 +122,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         if n**2 > _MANY_STEPS:
             warnings.warn(
                 f"NoisyExtragradient.from_theorem: several passes take n^2 = {n**2} "
-                "steps of one record, which takes hours. Use tuned(), whose most_steps "
-                "is n by default.",
+                "steps of one record, or hours. Use tuned().",
                 stacklevel=3,
             )
         step_size = 1 / (constants.scale * n * max(math.sqrt(n), a))
@@ -160,19 +158,18 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return _fields(constants, count, step_size, FixedSize(size))
 
     @override
-    def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
+    def gap_and_stability(self, problem, constants, batch, std) -> tuple[Any, Any]:
         step_size: Any = self.step_size
         if isinstance(step_size, Rule):
             raise ValueError(
                 "NoisyExtragradient.bound: no theorem covers an optax optimizer as "
-                "step_size; give a number."
+                "step_size. Give a number."
             )
-        if step_size > constants.largest_step * (1 + 1e-6):
-            raise ValueError(
-                "NoisyExtragradient.bound: no theorem covers step_size="
-                f"{step_size:.3g}; it must be at most "
-                f"{constants.largest_step:.3g}."
+        if step_size > (largest := constants.largest_step) * (1 + 1e-6):
+            text = (
+                f"NoisyExtragradient.bound: no theorem covers step_size={step_size:.3g}"
             )
+            raise ValueError(f"{text}; it must be at most {largest:.3g}.")
         path = self.num_steps, step_size
         gap = constants.extragradient_gap(*path, batch, std)
         return gap, constants.extragradient_stability(*path, std)

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..sets import AbstractSet
-from .problem import AbstractVariationalInequality, SaddleProblem, Scalar
+from .problem import AbstractSaddleProblem, AbstractVariationalInequality, Scalar
 
 # A linear objective has no curvature to take a step size from.
 _LEAST_CURVATURE = 1e-3
@@ -44,7 +44,7 @@ def mean_operator(
 
 
 def saddle_gap(
-    problem: SaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
+    problem: AbstractSaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
 ) -> Gap:
     r"""NON-PRIVATE. Bound the gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
 
@@ -63,7 +63,7 @@ def saddle_gap(
         TypeError: The problem is no `SaddleProblem`.
         ValueError: A Lipschitz constant is not declared, or shapes do not fit.
     """
-    _checks.instance("saddle_gap", SaddleProblem, problem=problem)
+    _checks.instance("saddle_gap", AbstractSaddleProblem, problem=problem)
     problem.check(w, data)
     x_hat, y_hat = w
     smoothness = _smoothness(problem)

@@ -18,8 +18,10 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling.base import AbstractSampling, FullBatch, not_by_pass
-from .group_game import GroupGame, entropic_step
+from .groups import GroupGame
 
+_LEAST = 1e-12  # weight of a group, so that every group can come back
+_HALVINGS = 40
 GRADIENT_AND_LOSSES = "gradient and losses"
 Weights = Float[Array, " k"]
 
@@ -186,9 +188,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         self._bound(problem)
         if self.step_size is None and problem.smoothness is None:
             raise ValueError(
-                "GroupDescent: give step_size, a positive number as for NoisyGD; only "
-                "for a linear model such as Logistic() does the game declare a "
-                "smoothness that a default follows from."
+                "GroupDescent: no default step_size without a declared smoothness. "
+                "Give step_size, or a linear model such as Logistic()."
             )
         query = Query(RECORDS, sizes, 1.0, self.sampling)
         return Release(GRADIENT_AND_LOSSES, 1, (query,), self.release_noise)
@@ -211,7 +212,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         relative, largest = self._relative(factors)
 
         def terms(record):
-            group, known = problem.member(record)
+            group, listed = problem.member(record)
             loss, gradient = jax.value_and_grad(problem.loss)(x, record)
             excess = jnp.clip((loss - half) / half, -1, 1)
             row = jnp.zeros_like(factors).at[group].set(excess)
@@ -220,7 +221,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
                 optax.tree.scale(units[0] * relative[group], gradient),
                 units[1] * row,
             )
-            return jax.tree.map(lambda v: jnp.where(known, v, jnp.zeros_like(v)), both)
+            return jax.tree.map(lambda v: jnp.where(listed, v, jnp.zeros_like(v)), both)
 
         release = self.release(problem, self.sizes)
         q, row = release.apply({RECORDS: terms}, data, key=key, index=index)
@@ -232,13 +233,13 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     ) -> Weights:
         """Return the weights after their step, at the price of noise."""
         shares, steps = _shares(problem, y), self.num_steps
-        whole, bound = jnp.sum(shares), self._bound(problem)
-        of_losses = self._noise(bound / 2 / self._units[1])  # nu, over a share
-        spread = jnp.sqrt(bound**2 + 16 * of_losses**2 * jnp.sum(1 / shares) / whole)
+        total, bound = jnp.sum(shares), self._bound(problem)
+        loss_noise = self._noise(bound / 2 / self._units[1])  # nu, over a share
+        spread = jnp.sqrt(bound**2 + 16 * loss_noise**2 * jnp.sum(1 / shares) / total)
         rate = math.sqrt(8 * math.log(len(shares)) / steps) / spread  # rho
-        noise = self._noise(self.clip_norm / self._units[0] / whole)  # s, at y = p
+        noise = self._noise(self.clip_norm / self._units[0] / total)  # s, at y = p
         price = length * optax.tree.size(x) * noise**2 / (2 * math.sqrt(steps))
-        return entropic_step(y, rate * payoffs, shares / whole, rate * price)
+        return entropic_step(y, rate * payoffs, shares / total, rate * price)
 
     def _length(self, problem: GroupGame, x, largest: Number) -> Number:
         r"""Return $\eta_t$, given the largest weight of a record."""
@@ -266,8 +267,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         bound = problem.loss_bound if self.loss_bound is None else self.loss_bound
         if bound is None:
             raise ValueError(
-                "GroupDescent: give loss_bound, from where on losses are cut: about "
-                "twice the loss of no model, as 2 log(k) for k classes."
+                "GroupDescent: the game declares no bound on losses. Give loss_bound, "
+                "about twice the loss of no model: 2 log(k) for k classes."
             )
         return bound
 
@@ -283,3 +284,46 @@ def _clipped(gradient: PyTree, clip_norm: Number) -> PyTree:
     """
     norm = optax.tree.norm(gradient) / clip_norm
     return optax.tree.scale(1 / clip_norm / jnp.maximum(norm, 1), gradient)
+
+
+def entropic_step(
+    y: Float[Array, " k"],
+    gain: Float[Array, " k"],
+    shares: Float[Array, " k"],
+    price: Float[Array, ""],
+) -> Float[Array, " k"]:
+    r"""Make a step of mirror ascent by entropy, with a price on the largest ratio.
+
+    $$\arg\max_{v \in \Delta}\ \langle g, v \rangle - \mathrm{KL}(v \,\|\, y) - c
+    \max_j \frac{v_j^2}{q_j^2}, \qquad v_j \propto q_j \min(r_j, m), \quad r_j =
+    \frac{y_j}{q_j} e^{g_j}.$$
+
+    With a bound $\kappa$ on the ratios, the solution is $v_j = \min(\kappa q_j,
+    \vartheta r_j q_j)$ with multipliers $\lambda_j = [\log(r_j / m)]_+$ for $m = \kappa
+    / \vartheta$, and raising $\kappa$ gains $\sum_j q_j \lambda_j$. The best $m$ makes
+    that equal to the marginal price $2 c \kappa$ with $\kappa = m / \sum_j q_j
+    \min(r_j, m)$; one side decreases in $m$ and the other one increases, so that
+    bisection finds it. Without a price this is multiplicative weights; with a large one
+    $v = q$.
+
+    Args:
+        y: The weights, positive and of sum 1.
+        gain: $g$, payoffs times the step size.
+        shares: $q$, positive and of sum 1.
+        price: $c \ge 0$.
+    """
+    ratio = jnp.log(jnp.maximum(y, _LEAST)) - jnp.log(shares) + gain
+    ratio = ratio - jnp.max(ratio)  # log r: any common factor is normalized away
+
+    def halved(_, ends):
+        low, high = ends
+        middle = (low + high) / 2
+        worth = jnp.sum(shares * jnp.maximum(ratio - middle, 0))
+        total = jnp.sum(shares * jnp.exp(jnp.minimum(ratio - middle, 0)))
+        pays = worth > 2 * price / total  # to raise the bound
+        return jnp.where(pays, middle, low), jnp.where(pays, high, middle)
+
+    ends = jnp.min(ratio), jnp.zeros_like(ratio[0])
+    _, bound = jax.lax.fori_loop(0, _HALVINGS, halved, ends)
+    v = shares * jnp.exp(jnp.minimum(ratio, bound))
+    return v / jnp.sum(v)

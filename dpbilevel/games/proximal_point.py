@@ -28,8 +28,8 @@ from ..privacy.sampling.fixed_size import FixedSize
 from ..privacy.sampling.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
-from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
+from .rates import cheapest, estimated_multiplier, integers
 from .resolvents import Inner, Resolvent
 
 RESOLVENT = "resolvent"
@@ -118,9 +118,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.neighbours}: with a private number of records over a "
-                "public denominator, no constant bounds an operator. Use "
-                "Neighbours.REPLACE_ONE, or NoisyExtragradient, which clips."
+                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or NoisyExtragradient."
             )
 
     @classmethod
@@ -184,7 +182,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return _fields(constants, number, weight, chosen)
 
     @override
-    def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
+    def gap_and_stability(self, problem, constants, batch, std) -> tuple[Any, Any]:
         path = self.num_steps, self.strength
         resolvent = self.resolvent(problem, constants.records)
         gap = constants.proximal_gap(*path, batch, std, resolvent.accuracy)

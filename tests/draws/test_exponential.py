@@ -400,7 +400,7 @@ def test_grids_hold_every_combination_and_even_points():
 def test_candidates_outside_the_set_are_refused():
     grid = dpb.draws.Grid.product(jnp.asarray([0.5, 1.5]))
     solver = dpb.draws.ExponentialMechanism(grid, clip_range=1.0)
-    with pytest.raises(ValueError, match="candidate 1 is outside the problem's set"):
+    with pytest.raises(ValueError, match="candidate 1 is outside the set"):
         dpb.calibrate(MEDIAN, solver, PURE, sizes=50)
 
 
@@ -422,7 +422,7 @@ REFUSALS = {
             PURE,
             sizes=50,
         ),
-        "for bilevel problems",
+        "needs a BilevelProblem",
     ),
     "add or remove with two levels": (
         lambda: dpb.calibrate(
@@ -464,11 +464,11 @@ REFUSALS = {
         lambda: dpb.draws.RegularizedExponentialMechanism(
             dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9), convex=False
         ),
-        "rests on convexity",
+        "convex on every possible dataset",
     ),
     "a regularized draw from single points": (
         lambda: dpb.draws.RegularizedExponentialMechanism(GRID, convex=True),
-        "draws from single points",
+        "needs a sampler of densities",
     ),
     "no candidates": (
         lambda: dpb.draws.Grid(jnp.zeros((0, 1))),
@@ -496,7 +496,7 @@ REFUSALS = {
             "spread",
             SIZES,
         ).contributions(jnp.float64),
-        "rounds without bound; use a bounded set",
+        "has no bound on its rounding. Use a bounded set",
     ),
     "start of another size": (
         lambda: dpb.solve(

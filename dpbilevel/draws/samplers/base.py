@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ..._checks import Checked, Count, NonNegative, Number, check_fields
+from ..._checks import AbstractVar, Checked, Count, NonNegative, Number, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
@@ -141,8 +141,8 @@ class AbstractSumPotential(AbstractPotential):
         quadratic: $m \ge 0$; public.
     """
 
-    num_terms: eqx.AbstractVar[int]
-    quadratic: eqx.AbstractVar[Float[Array, ""] | float]
+    num_terms: AbstractVar[int]
+    quadratic: AbstractVar[Float[Array, ""] | float]
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
@@ -170,10 +170,10 @@ def scaled_potential(
 
 
 class _AbstractScaled(AbstractPotential):
-    score: eqx.AbstractVar[AbstractPotential]
-    rate: eqx.AbstractVar[Number]
-    quadratic: eqx.AbstractVar[Number]
-    center: eqx.AbstractVar[PyTree]
+    score: AbstractVar[AbstractPotential]
+    rate: AbstractVar[Number]
+    quadratic: AbstractVar[Number]
+    center: AbstractVar[PyTree]
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         return self._times_rate(self.score(x)) + self._square(x)

@@ -78,7 +78,7 @@ def tried_normal(
         points, accepted = _ball(offset, radius, tries, key)
         points = center[None, :] + deviation * points
     elif isinstance(feasible, Simplex):
-        points, accepted = _simplex(flat, deviation, float(feasible.scale), tries, key)
+        points, accepted = _simplex(flat, deviation, feasible.scale, tries, key)
     else:
         # Of a box the ends are where infinity is projected to.
         ends = (optax.tree.full_like(mean, end) for end in (-jnp.inf, jnp.inf))
