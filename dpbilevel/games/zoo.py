@@ -34,7 +34,7 @@ class SaddleExample:
     Attributes:
         problem: The problem, with constants that hold for these records.
         data: The records.
-        w0: A starting point.
+        w0: An initial point.
         gap: The gap of a point on these records: $\max_y f(\hat x, y) - \min_x f(x,
             \hat y)$ for saddle points, $\sup_w \langle F(w), \hat w - w \rangle$ for
             inequalities.

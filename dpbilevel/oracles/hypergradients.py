@@ -32,12 +32,12 @@ def implicit_hypergradient(
     tolerance: float | None = CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
     r"""NON-PRIVATE. Return the implicit gradient of $F$ at $y = y^*(x)$.
-    \nabla_y f$, at $y = y^*(x)$.
 
-    At $y^*(x)$ the result is the gradient of $F$. Elsewhere the error is at most
-    $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside `jax.jit`) unless
-    `tolerance=None`. The Hessian is never formed: its products come from one
-    linearization of $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
+    It is $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v = \nabla_y f$. At
+    another $y$ the error is at most $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside
+    `jax.jit`) unless `tolerance=None`. The Hessian is never formed: its products come
+    from one linearization of $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass
+    `v0`.
 
     Args:
         problem: The problem.
@@ -45,7 +45,7 @@ def implicit_hypergradient(
         y: The lower variable; a module's arrays are the variable.
         data: The records.
         linear_solver: Solves for $v$.
-        v0: A starting point of that solve: `solution.value` of an earlier call, or
+        v0: An initial point of that solve: `solution.value` of an earlier call, or
             `extrapolated` from the last ones.
         tolerance: $y$ counts as $y^*(x)$ if $\|\nabla_y g\|$ is at most this times
             the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` accepts any $y$, for
@@ -64,7 +64,7 @@ def implicit_hypergradient(
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
         algorithms with near-optimal rates", equation 9.
-    """  # noqa: D205
+    """
     owner = "implicit_hypergradient"
     y, rest = checked(
         owner, problem, x, y, data, name="y", v0=v0, linear_solver=linear_solver
@@ -73,10 +73,9 @@ def implicit_hypergradient(
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
     linearized = lower.linearized(x, y)
-    *_, product = linearized  # Hessian products
     slope = poisoned(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
-    v = differentiable_solve(linear_solver, product, slope, start)
+    v = differentiable_solve(linear_solver, linearized[-1], slope, start)
     cross = lower.cross_product(x, y, v.value)
     gradient = optax.tree.sub(upper.gradient(x, y, "x"), cross)
     return if_converged(owner, gradient, y, linearized, tolerance), v
@@ -103,7 +102,7 @@ def penalty_hypergradient(
         data: The records.
         penalty: $\lambda > 0$.
         solver: Minimizes $g$ and $g + f / \lambda$ over $y$.
-        y0: A starting point.
+        y0: An initial point.
 
     Returns:
         A pytree like `x`.
@@ -150,7 +149,7 @@ def unrolled_hypergradient(
         x: The upper variable.
         data: The records.
         solver: With a fixed number of steps, `tolerance=None`.
-        y0: A starting point.
+        y0: An initial point.
 
     Returns:
         A pytree like `x`.
@@ -164,10 +163,8 @@ def unrolled_hypergradient(
     owner = "unrolled_hypergradient"
     _checks.instance(owner, AcceleratedGradient, solver=solver)
     if solver.tolerance is not None:
-        raise ValueError(
-            f"{owner}: reverse mode needs a fixed number of steps; pass "
-            "AcceleratedGradient(num_steps, step_size, momentum, tolerance=None)."
-        )
+        text = f"{owner}: reverse mode needs a fixed number of steps. Pass "
+        raise ValueError(f"{text}AcceleratedGradient(..., tolerance=None).")
     y0, rest = checked(owner, problem, x, y0, data, solver=solver)
 
     def composed(x):

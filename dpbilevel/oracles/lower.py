@@ -49,7 +49,7 @@ def lower_solution(
         x: The upper variable.
         data: The records.
         solver: Minimizes $g(x, \cdot)$.
-        y0: A starting point: a pytree of arrays, or a module whose arrays are the
+        y0: An initial point: a pytree of arrays, or a module whose arrays are the
             variable. Has no influence on derivatives.
         linear_solver: Solves the system of a derivative.
         tolerance: The solve has converged if $\|\nabla_y g\|$ is at most this times
@@ -101,7 +101,7 @@ def lower_solve(
         x: The upper variable.
         data: The records.
         solver: Minimizes over y.
-        y0: A starting point.
+        y0: An initial point.
         linear_solver: Solves the system of a derivative.
 
     Returns:
@@ -169,10 +169,9 @@ def check_interior(owner: str, problem: BilevelProblem) -> None:
     """Check that the implicit formula holds: `y_set` has no boundary."""
     if not isinstance(problem.y_set, Euclidean):
         raise ValueError(
-            f"{owner}: the implicit derivative holds where y*(x) is inside y_set, and "
-            f"y_set is {type(problem.y_set).__name__}. If y*(x) never touches its "
-            "boundary, pass dataclasses.replace(problem, y_set=Euclidean()); otherwise "
-            "use unrolled_hypergradient or penalty_hypergradient."
+            f"{owner}: the implicit derivative holds inside y_set, and y_set is "
+            f"{type(problem.y_set).__name__}. Replace it by Euclidean() if y*(x) never "
+            "touches its boundary, or use unrolled_hypergradient."
         )
 
 
@@ -186,7 +185,6 @@ def _without_derivative(owner, y):
 def _refuse(owner, primals, tangents):
     del primals, tangents
     raise ValueError(
-        f"{owner}: cannot be differentiated with a y_set other than Euclidean(): "
-        "the implicit derivative holds inside the set only. If y*(x) never touches the "
-        "boundary, pass dataclasses.replace(problem, y_set=Euclidean())."
+        f"{owner}: the implicit derivative holds inside y_set only. Replace it by "
+        "Euclidean() if y*(x) never touches its boundary."
     )

@@ -38,7 +38,7 @@ class NewtonCG(AbstractLowerSolver):
 
     Args:
         num_steps: The most Newton steps. Static.
-        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
+        tolerance: The norm $\|\nabla_y g\|_2$ that stops the solve.
         cg_steps: The most conjugate gradient steps in one of them. Static.
 
     References:
@@ -111,9 +111,7 @@ class NewtonCG(AbstractLowerSolver):
             is_stuck = is_rounding() | (length < _SHORTEST)
             return state._replace(length=length, is_stuck=is_stuck)
 
-        return jax.tree.map(
-            lambda moved, kept: jnp.where(accepted, moved, kept), move(), shorten()
-        )
+        return jax.tree.map(lambda *v: jnp.where(accepted, *v), move(), shorten())
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
         """Return the next step and the decrease it predicts."""

@@ -197,8 +197,8 @@ def merge(y: PyTree, rest: PyTree) -> PyTree:
 
 def poisoned(tree: PyTree, *by: PyTree) -> PyTree:
     """Return `tree`, or NaN unless all floats in `by` are finite."""
-    known = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
-    factor = jnp.where(jnp.all(jnp.stack(known)), 1.0, jnp.nan)
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
+    factor = jnp.where(jnp.all(jnp.stack(finite)), 1.0, jnp.nan)
     return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
 
 
@@ -232,9 +232,9 @@ def if_converged(
     norm, limit = jax.lax.stop_gradient((norm, tolerance * jnp.maximum(scale, 1)))
     if _checks.concrete(norm) and bool(norm > limit):  # a NaN is passed on
         raise ValueError(
-            f"{owner}: the lower solution has not converged: its gradient has norm "
-            f"{float(norm):.3g}, above {float(limit):.3g}. Let a solver take more "
-            "steps (lower_solve returns how it ended), or pass tolerance=None."
+            f"{owner}: the lower solution has not converged, with a gradient of norm "
+            f"{float(norm):.3g} above {float(limit):.3g}. Take more steps (lower_solve "
+            "returns how it ended), or pass tolerance=None."
         )
     return poisoned(tree, jnp.where(norm > limit, jnp.nan, 0.0))
 
@@ -273,7 +273,7 @@ def _is_contraction(primitive, *_, **__) -> bool:
 
 
 def _num_pieces(records: PyTree) -> int:
-    whole, piece = _BYTES.get(jax.default_backend(), _BYTES_ACCELERATOR)
+    undivided, piece = _BYTES.get(jax.default_backend(), _BYTES_ACCELERATOR)
     leaves = jax.tree.leaves(records)
     size = sum(v.size * v.dtype.itemsize for v in leaves)
-    return 1 if size <= whole else min(-(-size // piece), len(leaves[0]))
+    return 1 if size <= undivided else min(-(-size // piece), len(leaves[0]))

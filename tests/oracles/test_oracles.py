@@ -415,13 +415,13 @@ def test_a_projected_solve_has_a_value_but_no_implicit_derivative(double):
     y, info = lower_solve(problem, x, data, solver=solver, y0=y0)
     assert info.converged
     assert abs(np.linalg.norm(y) - 0.3) < 1e-8
-    with pytest.raises(ValueError, match="inside the set only"):
+    with pytest.raises(ValueError, match="inside y_set only"):
         jax.grad(
             lambda x: lower_solution(problem, x, data, solver=solver, y0=y0).sum()
         )(x)
     with pytest.raises(ValueError, match="inside y_set"):
         implicit_hypergradient(problem, x, y, data)
-    with pytest.raises(ValueError, match="use AcceleratedGradient"):
+    with pytest.raises(ValueError, match="Use AcceleratedGradient"):
         lower_solution(problem, x, data, y0=y0)
     steps = dpb.oracles.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
     unrolled = unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
