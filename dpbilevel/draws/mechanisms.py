@@ -195,7 +195,7 @@ class Exponential(AbstractDrawMechanism):
         neighbours: The relation under which the spread is taken. Static.
 
     Privacy:
-        One draw: $\varepsilon$-DP without $\delta$ where the sampler is exact. Real
+        One draw: $\varepsilon$-DP without $\delta$ if the sampler is exact. Real
         numbers stand for floating-point ones.
 
     References:

@@ -53,16 +53,16 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
 
         Args:
             problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the whole run.
+            budget: $\varepsilon$ and $\delta$ of the run.
             sizes: $n \ge 2$.
             dimension: $d$; `problem.w_set.dimension(w0)`.
             passes: `"single"` or `"multi"`.
             **fields: Further fields.
 
         Returns:
-            A solver without noise, for `calibrate`. A warning where $a = \sqrt{d
+            A solver without noise, for `calibrate`. It warns if $a = \sqrt{d
             \log(1 / \delta)} / \varepsilon \ge n$, so that all bounds are trivial, or
-            where the steps are too many to be run.
+            if the steps are too many to be run.
 
         Raises:
             ValueError: A constant is not declared, the set is unbounded, or there are

@@ -30,7 +30,7 @@ OPERATOR = "operator"
 
 
 class _State(eqx.Module):
-    u: PyTree  # where steps start
+    u: PyTree  # the initial point of the next step
     w: PyTree  # the midpoint
     kept: PyTree  # by the output rule
     memory: Memory
@@ -53,7 +53,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     Args:
         num_steps: The number of steps $T$. Static.
-        clip_norm: The bound $C$ on one record's operator in $\ell_2$. Where it is
+        clip_norm: The bound $C$ on one record's operator in $\ell_2$. If it is
             below the problem's `bound`, clipping may make a monotone operator
             non-monotone: the guarantee holds, the theorems need not.
         step_size: The step size $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems; or

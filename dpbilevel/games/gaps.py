@@ -25,8 +25,8 @@ class Gap:
     """Interval that holds a gap. NON-PRIVATE.
 
     Attributes:
-        lower: What was attained.
-        upper: What is proved; as large as `lower` up to the inner solve's accuracy.
+        lower: The attained value.
+        upper: The proved bound; `lower` up to the inner solve's accuracy.
     """
 
     lower: Scalar

@@ -60,8 +60,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     is its weight, and in a linear model the clipped gradients are those of a convex
     loss. A record of weight $y_g / p_g$ needs as much noise, $s \max_g y_g / p_g$ with
     $s$ that of equal weights per record. The last term is what this costs the model:
-    the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, where the loss
-    is flat, and a $T$-th of that, where it is as curved as the step size admits; the
+    the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, if the loss
+    is flat, and a $T$-th of that, if it is as curved as the step size admits; the
     geometric mean is charged. So a group of few records is followed only if that is
     worth its noise, and without noise the term vanishes.
 
@@ -82,7 +82,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
             model. By default that of the game, $2 \log 2$ for `Logistic`.
         step_size: $\eta$; by default one that follows from the smoothness of the game
             and the noise.
-        loss_share: The share of the squared budget that is spent on the losses.
+        loss_share: The fraction of the squared budget that is spent on the losses.
         sampling: How each step's batch is drawn, but not by passes.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.

@@ -134,8 +134,8 @@ def group_fair(
     \ell(x, z_i) + \rho \|x\|^2 = \min_{\|x\| \le r} \max_g L_g(x) + \rho \|x\|^2,
     $$
 
-    with $L_g$ the mean loss of group $g$ where $p_g$ is its share of the records, and
-    that times the ratio of true to declared share where it is not. At $y = p$ the first
+    with $L_g$ the mean loss of group $g$ if $p_g$ is its fraction of the records, and
+    otherwise that times the ratio of true to declared fraction. At $y = p$ the first
     player sees the mean loss of all records, which makes it a good start.
 
     The variable of the problem is $s y$ on the simplex of scale $s$: see
@@ -147,10 +147,10 @@ def group_fair(
         loss: $\ell(x, z)$, convex in $x$; or a linear model such as `Logistic()` for
             records `{"features": a, "label": b, "group": g}`, whose constants are
             derived: `bound`, `lipschitz` and those of the public term. Of a function
-            nothing is known, which clipping needs not; where a method asks for
+            nothing is known, and clipping needs nothing; if a method asks for
             constants, declare them by `dataclasses.replace(game, lipschitz=L,
             bound=M)`, for the operator over $(x, s y)$ and every possible record.
-        shares: $p$, positive, of sum at most 1: the declared share of each group.
+        shares: $p$, positive, of sum at most 1: the declared fraction of each group.
         radius: $r$, of the ball of models about the origin; unbounded when omitted,
             and required for a linear model.
         scale: $s > 0$; 1 for a function. For a linear model the one that balances the
@@ -207,7 +207,7 @@ def group_robust(
 
     For sources, sites or domains whose mixture will be another one than that of the
     records. The penalty is a chi-square divergence; it is public, so it costs nothing,
-    and it damps the noise in $y$. Where no weight reaches 0, the value is the mean loss
+    and it damps the noise in $y$. If no weight reaches 0, the value is the mean loss
     plus the variance of group losses over $2 \tau$: small $\tau$ is near to
     `group_fair`, large $\tau$ to the mean loss.
 

@@ -158,7 +158,7 @@ class SaddleProblem(AbstractSaddleProblem):
         x_set: $X$, closed and convex.
         y_set: $Y$, closed and convex.
         lipschitz: $L$, declared: a Lipschitz constant of every possible record's
-            operator on $X \times Y$, in $\ell_2$. Where the gradients in $x$ and in
+            operator on $X \times Y$, in $\ell_2$. If the gradients in $x$ and in
             $y$ are $L_x$- and $L_y$-Lipschitz, $\sqrt{L_x^2 + L_y^2}$ is one. Static.
         bound: $M$, declared: at least $(\|\nabla_x f\|^2 + \|\nabla_y f\|^2)^{1/2}$
             there, for every possible record. Static.
@@ -189,7 +189,7 @@ class VariationalInequality(AbstractVariationalInequality):
     r"""Variational inequality of one operator per record and a public one.
 
     Args:
-        operator: $F_i(w)$ as `operator(w, record)`, a pytree like `w`; monotone where
+        operator: $F_i(w)$ as `operator(w, record)`, a pytree like `w`; monotone if
             theorems are to hold. Static.
         public: $P(w)$, a pytree like `w` without data; costs no budget. Static.
         w_set: $W$, closed and convex.
@@ -253,7 +253,7 @@ def matrix_game(rows: int, columns: int) -> SaddleProblem:
         ValueError: A number of rows or columns below 1.
 
     Privacy:
-        The bounds are enforced by the cut, for every possible record. Where $m k$ is
+        The bounds are enforced by the cut, for every possible record. If $m k$ is
         small against the number of records, one release of the noisy mean matrix,
         solved exactly, can be more accurate.
 

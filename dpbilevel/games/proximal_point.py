@@ -73,7 +73,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
-        dtype: What the plan takes resolvents to be computed in; set by `calibrate`.
+        dtype: The dtype of resolvents in the plan; set by `calibrate`.
             Static.
 
     Privacy:
@@ -166,8 +166,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             multiplier = estimated_multiplier(batch / n, rounds, budget)
         steps = constants.picard_steps(strength)
         ratio = lipschitz / strength
-        share = 2 * constants.spread / ((strength - lipschitz) * batch)
-        std = multiplier * share * (1 - ratio**steps)  # a sum of N powers of q
+        sensitivity = 2 * constants.spread / ((strength - lipschitz) * batch)
+        std = multiplier * sensitivity * (1 - ratio**steps)  # a sum of N powers of q
         accuracy = constants.bound * constants.diameter * ratio**steps  # nu
         gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
         if passes == "multi":
@@ -270,7 +270,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return (
             *(public if problem.public is not None else ()),
             f"every possible record's operator {monotone}has the declared constants "
-            f"on the whole set: {listed}",
+            f"on the set: {listed}",
             f"{self.inner_steps} inner steps per release; their rounding, for "
             f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",
         )

@@ -164,7 +164,7 @@ def estimated_multiplier(
 ) -> np.ndarray:
     r"""Estimate the multiplier by the central limit, to compare candidates only.
 
-    $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$ for $k$ releases on a share $q$ of the records.
+    $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$ for $k$ releases on a fraction $q$ of records.
     """
 
     def excess(log_mu: float) -> float:

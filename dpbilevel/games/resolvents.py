@@ -2,7 +2,7 @@ r"""Sensitivity of a resolvent that is computed inexactly.
 
 The resolvent of an operator $F$ at $v$ solves $\langle F(u) + \lambda (u - v), w - u
 \rangle \ge 0$ for all $w$ in a set. It is no sum over records, but every step of a
-contraction towards it moves by a bounded amount, and so does the exact solution where
+contraction towards it moves by a bounded amount, and so does the exact solution if
 the operator is monotone. Rounding is part of the bound. Everything here is known before
 any data is seen.
 """
@@ -29,10 +29,10 @@ from .problem import AbstractVariationalInequality
 Inner = Literal["picard", "operator_extrapolation"]
 
 OWNER = "InexactProximalPoint"
-# How much of the sensitivity rounding may add, and the inexact solution of the inner
-# problem by operator extrapolation.
+# Fractions of the sensitivity that rounding may add, and the inexact solution of the
+# inner problem by operator extrapolation.
 _ROUNDING, _SOLVE = 0.05, 0.1
-# The sets whose projection is exact and nonexpansive, up to the rounding granted here.
+# Sets whose projection is exact and nonexpansive, up to the rounding in the bound.
 _SETS = (Ball, Box, Simplex)
 
 
@@ -208,7 +208,7 @@ class Resolvent:
         """
         for part in parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
-            # Of exactly these types: a subclass may project otherwise.
+            # Only these types: a subclass may project otherwise.
             if type(part) not in _SETS or not bounded:
                 raise ValueError(
                     f"{OWNER}: the set must be a bounded Ball, Box or Simplex, or a "

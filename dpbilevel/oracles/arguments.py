@@ -45,7 +45,7 @@ def checked(
         x: The upper variable.
         y: The lower variable or an initial point.
         data: The records.
-        name: What the owner calls `y`.
+        name: The owner's name of `y`.
         roles: The levels that the owner reads.
         v0: An initial point of a linear solve, or `None`.
         **solvers: `solver` and `linear_solver`, those that the owner takes.

@@ -19,10 +19,10 @@ def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
 
     Args:
         linear: A linear map that closes over its matrices.
-        example: What it is applied to.
+        example: An argument of the map.
 
     Returns:
-        Another function with the same values and derivatives; `linear` itself where
+        Another function with the same values and derivatives; `linear` itself if
         no product of matrices would gain, or on another backend.
     """
     if jax.default_backend() != "cpu":

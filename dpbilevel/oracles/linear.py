@@ -37,8 +37,8 @@ class LinearSolution(NamedTuple):
 
     Attributes:
         value: $v$, a pytree like $b$.
-        residual_norm: $\|b - A v\|_2$ over the whole pytree, computed anew from $v$.
-            It takes one product, which `jax.jit` leaves out where the norm is not used.
+        residual_norm: $\|b - A v\|_2$ over the pytree, computed anew from $v$.
+            It takes one product, which `jax.jit` leaves out if the norm is not used.
         num_products: How many products with $A$ the solve took, that one left out.
     """
 
@@ -76,7 +76,7 @@ class ConjugateGradient(AbstractLinearSolver):
     left.
 
     Args:
-        num_steps: The most steps, or the number of steps where `tolerance` is `None`.
+        num_steps: The most steps, or the number of steps if `tolerance` is `None`.
             Static.
         tolerance: Stops once $\|b - A v\| \le$ tolerance $\cdot \|b\|$. `None` never
             stops early: `num_steps` products whatever the values are, one more with
@@ -187,7 +187,7 @@ class Cholesky(AbstractLinearSolver):
     """Solver by a factorization of $A$, formed by one product per coordinate.
 
     For few coordinates $d$, in leaves of one dtype: takes $d^2$ numbers of memory and
-    of the order of $d^3$ operations. NaN where $A$ is not positive definite.
+    of the order of $d^3$ operations. NaN if $A$ is not positive definite.
     """
 
     def solve(self, matvec, b, x0=None):

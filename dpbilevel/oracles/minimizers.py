@@ -167,7 +167,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         square = optax.tree.vdot(move, move) / (2 * size)
         bound = value + optax.tree.vdot(slope, move) + square
         trial = objective.value(x, y)
-        # What rounding alone can do must not halve the step for ever.
+        # Rounding alone must not halve the step for ever.
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
         fits = trial <= bound + slack
         accepted = self._accelerate(state, y, mapping)

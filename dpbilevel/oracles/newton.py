@@ -19,7 +19,7 @@ Scalar = Float[Array, ""]
 
 _DECREASE = 1e-4
 _SHORTEST = 2.0**-30
-# What a step may leave of the gradient before all records give the Hessian.
+# The fraction of the gradient that a step may leave before all records are used.
 _CONTRACTION = 0.5
 
 
@@ -32,9 +32,9 @@ class NewtonCG(AbstractLowerSolver):
     one. A try reads the records once: value, gradient and linearization together.
 
     Of long records every 16th gives the Hessian at first, and all of them once a step
-    leaves more than half of the gradient: fewer passes where those records are like the
-    others, and Newton's method where they are not. Values and gradients, and hence
-    where it stops, are always of all records.
+    leaves more than half of the gradient: fewer passes if those records are like the
+    others, and Newton's method if they are not. Values and gradients, and hence
+    the end of the solve, are always of all records.
 
     Args:
         num_steps: The most Newton steps. Static.
@@ -126,7 +126,7 @@ class NewtonCG(AbstractLowerSolver):
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
         direction = linear_solver.truncated(product, downhill)
         predicted = optax.tree.vdot(downhill, direction)
-        # Without curvature along the gradient the solve stops where it starts.
+        # Without curvature along the gradient the solve makes no step.
         descends = jnp.greater(predicted, 0)
         direction = jax.tree.map(
             lambda d, s: size.astype(d.dtype) * jnp.where(descends, d, s),

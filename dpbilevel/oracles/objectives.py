@@ -51,7 +51,7 @@ class AbstractObjective(abc.ABC):
     def thinned(self) -> "AbstractObjective | None":
         """Return the objective of few records, whose Hessian is near and costs little.
 
-        `None` where that would gain nothing.
+        `None` if that would gain nothing.
         """
         return None
 
@@ -182,7 +182,7 @@ def lower_objective(
 def split(y: PyTree) -> tuple[PyTree, PyTree]:
     """Separate the arrays of floats of `y`, a model for instance, from the rest.
 
-    Both pytrees have the structure of `y`, and `None` where the other has a leaf.
+    Both pytrees have the structure of `y`, with `None` for each leaf of the other.
     """
     y = jax.tree.map(
         lambda v: jnp.asarray(v) if isinstance(v, float | np.ndarray) else v, y

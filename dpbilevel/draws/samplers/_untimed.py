@@ -116,7 +116,7 @@ def draw(
 
 
 def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
-    """Return a point where the potential is small. NON-PRIVATE; nothing rests on it.
+    """Return a point of small potential. NON-PRIVATE; no guarantee depends on it.
 
     By accelerated projected gradient steps whose size is halved wherever the quadratic
     that they minimize is below the potential.
@@ -190,11 +190,11 @@ def best_step(
         )
 
     def longer(ladder):
-        key, points, found = efficiency(ladder)
-        better = found > ladder.efficiency
+        key, points, value = efficiency(ladder)
+        better = value > ladder.efficiency
         best = jnp.where(better, ladder.step_size, ladder.best)
-        most = jnp.maximum(found, ladder.efficiency)
-        return _Ladder(2 * ladder.step_size, points, best, most, found, key)
+        most = jnp.maximum(value, ladder.efficiency)
+        return _Ladder(2 * ladder.step_size, points, best, most, value, key)
 
     points = jax.tree.map(lambda v: jnp.broadcast_to(v, (_PARTICLES, *v.shape)), center)
     zero = jnp.zeros_like(least)
@@ -228,7 +228,7 @@ def walk(
 
         def block(tries):
             tries = jax.lax.while_loop(goes_on, attempt, tries)
-            # What tries have in common may depend on those that were rejected.
+            # Common values of tries may depend on those that were rejected.
             moved = jax.lax.cond(
                 tries.accepted,
                 lambda: tries.common,

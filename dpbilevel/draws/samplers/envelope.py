@@ -62,7 +62,7 @@ class ConvexEnvelope(AbstractExactOracle):
     $$e \le \frac{\rho_J + \sqrt{\rho_J^2 + 4 P d}}{2 P} .$$
 
     By Jensen's inequality a try is accepted with probability at least $e^{-E R}$, and
-    $E R \le \frac{\beta - \alpha}{2} e^2$ where $U$ is smooth, $E R \le 2 L e$ always.
+    $E R \le \frac{\beta - \alpha}{2} e^2$ if $U$ is smooth, $E R \le 2 L e$ always.
     The step size is the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$.
 
     **Inexact values.** If values are within $\zeta$ of those of $U$ and gradients
@@ -78,7 +78,7 @@ class ConvexEnvelope(AbstractExactOracle):
         curvature: $\alpha$.
         slack: $\kappa$.
         drop: $L D + \frac{\alpha}{2} D^2$: how much lower the support is, and without
-            slope, where the gradient is not finite.
+            slope, if the gradient is not finite.
 
     References:
         The tries and their bounds are ours; the step that they serve is that of Lee,
@@ -177,7 +177,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
-        \|\delta\|^2$ makes the proposals' mass least where the set does not cut it.
+        \|\delta\|^2$ makes the proposals' mass least if the set does not cut it.
 
         References:
             Kiwiel, "An aggregate subgradient method for nonsmooth convex minimization",

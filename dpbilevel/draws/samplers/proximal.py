@@ -80,7 +80,7 @@ class Mixing(eqx.Module):
     def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
         """Return the fewest steps with at most that distance left.
 
-        On the host with NumPy; in a program with `jax.numpy`, where logarithms round.
+        On the host use NumPy; in a program `jax.numpy`, whose logarithms round.
         """
         start = self.width / (2 * step_size**0.5 * distance)
         steps = xp.ceil(xp.log(start) / xp.log1p(self.convexity * step_size))

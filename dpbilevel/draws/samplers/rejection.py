@@ -72,7 +72,7 @@ class StochasticRejection(AbstractProximalOracle):
 
     References:
         Gopi, Lee and Liu, "Private Convex Optimization via Exponential Mechanism",
-        Algorithm 2 and Lemmas 22 to 24; there $\rho$ is clipped as a whole, and the
+        Algorithm 2 and Lemmas 22 to 24; there $\rho$ itself is clipped, and the
         constant of the step size is not given.
     """
 

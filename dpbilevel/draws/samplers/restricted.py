@@ -80,7 +80,7 @@ def tried_normal(
     elif isinstance(feasible, Simplex):
         points, accepted = _simplex(flat, deviation, feasible.scale, tries, key)
     else:
-        # Of a box the ends are where infinity is projected to.
+        # A box projects infinity to its ends.
         ends = (optax.tree.full_like(mean, end) for end in (-jnp.inf, jnp.inf))
         lower, upper = (
             jax.flatten_util.ravel_pytree(feasible.project(end))[0] for end in ends
@@ -164,7 +164,7 @@ def reach(
     Farther with at most the given probability: with the ball at zero, $\|x + \sigma
     \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$, and each of the two is
     beyond its quantile with half the probability.
-    0 on other sets, where `acceptance` does not depend on it.
+    0 on other sets, whose `acceptance` does not depend on it.
     """
     if not isinstance(feasible, Ball):
         return 0.0
@@ -314,7 +314,7 @@ def _ball_acceptance(dimension: int, radius: float, reach: float) -> float:
     with np.errstate(invalid="ignore", divide="ignore"):
         log_ratio = _psi(edges, radius, squares) - top + slope * (squares - low)
     values = np.where(squares < radius**2, np.exp(np.minimum(log_ratio, 0)), 0)
-    # Of the two outermost intervals nothing is counted.
+    # The two outermost intervals do not count.
     chance = np.minimum(values[:, :-1], values[:, 1:]).sum(1) / _LEVELS
     drop = np.diff(proposed[:, 0])
     return _ROUNDING * float(min(chance[0], np.min(chance[1:] * np.exp(drop))))

@@ -119,7 +119,7 @@ class HyperObjective(AbstractScore):
     def spreads(self) -> tuple[Any, Any]:
         """Return how far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
-        # Also where losses are cut: cutting sets no two values further apart.
+        # This holds for clipped losses, too: clipping moves no two values apart.
         n = self.sizes.upper
         upper = 2 * self._range() / n
         lower = 2 * self._slope() * bounds.solution_shift
@@ -177,7 +177,7 @@ class HyperObjective(AbstractScore):
         rounding = float(self._rounding(bounds, dtype))
         if self.measure == "slope":
             return rounding
-        # Half of what is allowed beside the spread of a lower record alone.
+        # Half of the error that is allowed beside the spread of a lower record.
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
     def _most_steps(self, dtype: DTypeLike) -> int:
@@ -294,7 +294,7 @@ class GradientNorm(AbstractScore):
     r"""Gradient mapping $\|x - \Pi_X(x - \nabla \Phi(x))\|$, zero at stationary points.
 
     In the interior, as far as a unit step does not leave the set, that is the norm of
-    the hypergradient; where the set's boundary holds a step back, it is smaller. A
+    the hypergradient; it is smaller if the set's boundary holds a step back. A
     record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
     setting points further apart, the score by as much, and the differences between two
     points by $2 S_r$; the errors of the inner solves are part of $S_r$.
