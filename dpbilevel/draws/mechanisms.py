@@ -222,8 +222,7 @@ class Exponential(AbstractDrawMechanism):
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
         r"""Set $\varepsilon = 2 / m$, of the same zero-concentrated privacy."""
-        changes: dict[str, Any] = {"epsilon": 2 / multiplier}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, epsilon=2 / multiplier)
 
 
 class RegularizedExponential(AbstractDrawMechanism):
@@ -275,8 +274,7 @@ class RegularizedExponential(AbstractDrawMechanism):
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
-        changes: dict[str, Any] = {"noise_multiplier": multiplier}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, noise_multiplier=multiplier)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ def approximate_resolvent(
     solver = _picard if picard else _operator_extrapolation
     value = solver(resolvent, operator, centre)
     finite = all_finite(value)  # else the centre, which is public
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), value, centre)
+    return optax.tree.where(finite, value, centre)
 
 
 def _public(problem, u: PyTree) -> PyTree:

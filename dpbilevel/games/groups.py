@@ -30,7 +30,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
-from .._checks import NonNegative, Positive
+from .._checks import Positive
 from ..onelevel.linear_models import AbstractLinearModel
 from ..onelevel.losses import Record, bounded, score
 from ..onelevel.problem import check_start
@@ -65,10 +65,6 @@ class GroupGame(AbstractSaddleProblem):
     x_set: AbstractSet
     y_set: Simplex
     public: Callable[..., Scalar] | None = eqx.field(static=True, default=None)
-    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    bound: Positive | None = eqx.field(static=True, default=None)
-    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    public_bound: NonNegative | None = eqx.field(static=True, default=None)
     smoothness: Positive | None = eqx.field(static=True, default=None)
     loss_bound: Positive | None = eqx.field(static=True, default=None)
 

@@ -38,10 +38,14 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
 
     w_set: AbstractVar[AbstractSet]
     public: AbstractVar[Callable | None]
-    lipschitz: AbstractVar[float | None]
-    bound: AbstractVar[float | None]
-    public_lipschitz: AbstractVar[float | None]
-    public_bound: AbstractVar[float | None]
+    lipschitz: NonNegative | None = eqx.field(static=True, default=None, kw_only=True)
+    bound: Positive | None = eqx.field(static=True, default=None, kw_only=True)
+    public_lipschitz: NonNegative | None = eqx.field(
+        static=True, default=None, kw_only=True
+    )
+    public_bound: NonNegative | None = eqx.field(
+        static=True, default=None, kw_only=True
+    )
 
     @abc.abstractmethod
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
@@ -179,10 +183,6 @@ class SaddleProblem(AbstractSaddleProblem):
     public: Callable[..., Scalar] | None = eqx.field(static=True, default=None)
     x_set: AbstractSet = Euclidean()
     y_set: AbstractSet = Euclidean()
-    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    bound: Positive | None = eqx.field(static=True, default=None)
-    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    public_bound: NonNegative | None = eqx.field(static=True, default=None)
 
 
 class VariationalInequality(AbstractVariationalInequality):
@@ -207,10 +207,6 @@ class VariationalInequality(AbstractVariationalInequality):
     operator: Callable[[PyTree, PyTree], PyTree] = eqx.field(static=True)
     public: Callable[[PyTree], PyTree] | None = eqx.field(static=True, default=None)
     w_set: AbstractSet = Euclidean()
-    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    bound: Positive | None = eqx.field(static=True, default=None)
-    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    public_bound: NonNegative | None = eqx.field(static=True, default=None)
 
     @override
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:

@@ -172,7 +172,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         fits = trial <= bound + slack
         accepted = self._accelerate(state, y, mapping)
         refused = state._replace(step_size=size / 2)  # a try that fails moves nothing
-        return jax.tree.map(lambda a, b: jnp.where(fits, a, b), accepted, refused)
+        return optax.tree.where(fits, accepted, refused)
 
     def _accelerate(self, state: "_Accelerated", y, mapping) -> "_Accelerated":
         move = optax.tree.sub(y, state.y)

@@ -111,7 +111,7 @@ class NewtonCG(AbstractLowerSolver):
             is_stuck = is_rounding() | (length < _SHORTEST)
             return state._replace(length=length, is_stuck=is_stuck)
 
-        return jax.tree.map(lambda *v: jnp.where(accepted, *v), move(), shorten())
+        return optax.tree.where(accepted, move(), shorten())
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
         """Return the next step and the decrease it predicts."""

@@ -1,7 +1,5 @@
 """Alternating sampler whose step size and number of tries depend on the records."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -138,13 +136,12 @@ def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
         momentum = (1 + jnp.sqrt(1 + 4 * state.momentum**2)) / 2
         moved = optax.tree.sub(x, state.x)
         ahead = plus(x, (state.momentum - 1) / momentum, moved)
-        uphill = (
-            jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
-        )  # then the momentum is dropped
-        ahead, momentum = where(uphill, (x, jnp.ones_like(momentum)), (ahead, momentum))
+        uphill = jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
+        restarted = x, jnp.ones_like(momentum)
+        ahead, momentum = optax.tree.where(uphill, restarted, (ahead, momentum))
         taken = _Descent(x, feasible.project(ahead), momentum, 0.9 * state.steepness)
         steeper = eqx.tree_at(lambda s: s.steepness, state, 2 * state.steepness)
-        return where(lower, taken, steeper)
+        return optax.tree.where(lower, taken, steeper)
 
     one = jnp.ones((), jnp.result_type(*jax.tree.leaves(start)))
     state = _Descent(start, start, one, one)
@@ -254,8 +251,3 @@ def _advanced(key: PRNGKey) -> PRNGKey:
     `jax.debug_key_reuse` would see as used again.
     """
     return computed_once(key)
-
-
-def where(condition: Bool[Array, ""], left: Any, right: Any) -> Any:
-    """Select one of two pytrees."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import scipy
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
@@ -16,7 +17,6 @@ from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, check_key, derive
 from ...sets import AbstractSet
 from . import _untimed, restricted
-from ._untimed import where
 from ._walk_bounds import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
 from .proximal import (
@@ -292,15 +292,15 @@ class AlternatingSampler(AbstractSampler):
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
             noise = standard_normal(chain.x, key=keys[1])
             noisy = plus(chain.x, step_size**0.5, noise)
-            y = where(chain.fresh, noisy, chain.y)
+            y = optax.tree.where(chain.fresh, noisy, chain.y)
             common = self.oracle.prepare(target, noisy)  # in vain if the step goes on
-            common = where(chain.fresh, common, chain.common)
+            common = optax.tree.where(chain.fresh, common, chain.common)
             # Its Line 1, x_t given y_t, by one try.
             x, accepted, queries = self.oracle.attempt(target, y, common, key=keys[2])
             running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running
             return Chain(
-                where(accepted, x, chain.x),
+                optax.tree.where(accepted, x, chain.x),
                 y,
                 common,
                 chain.done + accepted.astype(jnp.int32),

@@ -46,8 +46,7 @@ def restricted_normal(
         ValueError: A set of another kind.
     """
     point, accepted = tried_normal(feasible, mean, deviation, tries, key=key)
-    fallback = feasible.project(mean)
-    return jax.tree.map(lambda v, a: jnp.where(accepted, v, a), point, fallback)
+    return optax.tree.where(accepted, point, feasible.project(mean))
 
 
 def tried_normal(
