@@ -24,7 +24,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
         sampling: How each query's batch is drawn.
-        output: Which point is the answer; the theorems are about `Mean()`.
+        output: The output rule; the theorems are about `Mean()`.
     """
 
     problem_type: ClassVar[type] = AbstractVariationalInequality

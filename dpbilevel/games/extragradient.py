@@ -62,7 +62,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         sampling: How each query's batch is drawn.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
-        output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
+        output: The output rule of the midpoints: `Mean()`, as in the theorems, or
             for instance `TailMean(0.5)`, which forgets the start and is often better,
             without a `bound`.
         sizes: The planned number of records; set by `calibrate`. Static.

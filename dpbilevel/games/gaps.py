@@ -93,8 +93,8 @@ def variational_gap(
     r"""NON-PRIVATE. Bound $\sup_u \langle F(u), \hat w - u \rangle$, for affine $F$.
 
     For an affine monotone operator the supremum is a concave problem, solved and
-    bounded as in `saddle_gap`. That the operator is affine and monotone is trusted and
-    cannot be checked: for others the objective need not be concave and the interval
+    bounded as in `saddle_gap`. An affine, monotone operator is assumed, which
+    cannot be checked. For others the objective need not be concave and the interval
     means nothing.
 
     Args:

@@ -86,7 +86,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         sampling: How each step's batch is drawn, but not by passes.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
-        output: Which pair is the answer.
+        output: The rule that selects or averages the pairs.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:

@@ -238,8 +238,8 @@ def group_weights(problem: GroupGame, y: Float[Array, " k"]) -> Float[Array, " k
     """Return the weights of the groups, of sum 1, from the second variable of a game.
 
     Args:
-        problem: Of `group_fair` or `group_robust`.
-        y: Its second variable, with any leading axes.
+        problem: A game of `group_fair` or `group_robust`.
+        y: The second variable, with any leading axes.
 
     Raises:
         TypeError: The problem is no group game, or `y` is no array of numbers.
@@ -262,7 +262,7 @@ def group_start(
     r"""Return the start $(x, s p)$, from which the first step is one on the mean loss.
 
     Args:
-        problem: Of `group_fair` or `group_robust`.
+        problem: A game of `group_fair` or `group_robust`.
         x: The first model, public.
         shares: The declared shares, as there.
 

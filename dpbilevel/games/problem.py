@@ -32,7 +32,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         lipschitz: $L$, declared: a Lipschitz constant of every possible record's $F_i$
             on $W$, in $\ell_2$.
         bound: $M$, declared: at least $\|F_i(w)\|$ for every possible record on $W$.
-        public_lipschitz: That of $P$; zero without a public term.
+        public_lipschitz: A Lipschitz constant of $P$; zero without a public term.
         public_bound: At least $\|P(w)\|$ on $W$; zero without a public term.
     """
 

@@ -67,7 +67,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         sampling: How each round's batch is drawn.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
-        output: Which point is projected for the answer: `Mean()` of all, as in the
+        output: The output rule, whose point is projected: `Mean()`, as in the
             theorems, or for instance `TailMean(0.5)`, which forgets the start and is
             often better, without a `bound`.
         dimension: At least the number of coordinates of $(x, y)$, which the bound on

@@ -86,7 +86,7 @@ def bilinear_saddle(
         matrices: $A_i$.
         linear_x: $b_i$.
         linear_y: $c_i$.
-        radius: Of both balls.
+        radius: The radius of both balls.
         convexity: $\mu$.
     """
     matrix, b, c = (jnp.mean(v, 0) for v in (matrices, linear_x, linear_y))

@@ -47,7 +47,7 @@ class AbstractLowerSolver(eqx.Module):
         """Return the minimizer over a set, and how the solve ended.
 
         Args:
-            objective: As `lower_objective` returns.
+            objective: The objective, from `lower_objective`.
             x: The upper variable.
             y0: The initial point, a pytree of arrays of floats.
             y_set: The feasible set.

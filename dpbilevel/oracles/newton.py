@@ -31,7 +31,7 @@ class NewtonCG(AbstractLowerSolver):
     tolerance; a halving line search accepts a decrease of $10^{-4}$ of the predicted
     one. A try reads the records once: value, gradient and linearization together.
 
-    Of long records every 16th gives the Hessian at first, and all of them once a step
+    For many records every 16th gives the Hessian at first, and all of them once a step
     leaves more than half of the gradient: fewer passes if those records are like the
     others, and Newton's method if they are not. Values and gradients, and hence
     the end of the solve, are always of all records.

@@ -234,7 +234,7 @@ def walk(
             zero = jnp.zeros_like(tries.count)
             return _Tries(tries.x, moved, tries.accepted, zero, tries.key)
 
-        # Its Line 1, x_t given y_t.
+        # Line 1 of that algorithm: x_t given y_t.
         zero = jnp.zeros((), jnp.int32)
         tries = _Tries(chain.x, oracle.prepare(target, y), zero > 0, zero, keys[2])
         tries = jax.lax.while_loop(lambda t: ~t.accepted, block, tries)

@@ -121,9 +121,9 @@ class AlternatingSampler(AbstractSampler):
         mixing: Set by `with_counts` if the running time is unprotected.
 
     Privacy:
-        None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set
-        is assumed, not checked. An unprotected running time is part of no guarantee:
-        use it only if nobody untrusted can time the draw.
+        A sampler alone has none: see `SamplerGuarantee`. Strong convexity of $U$ on the
+        set is assumed, not checked. An unprotected running time is part of no
+        guarantee: use it only if nobody untrusted can time the draw.
 
     References:
         Lee, Shen and Tian, COLT 2021; Gopi, Lee and Liu, "Private Convex Optimization
@@ -295,7 +295,7 @@ class AlternatingSampler(AbstractSampler):
             y = optax.tree.where(chain.fresh, noisy, chain.y)
             common = self.oracle.prepare(target, noisy)  # in vain if the step goes on
             common = optax.tree.where(chain.fresh, common, chain.common)
-            # Its Line 1, x_t given y_t, by one try.
+            # Line 1 of that algorithm: x_t given y_t, by one try.
             x, accepted, queries = self.oracle.attempt(target, y, common, key=keys[2])
             running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running

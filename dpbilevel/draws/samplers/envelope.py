@@ -74,7 +74,7 @@ class ConvexEnvelope(AbstractExactOracle):
 
     Args:
         gradient_steps: $J$. Static; set by `with_counts`, as all fields.
-        draw_tries: Of one Gaussian draw on the set. Static.
+        draw_tries: The tries of one Gaussian draw on the set. Static.
         curvature: $\alpha$.
         slack: $\kappa$.
         drop: $L D + \frac{\alpha}{2} D^2$: how much lower the support is, and without

@@ -192,8 +192,8 @@ class AbstractProximalOracle(eqx.Module):
     def draw_failure(self, plan: ProximalPlan) -> float:
         r"""Return the chance that any draw of a proposal runs out of its tries.
 
-        That some $y$ comes farther from the set than a reach, which half of the plan's
-        share is for, plus that of rejecting all tries of any draw within it.
+        It adds the chance that some $y$ is farther from the set than a reach, which is
+        half of `plan.failure`, and that of rejecting all tries of a draw within it.
         """
         chance, any_mean = self._draw_chance(plan)
         if chance >= 1:

@@ -38,8 +38,8 @@ def restricted_normal(
 ) -> PyTree:
     r"""Draw one point with density $\propto e^{-\|x - a\|^2 / (2 s^2)}$ on the set.
 
-    That is a box (or a product of boxes), which needs one try, a ball, or a simplex, on
-    which the density refers to the volume of its hyperplane. The mean $a$ may be
+    The set is a box (or a product of boxes), which needs one try, a ball, or a simplex,
+    on which the density refers to the volume of its hyperplane. The mean $a$ may be
     anywhere, and the point has its structure; the deviation is $s > 0$.
 
     Raises:
