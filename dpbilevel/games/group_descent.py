@@ -144,15 +144,16 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         x, y, t = state.x, state.y, state.t
         weights = y / problem.scale
         factors = weights / _shares(problem, y)  # y_g / p_g
-        q, losses = self._released(problem, data, x, factors, index=t, key=key)
-        descent = Descent(self._length(problem, x, jnp.max(factors)), problem.x_set)
+        q, losses = self._release_terms(problem, data, x, factors, index=t, key=key)
+        length = self._step_length(problem, x, jnp.max(factors))
+        descent = Descent(length, problem.x_set)
         pull, against = problem.public_operator((x, y))
         q = descent.curvature_limited(
             optax.tree.add(q, pull), lambda x: problem.public_operator((x, y))[0], x
         )
         x, memory = descent.update(q, state.memory, x)
         payoffs = losses - problem.scale * against  # the public term's, too
-        weights = self._ascended(problem, state.x, weights, payoffs, descent.step_size)
+        weights = self._ascend(problem, state.x, weights, payoffs, length)
         y, rejections = finite_or(problem.scale * weights, y, state.rejections)
         kept = self.output.update(
             state.kept,
@@ -198,25 +199,25 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     def dimensions(self, w0) -> dict[str, int]:
         return {GRADIENT_AND_LOSSES: optax.tree.size(w0)}
 
-    def _relative(self, factors: Weights) -> tuple[Weights, Number]:
+    def _relative_weights(self, factors: Weights) -> tuple[Weights, Number]:
         """Return the weights $u_g$ of records, and the largest factor."""
         largest = jnp.max(factors)
         return factors / largest, largest
 
-    def _released(
+    def _release_terms(
         self, problem: GroupGame, data, x, factors: Weights, *, index, key: PRNGKey
     ) -> tuple[PyTree, Weights]:
         """Release the gradient and the losses, for these weights of records."""
         half = self._bound(problem) / 2
         units = self._units
-        relative, largest = self._relative(factors)
+        relative, largest = self._relative_weights(factors)
 
         def terms(record):
             group, listed = problem.member(record)
             loss, gradient = jax.value_and_grad(problem.loss)(x, record)
             excess = jnp.clip((loss - half) / half, -1, 1)
             row = jnp.zeros_like(factors).at[group].set(excess)
-            gradient = _clipped(gradient, self.clip_norm)
+            gradient = _clip(gradient, self.clip_norm)
             both = (
                 optax.tree.scale(units[0] * relative[group], gradient),
                 units[1] * row,
@@ -228,7 +229,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         q = optax.tree.scale(self.clip_norm * largest / units[0], q)
         return q, half * (1 + row / units[1] / _shares(problem, row))
 
-    def _ascended(
+    def _ascend(
         self, problem: GroupGame, x, y: Weights, payoffs: Weights, length: Number
     ) -> Weights:
         """Return the weights after their step, at the price of noise."""
@@ -241,7 +242,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         price = length * optax.tree.size(x) * noise**2 / (2 * math.sqrt(steps))
         return entropic_step(y, rate * payoffs, shares / total, rate * price)
 
-    def _length(self, problem: GroupGame, x, largest: Number) -> Number:
+    def _step_length(self, problem: GroupGame, x, largest: Number) -> Number:
         r"""Return $\eta_t$, given the largest weight of a record."""
         if self.step_size is not None:
             return self.step_size
@@ -277,7 +278,7 @@ def _shares(problem: GroupGame, like: Array) -> Weights:
     return jnp.asarray(problem.shares, like.dtype)
 
 
-def _clipped(gradient: PyTree, clip_norm: Number) -> PyTree:
+def _clip(gradient: PyTree, clip_norm: Number) -> PyTree:
     """Return the gradient in clip norms, of norm at most 1 up to rounding.
 
     Entries that are not finite stay so: such a record is left out there.

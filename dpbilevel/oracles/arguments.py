@@ -25,7 +25,7 @@ _KINDS = {
 }
 
 
-def checked(
+def check_arguments(
     owner: str,
     problem: BilevelProblem,
     x: PyTree,

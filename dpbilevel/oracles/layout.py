@@ -10,7 +10,7 @@ _ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
 _PLAIN = (((1,), (0,)), ((), ()))
 
 
-def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
+def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
     r"""Return the linear map with a transposed copy of a matrix if that is faster.
 
     A Hessian product reads the features $A$ twice: for $A V$ and for $A^T U$. On a CPU

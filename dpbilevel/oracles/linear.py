@@ -206,7 +206,7 @@ class Cholesky(AbstractLinearSolver):
         )
 
 
-def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
+def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:
     r"""Extrapolate past solutions to the initial point of the next system.
 
     The value at the next step of the polynomial through the last $k$ of them,
@@ -226,9 +226,9 @@ def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from dpbilevel.oracles import extrapolated
+        >>> from dpbilevel.oracles import extrapolate
         >>> squares = [jnp.asarray([9.0]), jnp.asarray([4.0]), jnp.asarray([1.0])]
-        >>> extrapolated(squares[:2]).tolist(), extrapolated(squares).tolist()
+        >>> extrapolate(squares[:2]).tolist(), extrapolate(squares).tolist()
         ([14.0], [16.0])
     """
     if not solutions:

@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from ..bilevel.problem import BilevelProblem, Levels
 from ..sets import AbstractSet, Euclidean
-from .arguments import checked
-from .layout import laid_out
+from .arguments import check_arguments
+from .layout import lay_out
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
@@ -19,7 +19,7 @@ from .objectives import (
     if_converged,
     lower_objective,
     merge,
-    poisoned,
+    nan_unless_finite,
     split,
 )
 
@@ -81,8 +81,8 @@ def lower_solution(
         return y
     at, rest = split(y)
     fixed = jax.lax.stop_gradient((x, at))
-    linearized = lower_objective(problem, data, rest).linearized(*fixed)
-    return merge(if_converged(owner, at, fixed[1], linearized, tolerance), rest)
+    linearization = lower_objective(problem, data, rest).linearize(*fixed)
+    return merge(if_converged(owner, at, fixed[1], linearization, tolerance), rest)
 
 
 def lower_solve(
@@ -114,7 +114,7 @@ def lower_solve(
     return _solve("lower_solve", problem, x, data, solver, y0, linear_solver)
 
 
-def minimized(
+def minimize_or_nan(
     solver: AbstractLowerSolver,
     objective: AbstractObjective,
     x: PyTree,
@@ -123,13 +123,13 @@ def minimized(
 ) -> tuple[PyTree, LowerInfo]:
     """Return `solver.minimize`, but NaN if a solver met numbers that are not finite."""
     y, info = solver.minimize(objective, x, y0, y_set)
-    return poisoned(y, info.gradient_norm), info
+    return nan_unless_finite(y, info.gradient_norm), info
 
 
 def _solve(
     owner: str, problem, x, data, solver, y0, linear_solver
 ) -> tuple[PyTree, LowerInfo]:
-    y0, rest = checked(
+    y0, rest = check_arguments(
         owner,
         problem,
         x,
@@ -141,7 +141,7 @@ def _solve(
     )
     objective = lower_objective(problem, data, rest)
     if not isinstance(problem.y_set, Euclidean):
-        y, info = minimized(solver, objective, x, y0, problem.y_set)
+        y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
         return merge(_without_derivative(owner, y), rest), info
 
     def slope(y):
@@ -151,12 +151,12 @@ def _solve(
         return jax.tree.map(jnp.multiply, objective.gradient(x, y), factor)
 
     def solve(_, y0):
-        y, info = minimized(solver, objective, x, y0, problem.y_set)
+        y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
         # The derivative rule of custom_root takes no integers beside the root.
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
     def tangent_solve(product, b):
-        return differentiable_solve(linear_solver, laid_out(product, b), b).value
+        return differentiable_solve(linear_solver, lay_out(product, b), b).value
 
     y, (norm, steps, converged) = jax.lax.custom_root(
         slope, y0, solve, tangent_solve, has_aux=True

@@ -73,7 +73,7 @@ class NewtonCG(AbstractLowerSolver):
         steps = jnp.asarray(-1, jnp.int32)
         no = jnp.asarray(False)
         start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no, ~no)
-        few = objective.thinned()  # for Hessian products alone
+        few = objective.subsample()  # for Hessian products alone
         state = jax.lax.while_loop(
             unfinished, lambda state: self._step(objective, few, x, state), start
         )
@@ -84,7 +84,7 @@ class NewtonCG(AbstractLowerSolver):
         y = jax.tree.map(
             lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
         )
-        value, slope, product = objective.linearized(x, y)
+        value, slope, product = objective.linearize(x, y)
         norm = optax.tree.norm(slope)
         slack = 8 * jnp.finfo(value.dtype).eps * jnp.abs(state.value)
         decrease = _DECREASE * state.length * state.predicted
@@ -149,7 +149,7 @@ class _Newton(NamedTuple):
 
 
 def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
-    """Return Hessian products of the thinned objective, or those of the full one."""
+    """Return Hessian products of the subsample, or those of the full one."""
 
     def rough(v):
         return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]

@@ -329,7 +329,7 @@ def test_the_names_are_in_one_place():
     names = """lower_solution lower_solve implicit_hypergradient penalty_hypergradient
     unrolled_hypergradient NewtonCG LBFGS AcceleratedGradient ConjugateGradient Neumann
     Cholesky LowerInfo LinearSolution AbstractLowerSolver AbstractLinearSolver
-    extrapolated"""
+    extrapolate"""
     for name in names.split():
         assert callable(getattr(dpb.oracles, name))
         assert getattr(dpb, name, getattr(dpb.oracles, name)) is getattr(

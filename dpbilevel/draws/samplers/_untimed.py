@@ -56,7 +56,7 @@ class _Tries(eqx.Module):
     key: PRNGKey
 
 
-def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
+def require_exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
     """Return `oracle`, checked to be exact.
 
     Raises:
@@ -229,7 +229,7 @@ def walk(
             moved = jax.lax.cond(
                 tries.accepted,
                 lambda: tries.common,
-                lambda: oracle.moved(target, y, tries.common),
+                lambda: oracle.move(target, y, tries.common),
             )
             zero = jnp.zeros_like(tries.count)
             return _Tries(tries.x, moved, tries.accepted, zero, tries.key)

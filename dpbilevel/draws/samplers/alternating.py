@@ -264,8 +264,10 @@ class AlternatingSampler(AbstractSampler):
             if self.step_size is None or self.mixing is None:
                 raise ValueError(_NOT_PLANNED)
             target = ProximalTarget(potential, feasible, self.step_size)
-            oracle, aim = _untimed.exact(self.oracle), (self.mixing, self.distance)
-            return _untimed.draw(oracle, target, *aim, start, key=key)
+            oracle = _untimed.require_exact(self.oracle)
+            return _untimed.draw(
+                oracle, target, self.mixing, self.distance, start, key=key
+            )
         return self.run(potential, feasible, start, key=key).x
 
     def run(
@@ -331,7 +333,7 @@ class AlternatingSampler(AbstractSampler):
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
         return dataclasses.replace(
             self,
-            oracle=_untimed.exact(self.oracle).without_counts(plan),
+            oracle=_untimed.require_exact(self.oracle).without_counts(plan),
             step_size=plan.step_size,
             mixing=Mixing.of(plan),
         )

@@ -172,7 +172,7 @@ class ConvexEnvelope(AbstractExactOracle):
         return self._tangent(target, point)
 
     @override
-    def moved(self, target, y, common) -> PyTree:
+    def move(self, target, y, common) -> PyTree:
         r"""Average this tangent and the one at the middle $p$ of its proposals.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
@@ -210,7 +210,7 @@ class ConvexEnvelope(AbstractExactOracle):
     def proposal(self, target, y, common, *, key) -> tuple[PyTree, Array]:
         potential, feasible, step_size = target
         curvature, c = self.curvature, common.point
-        x, accepted = restricted.tried_normal(
+        x, accepted = restricted.try_normal(
             feasible,
             self._middle(target, y, common),
             (step_size / (1 + curvature * step_size)) ** 0.5,

@@ -234,7 +234,7 @@ class AbstractExactOracle(AbstractProximalOracle):
         """Return the proposal, and $r$ with the chance $e^{-r}$ to accept it."""
 
     @abc.abstractmethod
-    def moved(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
+    def move(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
         """Return other common values, after many rejected tries at `y`."""
 
 

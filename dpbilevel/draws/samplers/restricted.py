@@ -45,11 +45,11 @@ def restricted_normal(
     Raises:
         ValueError: A set of another kind.
     """
-    point, accepted = tried_normal(feasible, mean, deviation, tries, key=key)
+    point, accepted = try_normal(feasible, mean, deviation, tries, key=key)
     return optax.tree.where(accepted, point, feasible.project(mean))
 
 
-def tried_normal(
+def try_normal(
     feasible: AbstractSet,
     mean: PyTree,
     deviation: Float[Array, ""] | float,
