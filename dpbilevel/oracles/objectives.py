@@ -218,7 +218,7 @@ def if_converged(
         owner: The name of the function in an error.
         tree: The value to return.
         y: The lower variable.
-        linearization: The result of `linearization` at `y`.
+        linearization: The result of `linearize` at `y`.
         tolerance: The tolerance.
 
     Raises:
