@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ..bilevel.problem import BilevelProblem
-from ..games.problem import AbstractVariationalInequality, SaddleProblem
+from ..games.problem import AbstractSaddleProblem, AbstractVariationalInequality
 from ..onelevel.problem import FiniteSum
 from .columns import named
 from .datasets import SOURCES
@@ -17,7 +17,7 @@ from .tables import Location
 
 _OF = {"sources": '"source_weighting"', "groups": '"group_fair" and "group_robust"'}
 
-Problem = BilevelProblem | SaddleProblem | FiniteSum
+Problem = BilevelProblem | AbstractSaddleProblem | FiniteSum
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
 

@@ -28,6 +28,7 @@ from ..games.groups import (
     group_weights,
 )
 from ..games.problem import (
+    AbstractSaddleProblem,
     AbstractVariationalInequality,
     SaddleProblem,
     matrix_game,
@@ -256,7 +257,7 @@ class GroupTask(AbstractTask):
 
     @override
     @abc.abstractmethod
-    def problem(self, blocks: Blocks) -> SaddleProblem: ...
+    def problem(self, blocks: Blocks) -> AbstractSaddleProblem: ...
 
     @override
     def start(self, blocks: Blocks) -> Start:
@@ -277,7 +278,7 @@ class GroupFairTask(GroupTask):
     """Fits a logistic model to the group that is worst off."""
 
     @override
-    def problem(self, blocks: Blocks) -> SaddleProblem:
+    def problem(self, blocks: Blocks) -> GroupGame:
         return group_fair(Logistic(), self.shares, **self.fields)
 
 
@@ -293,7 +294,7 @@ class GroupRobustTask(GroupTask):
     strength: float
 
     @override
-    def problem(self, blocks: Blocks) -> SaddleProblem:
+    def problem(self, blocks: Blocks) -> GroupGame:
         return group_robust(Logistic(), self.shares, self.strength, **self.fields)
 
 
