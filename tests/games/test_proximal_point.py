@@ -317,7 +317,7 @@ def test_plans_without_grounds_for_a_sensitivity_are_refused():
         ledger_of(dataclasses.replace(strong, y_set=dpb.sets.NonNegative()))
     with refused(match="clip_norm="):
         ledger_of(strong, inner="operator_extrapolation", clip_norm=0.1)
-    with refused(match=r"give inner_steps=\d+"):
+    with refused(match=r"Give inner_steps=\d+"):
         ledger_of(strong, inner="operator_extrapolation", inner_steps=2)
     with refused(match="float32, roundings of a resolvent"):
         ledger_of(strong, clip_norm=1e-3, strength=20.0)
