@@ -176,7 +176,7 @@ def products(problem, x, y, data, repeats):
 
     def product(count):
         def run(x, y, data):
-            linear = lower_objective(problem, data).linearized(x, y)[-1]
+            linear = lower_objective(problem, data).linearize(x, y)[-1]
             return jax.lax.fori_loop(0, count, lambda _, v: v + 1e-3 * linear(v), y)
 
         return run
@@ -262,7 +262,7 @@ def trajectory(problem, x, y, data, steps=50, seconds=180):
     @jax.jit
     def step(x, y, solutions, data):
         y, _ = dpb.oracles.lower_solve(problem, x, data, y0=y)
-        starts = [dpb.oracles.extrapolated(solutions[:k]) for k in range(4)]
+        starts = [dpb.oracles.extrapolate(solutions[:k]) for k in range(4)]
         tight = dpb.oracles.ConjugateGradient(num_steps=5000, tolerance=1e-7)
         exact, _ = hypergradient(x, y, data, linear_solver=tight, v0=starts[-1])
         found = [hypergradient(x, y, data, v0=start) for start in starts]

@@ -27,7 +27,7 @@ from dpbilevel.cli.config import public_classes
 from dpbilevel.core.descent import StepSize
 from dpbilevel.core.outputs import AbstractOutput
 from dpbilevel.core.solver import MECHANISM_FIELDS
-from dpbilevel.games.group_game import GroupGame
+from dpbilevel.games.groups import GroupGame
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel.problem import AbstractFiniteSum
 from dpbilevel.privacy.per_example.clipping import Basis

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ..bilevel.problem import BilevelProblem
-from ..games.problem import AbstractVariationalInequality, SaddleProblem
+from ..games.problem import AbstractSaddleProblem, AbstractVariationalInequality
 from ..onelevel.problem import FiniteSum
 from .columns import named
 from .data import SOURCES, AbstractData
 from .sources import Groups, Sources
 from .tables import Location, Reader
 
-Problem = BilevelProblem | SaddleProblem | FiniteSum
+Problem = BilevelProblem | AbstractSaddleProblem | FiniteSum
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
 

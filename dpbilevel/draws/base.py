@@ -199,18 +199,17 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def with_noise(self, scale: Number) -> Self:
-        changes: dict[str, Any] = {"mechanism": self.mechanism.with_multiplier(scale)}
-        return dataclasses.replace(self, **changes)
+        mechanism = self.mechanism.with_multiplier(scale)
+        return dataclasses.replace(self, mechanism=mechanism)
 
     @override
     def with_counts(self, problem, sizes=None) -> Self:
         """Set the counts of the sampler, for scores of the default dtype."""
-        changes: dict[str, Any] = {"dtype": jnp.result_type(float).name}
-        solver = dataclasses.replace(self, **changes)
+        solver = dataclasses.replace(self, dtype=jnp.result_type(float).name)
         sizes = self.sizes if sizes is None else sizes
         potential = solver.plan(problem, sizes).potential
-        changes["sampler"] = self.sampler.with_counts(potential, feasible_set(problem))
-        return dataclasses.replace(self, **changes)
+        sampler = self.sampler.with_counts(potential, feasible_set(problem))
+        return dataclasses.replace(solver, sampler=sampler)
 
     @override
     def dimensions(self, w0) -> dict[str, int]:

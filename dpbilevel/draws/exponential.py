@@ -18,10 +18,10 @@ from .scores.mean_loss import MeanLoss
 class ExponentialMechanism(AbstractDrawSolver):
     r"""Exponential mechanism of density $\propto \exp(-k \Phi(x))$; releases only $x$.
 
-    Pure differential privacy where the sampler is exact. The score $\Phi$ is the
+    Pure differential privacy if the sampler is exact. The score $\Phi$ is the
     objective of a one-level problem, the hyper-objective $F(x, y^*(x))$ of a bilevel
     one, or the norm of its gradient. No convexity is needed. There is one step: the
-    whole budget is used for one draw.
+    budget is used for one draw.
 
     Args:
         sampler: The sampler: `Grid` or `GridWalk`.

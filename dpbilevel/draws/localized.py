@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -148,8 +148,9 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         samplers = self.samplers or (self.draw.sampler,) * self.num_steps
         rounds = []
         for radius, part, sampler in zip(self.radii, split, samplers, strict=True):
-            changes: dict[str, Any] = {"radius": radius, "sampler": sampler}
-            draw = dataclasses.replace(self.draw, sizes=self.sizes, **changes)
+            draw = dataclasses.replace(
+                self.draw, radius=radius, sampler=sampler, sizes=self.sizes
+            )
             rounds.append(draw.with_noise(multiplier * (sum(split) / part) ** 0.5))
         return tuple(rounds)
 

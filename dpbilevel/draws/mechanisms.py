@@ -200,7 +200,7 @@ class Exponential(AbstractDrawMechanism):
         neighbours: The relation under which the spread is taken. Static.
 
     Privacy:
-        One draw: $\varepsilon$-DP without $\delta$ where the sampler is exact. Real
+        One draw: $\varepsilon$-DP without $\delta$ if the sampler is exact. Real
         numbers stand for floating-point ones.
 
     References:
@@ -227,8 +227,7 @@ class Exponential(AbstractDrawMechanism):
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
         r"""Set $\varepsilon = 2 / m$, of the same zero-concentrated privacy."""
-        changes: dict[str, Any] = {"epsilon": 2 / multiplier}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, epsilon=2 / multiplier)
 
     @override
     def scaled(self, factor: Number) -> Self:
@@ -285,8 +284,7 @@ class RegularizedExponential(AbstractDrawMechanism):
 
     @override
     def with_multiplier(self, multiplier: Number) -> Self:
-        changes: dict[str, Any] = {"noise_multiplier": multiplier}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, noise_multiplier=multiplier)
 
     @override
     def scaled(self, factor: Number) -> Self:

@@ -4,10 +4,8 @@ from . import zoo
 from .extragradient import NoisyExtragradient
 from .gaps import saddle_gap, variational_gap
 from .group_descent import GroupDescent
-from .group_game import GroupGame
-from .groups import group_fair, group_robust, group_start, group_weights
-from .matrix import matrix_game
-from .problem import SaddleProblem, VariationalInequality
+from .groups import GroupGame, group_fair, group_robust, group_start, group_weights
+from .problem import SaddleProblem, VariationalInequality, matrix_game
 from .proximal_point import InexactProximalPoint
 
 __all__ = [

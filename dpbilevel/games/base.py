@@ -26,7 +26,7 @@ class AbstractSaddleSolver(
 
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
-        output: Which point is the answer; the theorems are about `Mean()`.
+        output: The output rule; the theorems are about `Mean()`.
     """
 
     problem_type: ClassVar[type] = AbstractVariationalInequality
@@ -50,16 +50,16 @@ class AbstractSaddleSolver(
 
         Args:
             problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the whole run.
+            budget: $\varepsilon$ and $\delta$ of the run.
             sizes: $n \ge 2$.
             dimension: $d$; `problem.w_set.dimension(w0)`.
             passes: `"single"` or `"multi"`.
             **fields: Further fields.
 
         Returns:
-            A solver without noise, for `calibrate`. A warning where $a = \sqrt{d
+            A solver without noise, for `calibrate`. It warns if $a = \sqrt{d
             \log(1 / \delta)} / \varepsilon \ge n$, so that all bounds are trivial, or
-            where the steps are too many to be run.
+            if the steps are too many to be run.
 
         Raises:
             ValueError: A constant is not declared, the set is unbounded, or there are
@@ -107,8 +107,7 @@ class AbstractSaddleSolver(
         if (a := constants.privacy_dimension(budget)) >= sizes:
             warnings.warn(
                 f"{owner}: hopeless: sqrt(d log(1/delta)) / epsilon = {a:.3g} is not "
-                f"below the {sizes} records, so no bound here is below its trivial "
-                f"value M D = {constants.bound * constants.diameter:.3g}. Use more "
+                f"below the {sizes} records, so that every bound is trivial. Use more "
                 "records, a larger epsilon or fewer dimensions.",
                 stacklevel=3,
             )
@@ -151,34 +150,33 @@ class AbstractSaddleSolver(
         """
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
-            raise ValueError(
-                f"{owner}: not bound to sizes; take the solver from "
-                "dpbilevel.calibrate(...).solver."
-            )
-        if type(self.output) is not Mean:
-            raise ValueError(
-                f"{owner}: no theorem covers output={type(self.output).__name__}; "
-                "use output=Mean()."
-            )
+            text = f"{owner}: no planned sizes. Take the solver from "
+            raise ValueError(f"{text}dpbilevel.calibrate(...).solver.")
         constants = TheoremConstants.of(problem, dimension, self.sizes)
-        if self.clip_norm < constants.spread:
-            raise ValueError(
-                f"{owner}: no theorem covers clip_norm={self.clip_norm:.3g} below the "
-                f"declared bound {constants.spread:.3g}."
-            )
         release: Any = self.ledger(problem, self.sizes).releases[0]
-        charged = self.sampling.charged(release.count, self.sizes)
-        if self.sampling.numbered and charged > 1:
-            raise ValueError(
-                f"{owner}: no theorem covers {charged} passes over disjoint batches."
-            )
+        passes = self.sampling.charged(release.count, self.sizes)
+        outside = {
+            f"output={type(self.output).__name__}; use output=Mean()": (
+                type(self.output) is not Mean
+            ),
+            f"clip_norm={self.clip_norm:.3g} below the declared bound "
+            f"{constants.spread:.3g}": self.clip_norm < constants.spread,
+            f"{passes} passes over disjoint batches": (
+                self.sampling.numbered and passes > 1
+            ),
+        }
+        for text, is_outside in outside.items():
+            if is_outside:
+                raise ValueError(f"{owner}: no theorem covers {text}.")
         batch = self.sampling.denominator(self.sizes)
-        gap, moved = self.promises(problem, constants, batch, release.noise_std)
+        gap, moved = self.gap_and_stability(
+            problem, constants, batch, release.noise_std
+        )
         # A numbered batch is a fresh sample of the population; others are not.
         return float(gap if self.sampling.numbered else gap + constants.bound * moved)
 
     @abc.abstractmethod
-    def promises(
+    def gap_and_stability(
         self,
         problem: AbstractVariationalInequality,
         constants: TheoremConstants,

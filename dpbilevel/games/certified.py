@@ -50,8 +50,8 @@ class ResolventQuery(AbstractCertifiedQuery):
         resolvent, dtype = self.resolvent, jnp.result_type(float)
         resolvent.check()
         resolvent.check_numbers(dtype)
-        share = resolvent.contribution(dtype, precision)
-        query = Query.of_contribution(RECORDS, self.size, share, self.sampling)
+        contribution = resolvent.contribution(dtype, precision)
+        query = Query.of_contribution(RECORDS, self.size, contribution, self.sampling)
         reach = _checks.number(resolvent.problem.w_set.reach)
         return Costs((query,), resolvent.basis, reach)
 
@@ -71,7 +71,7 @@ class ResolventQuery(AbstractCertifiedQuery):
         resolvent, dtype = self.resolvent, common_dtype(point, OWNER)
         resolvent.check()
         resolvent.check_shapes(batch, optax.tree.size(point))
-        # Floating-point sums are part of the bound but where clipping enforces it.
+        # The bound includes floating-point sums, unless clipping enforces it.
         sums = precision if resolvent.basis is Basis.CLIPPED else "float"
         with jax.default_matmul_precision("highest"):
             value = approximate_resolvent(resolvent, batch, point, precision=sums)
@@ -103,7 +103,7 @@ def approximate_resolvent(
     solver = _picard if picard else _operator_extrapolation
     value = solver(resolvent, operator, centre)
     finite = all_finite(value)  # else the centre, which is public
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), value, centre)
+    return optax.tree.where(finite, value, centre)
 
 
 def _public(problem, u: PyTree) -> PyTree:
@@ -164,5 +164,5 @@ def _readable(records: PyTree) -> Bool[Array, " n"]:
         for v in leaves
         if jnp.issubdtype(v.dtype, jnp.floating)
     ]
-    whole = jnp.ones(len(leaves[0]), bool)
-    return functools.reduce(jnp.logical_and, rows, whole)
+    everything = jnp.ones(len(leaves[0]), bool)
+    return functools.reduce(jnp.logical_and, rows, everything)

@@ -21,15 +21,14 @@ from ..privacy.releases import Release
 from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields
-from .choices import cheapest, estimated_multiplier, integers
-from .rates import TheoremConstants
+from .rates import TheoremConstants, cheapest, estimated_multiplier, integers
 
 _MANY_STEPS = 10**7
 OPERATOR = "operator"
 
 
 class _State(eqx.Module):
-    u: PyTree  # where steps start
+    u: PyTree  # the initial point of the next step
     w: PyTree  # the midpoint
     kept: PyTree  # by the output rule
     memory: Memory
@@ -52,14 +51,14 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     Args:
         num_steps: The number of steps $T$. Static.
-        clip_norm: The bound $C$ on one record's operator in $\ell_2$. Where it is
+        clip_norm: The bound $C$ on one record's operator in $\ell_2$. If it is
             below the problem's `bound`, clipping may make a monotone operator
             non-monotone: the guarantee holds, the theorems need not.
         step_size: The step size $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems; or
             an optax optimizer, whose state takes both operators of a step one after the
             other, as in ExtraAdam, and for which there is no `bound`.
         sampling: How each query's batch is drawn.
-        output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
+        output: The output rule of the midpoints: `Mean()`, as in the theorems, or
             for instance `TailMean(0.5)`, which forgets the start and is often better,
             without a `bound`.
 
@@ -115,8 +114,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         if n**2 > _MANY_STEPS:
             warnings.warn(
                 f"NoisyExtragradient.from_theorem: several passes take n^2 = {n**2} "
-                "steps of one record, which takes hours. Use tuned(), whose most_steps "
-                "is n by default.",
+                "steps of one record, or hours. Use tuned().",
                 stacklevel=3,
             )
         step_size = 1 / (constants.scale * n * max(math.sqrt(n), a))
@@ -152,19 +150,18 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return _fields(constants, count, step_size, FixedSize(size))
 
     @override
-    def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
+    def gap_and_stability(self, problem, constants, batch, std) -> tuple[Any, Any]:
         step_size: Any = self.step_size
         if isinstance(step_size, Rule):
             raise ValueError(
                 "NoisyExtragradient.bound: no theorem covers an optax optimizer as "
-                "step_size; give a number."
+                "step_size. Give a number."
             )
-        if step_size > constants.largest_step * (1 + 1e-6):
-            raise ValueError(
-                "NoisyExtragradient.bound: no theorem covers step_size="
-                f"{step_size:.3g}; it must be at most "
-                f"{constants.largest_step:.3g}."
+        if step_size > (largest := constants.largest_step) * (1 + 1e-6):
+            text = (
+                f"NoisyExtragradient.bound: no theorem covers step_size={step_size:.3g}"
             )
+            raise ValueError(f"{text}; it must be at most {largest:.3g}.")
         path = self.num_steps, step_size
         gap = constants.extragradient_gap(*path, batch, std)
         return gap, constants.extragradient_stability(*path, std)

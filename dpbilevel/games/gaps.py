@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..sets import AbstractSet
-from .problem import AbstractVariationalInequality, SaddleProblem, Scalar
+from .problem import AbstractSaddleProblem, AbstractVariationalInequality, Scalar
 
 # A linear objective has no curvature to take a step size from.
 _LEAST_CURVATURE = 1e-3
@@ -25,8 +25,8 @@ class Gap:
     """Interval that holds a gap. NON-PRIVATE.
 
     Attributes:
-        lower: What was attained.
-        upper: What is proved; as large as `lower` up to the inner solve's accuracy.
+        lower: The attained value.
+        upper: The proved bound; `lower` up to the inner solve's accuracy.
     """
 
     lower: Scalar
@@ -44,7 +44,7 @@ def mean_operator(
 
 
 def saddle_gap(
-    problem: SaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
+    problem: AbstractSaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
 ) -> Gap:
     r"""NON-PRIVATE. Bound the gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
 
@@ -63,7 +63,7 @@ def saddle_gap(
         TypeError: The problem is no `SaddleProblem`.
         ValueError: A Lipschitz constant is not declared, or shapes do not fit.
     """
-    _checks.instance("saddle_gap", SaddleProblem, problem=problem)
+    _checks.instance("saddle_gap", AbstractSaddleProblem, problem=problem)
     problem.check(w, data)
     x_hat, y_hat = w
     smoothness = _smoothness(problem)
@@ -93,8 +93,8 @@ def variational_gap(
     r"""NON-PRIVATE. Bound $\sup_u \langle F(u), \hat w - u \rangle$, for affine $F$.
 
     For an affine monotone operator the supremum is a concave problem, solved and
-    bounded as in `saddle_gap`. That the operator is affine and monotone is trusted and
-    cannot be checked: for others the objective need not be concave and the interval
+    bounded as in `saddle_gap`. An affine, monotone operator is assumed, which
+    cannot be checked. For others the objective need not be concave and the interval
     means nothing.
 
     Args:

@@ -17,8 +17,10 @@ from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from .group_game import GroupGame, entropic_step
+from .groups import GroupGame
 
+_LEAST = 1e-12  # weight of a group, so that every group can come back
+_HALVINGS = 40
 GRADIENT_AND_LOSSES = "gradient and losses"
 Weights = Float[Array, " k"]
 
@@ -57,8 +59,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     is its weight, and in a linear model the clipped gradients are those of a convex
     loss. A record of weight $y_g / p_g$ needs as much noise, $s \max_g y_g / p_g$ with
     $s$ that of equal weights per record. The last term is what this costs the model:
-    the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, where the loss
-    is flat, and a $T$-th of that, where it is as curved as the step size admits; the
+    the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, if the loss
+    is flat, and a $T$-th of that, if it is as curved as the step size admits; the
     geometric mean is charged. So a group of few records is followed only if that is
     worth its noise, and without noise the term vanishes.
 
@@ -79,9 +81,9 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
             model. By default that of the game, $2 \log 2$ for `Logistic`.
         step_size: $\eta$; by default one that follows from the smoothness of the game
             and the noise.
-        loss_share: The share of the squared budget that is spent on the losses.
+        loss_share: The fraction of the squared budget that is spent on the losses.
         sampling: How each step's batch is drawn, but not by passes.
-        output: Which pair is the answer.
+        output: The rule that selects or averages the pairs.
 
     Privacy:
         `num_steps` Gaussian releases of both at once. With $u_g \le 1$ the weights
@@ -132,15 +134,16 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         x, y, t = state.x, state.y, state.t
         weights = y / problem.scale
         factors = weights / _shares(problem, y)  # y_g / p_g
-        q, losses = self._released(problem, data, x, factors, index=t, key=key)
-        descent = Descent(self._length(problem, x, jnp.max(factors)), problem.x_set)
+        q, losses = self._release_terms(problem, data, x, factors, index=t, key=key)
+        length = self._step_length(problem, x, jnp.max(factors))
+        descent = Descent(length, problem.x_set)
         pull, against = problem.public_operator((x, y))
         q = descent.curvature_limited(
             optax.tree.add(q, pull), lambda x: problem.public_operator((x, y))[0], x
         )
         x, memory = descent.update(q, state.memory, x)
         payoffs = losses - problem.scale * against  # the public term's, too
-        weights = self._ascended(problem, state.x, weights, payoffs, descent.step_size)
+        weights = self._ascend(problem, state.x, weights, payoffs, length)
         y, rejections = finite_or(problem.scale * weights, y, state.rejections)
         kept = self.output.update(
             state.kept,
@@ -176,9 +179,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         self._bound(problem)
         if self.step_size is None and problem.smoothness is None:
             raise ValueError(
-                "GroupDescent: give step_size, a positive number as for NoisyGD; only "
-                "for a linear model such as Logistic() does the game declare a "
-                "smoothness that a default follows from."
+                "GroupDescent: no default step_size without a declared smoothness. "
+                "Give step_size, or a linear model such as Logistic()."
             )
         query = Query(RECORDS, sizes, 1.0, self.sampling)
         return Release(GRADIENT_AND_LOSSES, 1, (query,), self.release_noise)
@@ -187,50 +189,50 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     def dimensions(self, w0) -> dict[str, int]:
         return {GRADIENT_AND_LOSSES: optax.tree.size(w0)}
 
-    def _relative(self, factors: Weights) -> tuple[Weights, Number]:
+    def _relative_weights(self, factors: Weights) -> tuple[Weights, Number]:
         """Return the weights $u_g$ of records, and the largest factor."""
         largest = jnp.max(factors)
         return factors / largest, largest
 
-    def _released(
+    def _release_terms(
         self, problem: GroupGame, data, x, factors: Weights, *, index, key: PRNGKey
     ) -> tuple[PyTree, Weights]:
         """Release the gradient and the losses, for these weights of records."""
         half = self._bound(problem) / 2
         units = self._units
-        relative, largest = self._relative(factors)
+        relative, largest = self._relative_weights(factors)
 
         def terms(record):
-            group, known = problem.member(record)
+            group, listed = problem.member(record)
             loss, gradient = jax.value_and_grad(problem.loss)(x, record)
             excess = jnp.clip((loss - half) / half, -1, 1)
             row = jnp.zeros_like(factors).at[group].set(excess)
-            gradient = _clipped(gradient, self.clip_norm)
+            gradient = _clip(gradient, self.clip_norm)
             both = (
                 optax.tree.scale(units[0] * relative[group], gradient),
                 units[1] * row,
             )
-            return jax.tree.map(lambda v: jnp.where(known, v, jnp.zeros_like(v)), both)
+            return jax.tree.map(lambda v: jnp.where(listed, v, jnp.zeros_like(v)), both)
 
         release = self.release(problem, self.sizes)
         q, row = release.apply({RECORDS: terms}, data, key=key, index=index)
         q = optax.tree.scale(self.clip_norm * largest / units[0], q)
         return q, half * (1 + row / units[1] / _shares(problem, row))
 
-    def _ascended(
+    def _ascend(
         self, problem: GroupGame, x, y: Weights, payoffs: Weights, length: Number
     ) -> Weights:
         """Return the weights after their step, at the price of noise."""
         shares, steps = _shares(problem, y), self.num_steps
-        whole, bound = jnp.sum(shares), self._bound(problem)
-        of_losses = self._noise(bound / 2 / self._units[1])  # nu, over a share
-        spread = jnp.sqrt(bound**2 + 16 * of_losses**2 * jnp.sum(1 / shares) / whole)
+        total, bound = jnp.sum(shares), self._bound(problem)
+        loss_noise = self._noise(bound / 2 / self._units[1])  # nu, over a share
+        spread = jnp.sqrt(bound**2 + 16 * loss_noise**2 * jnp.sum(1 / shares) / total)
         rate = math.sqrt(8 * math.log(len(shares)) / steps) / spread  # rho
-        noise = self._noise(self.clip_norm / self._units[0] / whole)  # s, at y = p
+        noise = self._noise(self.clip_norm / self._units[0] / total)  # s, at y = p
         price = length * optax.tree.size(x) * noise**2 / (2 * math.sqrt(steps))
-        return entropic_step(y, rate * payoffs, shares / whole, rate * price)
+        return entropic_step(y, rate * payoffs, shares / total, rate * price)
 
-    def _length(self, problem: GroupGame, x, largest: Number) -> Number:
+    def _step_length(self, problem: GroupGame, x, largest: Number) -> Number:
         r"""Return $\eta_t$, given the largest weight of a record."""
         if self.step_size is not None:
             return self.step_size
@@ -256,8 +258,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         bound = problem.loss_bound if self.loss_bound is None else self.loss_bound
         if bound is None:
             raise ValueError(
-                "GroupDescent: give loss_bound, from where on losses are cut: about "
-                "twice the loss of no model, as 2 log(k) for k classes."
+                "GroupDescent: the game declares no bound on losses. Give loss_bound, "
+                "about twice the loss of no model: 2 log(k) for k classes."
             )
         return bound
 
@@ -266,10 +268,53 @@ def _shares(problem: GroupGame, like: Array) -> Weights:
     return jnp.asarray(problem.shares, like.dtype)
 
 
-def _clipped(gradient: PyTree, clip_norm: Number) -> PyTree:
+def _clip(gradient: PyTree, clip_norm: Number) -> PyTree:
     """Return the gradient in clip norms, of norm at most 1 up to rounding.
 
     Entries that are not finite stay so: such a record is left out there.
     """
     norm = optax.tree.norm(gradient) / clip_norm
     return optax.tree.scale(1 / clip_norm / jnp.maximum(norm, 1), gradient)
+
+
+def entropic_step(
+    y: Float[Array, " k"],
+    gain: Float[Array, " k"],
+    shares: Float[Array, " k"],
+    price: Float[Array, ""],
+) -> Float[Array, " k"]:
+    r"""Make a step of mirror ascent by entropy, with a price on the largest ratio.
+
+    $$\arg\max_{v \in \Delta}\ \langle g, v \rangle - \mathrm{KL}(v \,\|\, y) - c
+    \max_j \frac{v_j^2}{q_j^2}, \qquad v_j \propto q_j \min(r_j, m), \quad r_j =
+    \frac{y_j}{q_j} e^{g_j}.$$
+
+    With a bound $\kappa$ on the ratios, the solution is $v_j = \min(\kappa q_j,
+    \vartheta r_j q_j)$ with multipliers $\lambda_j = [\log(r_j / m)]_+$ for $m = \kappa
+    / \vartheta$, and raising $\kappa$ gains $\sum_j q_j \lambda_j$. The best $m$ makes
+    that equal to the marginal price $2 c \kappa$ with $\kappa = m / \sum_j q_j
+    \min(r_j, m)$; one side decreases in $m$ and the other one increases, so that
+    bisection finds it. Without a price this is multiplicative weights; with a large one
+    $v = q$.
+
+    Args:
+        y: The weights, positive and of sum 1.
+        gain: $g$, payoffs times the step size.
+        shares: $q$, positive and of sum 1.
+        price: $c \ge 0$.
+    """
+    ratio = jnp.log(jnp.maximum(y, _LEAST)) - jnp.log(shares) + gain
+    ratio = ratio - jnp.max(ratio)  # log r: any common factor is normalized away
+
+    def halved(_, ends):
+        low, high = ends
+        middle = (low + high) / 2
+        worth = jnp.sum(shares * jnp.maximum(ratio - middle, 0))
+        total = jnp.sum(shares * jnp.exp(jnp.minimum(ratio - middle, 0)))
+        pays = worth > 2 * price / total  # to raise the bound
+        return jnp.where(pays, middle, low), jnp.where(pays, high, middle)
+
+    ends = jnp.min(ratio), jnp.zeros_like(ratio[0])
+    _, bound = jax.lax.fori_loop(0, _HALVINGS, halved, ends)
+    v = shares * jnp.exp(jnp.minimum(ratio, bound))
+    return v / jnp.sum(v)

@@ -22,30 +22,93 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
+from .._checks import Positive
 from ..onelevel.linear_models import AbstractLinearModel
 from ..onelevel.losses import Record, bounded, score
 from ..onelevel.problem import check_start
-from ..sets import Ball, Euclidean, Simplex
-from .group_game import GroupGame, ReadGroup, member
-from .problem import SaddleProblem, Scalar
+from ..sets import AbstractSet, Ball, Euclidean, Simplex
+from .problem import AbstractSaddleProblem, Scalar
 
 ModelLoss = Callable[[PyTree, PyTree], Scalar]
+ReadGroup = Callable[[PyTree], Int[Array, ""]]
+
+
+class GroupGame(AbstractSaddleProblem):
+    r"""Game of a model $x$ against weights $s y$ of groups.
+
+    Args:
+        loss: $\ell(x, z)$, the loss of the model on one record. Static.
+        shares: $p$, the declared shares of the groups. Static.
+        factors: $1 / (s p)$, the weights of losses per unit of $s y$. Static.
+        group: A function that reads the group of a record. Static.
+        x_set: The set of models.
+        y_set: The simplex of scale $s$.
+        public: The public term of $(x, s y)$. Static.
+        lipschitz, bound, public_lipschitz, public_bound: As in `SaddleProblem`. Static.
+        smoothness: $\beta$, declared: a Lipschitz constant of $\nabla_x \ell$ for every
+            possible record. Static.
+        loss_bound: $B$: a solver that bounds losses counts larger ones as $B$. Static.
+    """
+
+    loss: ModelLoss = eqx.field(static=True)
+    shares: tuple[float, ...] = eqx.field(static=True)
+    factors: tuple[float, ...] = eqx.field(static=True)
+    group: ReadGroup = eqx.field(static=True)
+    x_set: AbstractSet
+    y_set: Simplex
+    public: Callable[..., Scalar] | None = eqx.field(static=True, default=None)
+    smoothness: Positive | None = eqx.field(static=True, default=None)
+    loss_bound: Positive | None = eqx.field(static=True, default=None)
+
+    @property
+    def scale(self) -> Any:
+        """Scale $s$, the sum of the second variable."""
+        return _checks.number(self.y_set.scale)
+
+    def fun(self, x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
+        """Return the weighted loss of a record; zero if its group is not listed."""
+        if jnp.shape(y) != (len(self.shares),):
+            raise ValueError(
+                f"group game: y must have shape ({len(self.shares)},), one weight per "
+                f"share, got {jnp.shape(y)}."
+            )
+        index, listed = self.member(record)
+        weight = y[index] * jnp.asarray(self.factors, y.dtype)[index]
+        weight = jnp.where(listed, weight, jnp.zeros_like(weight))
+        return weight * self.loss(x, record)
+
+    def member(self, record: PyTree) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+        """Return the group of a record, 0 if it is not listed, and whether it is.
+
+        Raises:
+            TypeError: The group is no integer.
+        """
+        group = self.group(record)
+        dtype = jnp.result_type(group)
+        if jnp.shape(group) != () or jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                "group game: the group of a record must be one integer from 0 on, got "
+                f"{dtype}{list(jnp.shape(group))}."
+            )
+        index = jnp.asarray(group).astype(jnp.int32)  # a boolean is one of two groups
+        listed = (index >= 0) & (index < len(self.shares))
+        return jnp.where(listed, index, 0), listed
 
 
 def read_group(record: PyTree) -> Int[Array, ""]:
     """Return the group of a record: its entry `"group"`."""
     if not isinstance(record, Mapping) or "group" not in record:
         raise ValueError(
-            "group game: a record must be a dict with an entry 'group', such as "
-            '{"features": X, "label": y, "group": g}; or give group=, a function that '
-            "reads the group of a record."
+            "group game: a record must be a dict with an entry 'group'. Add it, or "
+            "give group=, a function that reads the group of a record."
         )
     return record["group"]
 
@@ -67,8 +130,8 @@ def group_fair(
     \ell(x, z_i) + \rho \|x\|^2 = \min_{\|x\| \le r} \max_g L_g(x) + \rho \|x\|^2,
     $$
 
-    with $L_g$ the mean loss of group $g$ where $p_g$ is its share of the records, and
-    that times the ratio of true to declared share where it is not. At $y = p$ the first
+    with $L_g$ the mean loss of group $g$ if $p_g$ is its fraction of the records, and
+    otherwise that times the ratio of true to declared fraction. At $y = p$ the first
     player sees the mean loss of all records, which makes it a good start.
 
     The variable of the problem is $s y$ on the simplex of scale $s$: see
@@ -80,10 +143,10 @@ def group_fair(
         loss: $\ell(x, z)$, convex in $x$; or a linear model such as `Logistic()` for
             records `{"features": a, "label": b, "group": g}`, whose constants are
             derived: `bound`, `lipschitz` and those of the public term. Of a function
-            nothing is known, which clipping needs not; where a method asks for
+            nothing is known, and clipping needs nothing; if a method asks for
             constants, declare them by `dataclasses.replace(game, lipschitz=L,
             bound=M)`, for the operator over $(x, s y)$ and every possible record.
-        shares: $p$, positive, of sum at most 1: the declared share of each group.
+        shares: $p$, positive, of sum at most 1: the declared fraction of each group.
         radius: $r$, of the ball of models about the origin; unbounded when omitted,
             and required for a linear model.
         scale: $s > 0$; 1 for a function. For a linear model the one that balances the
@@ -140,7 +203,7 @@ def group_robust(
 
     For sources, sites or domains whose mixture will be another one than that of the
     records. The penalty is a chi-square divergence; it is public, so it costs nothing,
-    and it damps the noise in $y$. Where no weight reaches 0, the value is the mean loss
+    and it damps the noise in $y$. If no weight reaches 0, the value is the mean loss
     plus the variance of group losses over $2 \tau$: small $\tau$ is near to
     `group_fair`, large $\tau$ to the mean loss.
 
@@ -171,12 +234,12 @@ def group_robust(
     return _game(owner, loss, shares, strength, radius, scale, ridge, row_norm, group)
 
 
-def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array, " k"]:
+def group_weights(problem: GroupGame, y: Float[Array, " k"]) -> Float[Array, " k"]:
     """Return the weights of the groups, of sum 1, from the second variable of a game.
 
     Args:
-        problem: Of `group_fair` or `group_robust`.
-        y: Its second variable, with any leading axes.
+        problem: A game of `group_fair` or `group_robust`.
+        y: The second variable, with any leading axes.
 
     Raises:
         TypeError: The problem is no group game, or `y` is no array of numbers.
@@ -184,22 +247,22 @@ def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array,
     Privacy:
         A function of what is released: free.
     """
-    scale = _scale_of("group_weights", problem)
+    _checks.instance("group_weights", GroupGame, problem=problem)
     if not hasattr(y, "dtype"):
         raise TypeError(
-            "group_weights: y must be an array, the second variable alone, such as "
-            f"solution.y, got {type(y).__name__}."
+            "group_weights: y must be an array such as solution.y, got "
+            f"{type(y).__name__}."
         )
-    return y / scale
+    return y / float(problem.scale)
 
 
 def group_start(
-    problem: SaddleProblem, x: PyTree, shares: Sequence[float]
+    problem: GroupGame, x: PyTree, shares: Sequence[float]
 ) -> tuple[PyTree, Float[Array, " k"]]:
     r"""Return the start $(x, s p)$, from which the first step is one on the mean loss.
 
     Args:
-        problem: Of `group_fair` or `group_robust`.
+        problem: A game of `group_fair` or `group_robust`.
         x: The first model, public.
         shares: The declared shares, as there.
 
@@ -208,23 +271,12 @@ def group_start(
         ValueError: Shares that are not positive or sum to more than 1, or a model that
             is not of finite floating-point numbers.
     """
-    scale = _scale_of("group_start", problem)
+    _checks.instance("group_start", GroupGame, problem=problem)
     check_start(x)
     values = _checked_shares("group_start", shares)
     weights = values / np.sum(values)
     dtype = jnp.result_type(*jax.tree.leaves(x))
-    return x, jnp.asarray(weights * scale, dtype)
-
-
-def _scale_of(owner: str, problem: SaddleProblem) -> float:
-    """Return the scale of the weights of a group game."""
-    _checks.instance(owner, SaddleProblem, problem=problem)
-    if not isinstance(problem, GroupGame):
-        raise TypeError(
-            f"{owner}: needs a problem of group_fair or group_robust, got one "
-            f"on {problem.x_set} and {problem.y_set}."
-        )
-    return float(problem.scale)
+    return x, jnp.asarray(weights * float(problem.scale), dtype)
 
 
 def _game(
@@ -236,10 +288,8 @@ def _game(
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
     _checks.non_negative(owner, strength=strength, ridge=ridge)
     if not callable(group):
-        raise TypeError(
-            f"{owner}: group must be a function that reads the group of a record, got "
-            f"{_checks.shown(group)}."
-        )
+        text = f"{owner}: group must be a function of a record, got"
+        raise TypeError(f"{text} {_checks.shown(group)}.")
     constants: dict[str, Any] = {}
     if isinstance(loss, AbstractLinearModel):
         scale, constants = _of_model(owner, loss, shares, radius, scale, row_norm)
@@ -249,33 +299,24 @@ def _game(
             f"{owner}: loss must be a function of (x, record) or a linear model such "
             f"as Logistic(), got {_checks.shown(loss)}."
         )
-    constants |= {"loss": loss, "group": group}
-    scale, public = 1.0 if scale is None else float(scale), None
+    scale = 1.0 if scale is None else float(scale)
     if ridge or strength:
-        public = _public(shares, scale, ridge, float(strength))
+        constants["public"] = _public(shares, scale, ridge, float(strength))
         constants |= _public_constants(shares, scale, radius, ridge, float(strength))
-    return GroupGame(
-        _payoff(loss, shares, scale, group),
-        public,
-        x_set=Euclidean() if radius is None else Ball(radius),
-        y_set=Simplex(scale),
-        shares=tuple(map(float, shares)),
-        **constants,
-    )
+    x_set = Euclidean() if radius is None else Ball(radius)
+    weights = shares.tolist(), (1 / (scale * shares)).tolist()
+    parts = loss, *map(tuple, weights), group
+    return GroupGame(*parts, x_set, Simplex(scale), **constants)
 
 
 def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dict]:
     """Return the scale of a game of a linear model, and its constants."""
     if radius is None:
-        raise ValueError(
-            f"{owner}: the constants of a linear model need radius=, a bound on the "
-            "norm of x."
-        )
+        raise ValueError(f"{owner}: a linear model needs radius=, a bound on |x|.")
     if not math.isfinite(model.start):
         raise ValueError(
-            f"{owner}: the loss of {type(model).__name__} has no bound, because its "
-            "labels have none. Use Logistic(), or give the loss as a function and rely "
-            "on clipping."
+            f"{owner}: the loss of {type(model).__name__} has no bound. Use "
+            "Logistic(), or give the loss as a function and rely on clipping."
         )
     margin = float(radius * row_norm)
     slope = float(model.slope(margin))
@@ -288,23 +329,6 @@ def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dic
     bound = most * math.hypot(slope * row_norm, largest / scale)  # M
     constants = {"lipschitz": lipschitz, "bound": bound, "smoothness": along}
     return float(scale), constants | {"loss_bound": 2 * model.start}
-
-
-def _payoff(loss, shares: np.ndarray, scale: float, group) -> Callable:
-    count, factors = len(shares), 1 / (scale * shares)
-
-    def payoff(x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
-        if jnp.shape(y) != (count,):
-            raise ValueError(
-                f"group game: y must have shape ({count},), one weight per share, "
-                f"got {jnp.shape(y)}."
-            )
-        index, known = member(group, record, count)
-        weight = y[index] * jnp.asarray(factors, y.dtype)[index]
-        # Of another group: no influence, rather than that of the first.
-        return jnp.where(known, weight, jnp.zeros_like(weight)) * loss(x, record)
-
-    return payoff
 
 
 def _public(shares: np.ndarray, scale: float, ridge: float, strength) -> Callable:
@@ -339,14 +363,12 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
         values = np.zeros(0)
     good = values.ndim == 1 and values.size > 0 and bool(np.all(values > 0))
     if not good or not np.sum(values) <= 1 + 1e-6:  # shares may be rounded
-        # Declared, and so public.
-        got = _checks.shown(shares)
+        given = _checks.shown(shares)  # declared, and so public
         if values.size:
-            got = f"{values.tolist()} of sum {np.sum(values):.4g}"
+            given = f"{values.tolist()} of sum {np.sum(values):.4g}"
         raise ValueError(
             f"{owner}: shares must be positive numbers of sum at most 1, one per "
-            f"group, got {got}. Declare them from public "
-            "knowledge; a group without records needs no share."
+            f"group, got {given}. Declare them from public knowledge."
         )
     return values
 

@@ -1,6 +1,7 @@
 """Saddle points and variational inequalities of a mean operator over records."""
 
 import abc
+import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -10,12 +11,13 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
+from .. import _checks
 from .._checks import AbstractVar, Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.per_example.clipping import one_record
-from ..sets import AbstractSet, Euclidean, Product
+from ..sets import AbstractSet, Euclidean, Product, Simplex
 
 Scalar = Float[Array, ""]
 
@@ -30,16 +32,20 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         lipschitz: $L$, declared: a Lipschitz constant of every possible record's $F_i$
             on $W$, in $\ell_2$.
         bound: $M$, declared: at least $\|F_i(w)\|$ for every possible record on $W$.
-        public_lipschitz: That of $P$; zero without a public term.
+        public_lipschitz: A Lipschitz constant of $P$; zero without a public term.
         public_bound: At least $\|P(w)\|$ on $W$; zero without a public term.
     """
 
     w_set: AbstractVar[AbstractSet]
     public: AbstractVar[Callable | None]
-    lipschitz: AbstractVar[float | None]
-    bound: AbstractVar[float | None]
-    public_lipschitz: AbstractVar[float | None]
-    public_bound: AbstractVar[float | None]
+    lipschitz: NonNegative | None = eqx.field(static=True, default=None, kw_only=True)
+    bound: Positive | None = eqx.field(static=True, default=None, kw_only=True)
+    public_lipschitz: NonNegative | None = eqx.field(
+        static=True, default=None, kw_only=True
+    )
+    public_bound: NonNegative | None = eqx.field(
+        static=True, default=None, kw_only=True
+    )
 
     @abc.abstractmethod
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
@@ -52,12 +58,12 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
     def saturated_operator(self, w: PyTree) -> Callable[[PyTree], PyTree]:
         """Return $F_i(w)$ as a function of the record, with finite values for infinity.
 
-        So an operator that overflows counts in its direction, as one does that is about
-        to: what a clipped one contributes is nonexpansive in the operator.
+        An operator that overflows then counts in its direction, as a large one does. A
+        clipped contribution is nonexpansive in the operator.
 
         Args:
-            w: The point, released; or a function of released values and this batch
-                inside of what is sealed with a sensitivity of its own.
+            w: The point. It is released, or a function of released values and of this
+                batch that is sealed with a proved sensitivity.
         """
 
         def operator(record):
@@ -81,10 +87,10 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         if value is None and name.startswith("public_") and self.public is None:
             return 0.0
         if value is None:
+            who = "" if name.startswith("public_") else " for every possible record"
             raise ValueError(
-                f"{type(self).__name__}: this needs the constant {name}, which is not "
-                f"declared. Give {name}=, valid on the whole set"
-                f"{'' if name.startswith('public_') else ' for every possible record'}."
+                f"{type(self).__name__}: needs the constant {name}, which is not "
+                f"declared. Give {name}=, valid on all of the set{who}."
             )
         return float(value)
 
@@ -95,7 +101,49 @@ def _saturated(value: Array) -> Array:
     return jnp.clip(value, -largest, largest)
 
 
-class SaddleProblem(AbstractVariationalInequality):
+class AbstractSaddleProblem(AbstractVariationalInequality):
+    r"""Minimize in $x$ and maximize in $y$ a mean of payoffs over records.
+
+    Attributes:
+        fun: $f(x, y, z)$, the payoff of one record.
+        x_set: $X$.
+        y_set: $Y$.
+    """
+
+    fun: AbstractVar[Callable[[PyTree, PyTree, PyTree], Scalar]]
+    x_set: AbstractVar[AbstractSet]
+    y_set: AbstractVar[AbstractSet]
+
+    @property
+    def w_set(self) -> Product:
+        r"""Product of both sets, $X \times Y$."""
+        return Product((self.x_set, self.y_set))
+
+    @override
+    def record_operator(self, w, record) -> PyTree:
+        return _ascent(jax.grad(self.fun, (0, 1))(*w, record))
+
+    @override
+    def public_operator(self, w) -> PyTree:
+        if self.public is None:
+            return optax.tree.zeros_like(w)
+        return _ascent(jax.grad(self.public, (0, 1))(*w))
+
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Refuse what is no pair of initial points, and functions of no scalar."""
+        if not isinstance(w0, tuple) or len(w0) != 2:
+            text = "w0 of a SaddleProblem must be a tuple (x, y) of initial points, got"
+            raise ValueError(f"{text} {type(w0).__name__}.")
+        one_level(data)
+        check_start(w0)
+        check_set("x_set", self.x_set, w0[0])
+        check_set("y_set", self.y_set, w0[1])
+        check_scalar("fun", self.fun, *w0, one_record(data))
+        if self.public is not None:
+            check_scalar("public", self.public, *w0, of="the public term")
+
+
+class SaddleProblem(AbstractSaddleProblem):
     r"""Problem $\min_{x \in X} \max_{y \in Y} \frac1n \sum_i f(x, y; z_i) + r(x, y)$.
 
     As a variational inequality in $w = (x, y)$ on $X \times Y$, with
@@ -114,7 +162,7 @@ class SaddleProblem(AbstractVariationalInequality):
         x_set: $X$, closed and convex.
         y_set: $Y$, closed and convex.
         lipschitz: $L$, declared: a Lipschitz constant of every possible record's
-            operator on $X \times Y$, in $\ell_2$. Where the gradients in $x$ and in
+            operator on $X \times Y$, in $\ell_2$. If the gradients in $x$ and in
             $y$ are $L_x$- and $L_y$-Lipschitz, $\sqrt{L_x^2 + L_y^2}$ is one. Static.
         bound: $M$, declared: at least $(\|\nabla_x f\|^2 + \|\nabla_y f\|^2)^{1/2}$
             there, for every possible record. Static.
@@ -135,47 +183,13 @@ class SaddleProblem(AbstractVariationalInequality):
     public: Callable[..., Scalar] | None = eqx.field(static=True, default=None)
     x_set: AbstractSet = Euclidean()
     y_set: AbstractSet = Euclidean()
-    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    bound: Positive | None = eqx.field(static=True, default=None)
-    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    public_bound: NonNegative | None = eqx.field(static=True, default=None)
-
-    @property
-    def w_set(self) -> Product:
-        r"""Product of both sets, $X \times Y$."""
-        return Product((self.x_set, self.y_set))
-
-    @override
-    def record_operator(self, w, record) -> PyTree:
-        return _ascent(jax.grad(self.fun, (0, 1))(*w, record))
-
-    @override
-    def public_operator(self, w) -> PyTree:
-        if self.public is None:
-            return optax.tree.zeros_like(w)
-        return _ascent(jax.grad(self.public, (0, 1))(*w))
-
-    def check(self, w0: PyTree, data: PyTree) -> None:
-        """Refuse what is no pair of starting points, and functions of no scalar."""
-        if not isinstance(w0, tuple) or len(w0) != 2:
-            raise ValueError(
-                "w0 of a SaddleProblem must be a tuple (x, y) of starting points, got "
-                f"{type(w0).__name__}."
-            )
-        one_level(data)
-        check_start(w0)
-        check_set("x_set", self.x_set, w0[0])
-        check_set("y_set", self.y_set, w0[1])
-        check_scalar("fun", self.fun, *w0, one_record(data))
-        if self.public is not None:
-            check_scalar("public", self.public, *w0, of="the public term")
 
 
 class VariationalInequality(AbstractVariationalInequality):
     r"""Variational inequality of one operator per record and a public one.
 
     Args:
-        operator: $F_i(w)$ as `operator(w, record)`, a pytree like `w`; monotone where
+        operator: $F_i(w)$ as `operator(w, record)`, a pytree like `w`; monotone if
             theorems are to hold. Static.
         public: $P(w)$, a pytree like `w` without data; costs no budget. Static.
         w_set: $W$, closed and convex.
@@ -193,10 +207,6 @@ class VariationalInequality(AbstractVariationalInequality):
     operator: Callable[[PyTree, PyTree], PyTree] = eqx.field(static=True)
     public: Callable[[PyTree], PyTree] | None = eqx.field(static=True, default=None)
     w_set: AbstractSet = Euclidean()
-    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    bound: Positive | None = eqx.field(static=True, default=None)
-    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
-    public_bound: NonNegative | None = eqx.field(static=True, default=None)
 
     @override
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
@@ -216,6 +226,60 @@ class VariationalInequality(AbstractVariationalInequality):
             _check_like("public", w0, self.public, w0)
 
 
+def matrix_game(rows: int, columns: int) -> SaddleProblem:
+    r"""Return the game of mixed strategies for the mean of payoff matrices.
+
+    $$\min_{x \in \Delta_m} \max_{y \in \Delta_k} \frac1n \sum_i x^\top A_i y.$$
+
+    For instance $m$ plans, $k$ scenarios and the cost to each person of each plan in
+    each scenario: the answer is the mixture of plans whose mean cost is least in the
+    worst scenario. Entries are cut to $[-1, 1]$ and those that are not finite read as
+    0, so that $\|A_i y\| \le \sqrt m$, $\|A_i^\top x\| \le \sqrt k$ and $\|A_i\| \le
+    \sqrt{m k}$: hence $M = \sqrt{m + k}$ and $L = \sqrt{m k}$, both attained by a
+    matrix of ones.
+
+    Args:
+        rows: $m$.
+        columns: $k$.
+
+    Returns:
+        A problem over records `A`, of shape `(m, k)`, with all constants declared.
+
+    Raises:
+        ValueError: A number of rows or columns below 1.
+
+    Privacy:
+        The bounds are enforced by the cut, for every possible record. If $m k$ is
+        small against the number of records, one release of the noisy mean matrix,
+        solved exactly, can be more accurate.
+
+    References:
+        Boob and Guzman, 2024, Section 2.
+    """
+    _checks.count("matrix_game", rows=rows, columns=columns)
+
+    def payoff(
+        x: Float[Array, " m"], y: Float[Array, " k"], record: Float[Array, "m k"]
+    ) -> Scalar:
+        shapes = (rows,), (columns,), (rows, columns)
+        if (given := tuple(map(jnp.shape, (x, y, record)))) != shapes:
+            names = "matrix_game: x, y and every record must have the shapes"
+            raise ValueError(
+                f"{names} {shapes}, got {given}. Start from uniform mixtures."
+            )
+        matrix = jnp.clip(record, -1, 1).astype(x.dtype)
+        matrix = jnp.where(jnp.isfinite(record), matrix, jnp.zeros_like(matrix))
+        return x @ (matrix @ y)
+
+    return SaddleProblem(
+        payoff,
+        x_set=Simplex(),
+        y_set=Simplex(),
+        lipschitz=math.sqrt(rows * columns),
+        bound=math.sqrt(rows + columns),
+    )
+
+
 def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Return descent in the first variable, ascent in the second."""
     return gradients[0], optax.tree.scale(-1, gradients[1])
@@ -224,11 +288,10 @@ def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _check_like(name: str, like: PyTree, fun: Callable, *arguments: PyTree) -> None:
     """Check that a function's value has the structure and shapes of `like`."""
     value = jax.eval_shape(fun, *arguments)
-    found, wanted = (
+    given, expected = (
         jax.tree.map(lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", tree)
         for tree in (value, like)
     )
-    if found != wanted:
-        raise ValueError(
-            f"{name} must return a pytree like w0, {wanted}, but returns {found}."
-        )
+    if given != expected:
+        text = f"{name} must return a pytree like w0, {expected}, but returns"
+        raise ValueError(f"{text} {given}.")

@@ -26,8 +26,8 @@ from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
-from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
+from .rates import cheapest, estimated_multiplier, integers
 from .resolvents import Inner, Resolvent
 
 RESOLVENT = "resolvent"
@@ -63,12 +63,12 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         inner_steps: The number $N$ of inner steps on one batch. Static.
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
-        output: Which point is projected for the answer: `Mean()` of all, as in the
+        output: The output rule, whose point is projected: `Mean()`, as in the
             theorems, or for instance `TailMean(0.5)`, which forgets the start and is
             often better, without a `bound`.
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
-        dtype: What the plan takes resolvents to be computed in; set by `calibrate`.
+        dtype: The dtype of resolvents in the plan; set by `calibrate`.
             Static.
 
     Privacy:
@@ -110,9 +110,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.neighbours}: with a private number of records over a "
-                "public denominator, no constant bounds an operator. Use "
-                "Neighbours.REPLACE_ONE, or NoisyExtragradient, which clips."
+                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or NoisyExtragradient."
             )
 
     @classmethod
@@ -160,8 +158,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             multiplier = estimated_multiplier(batch / n, rounds, budget)
         steps = constants.picard_steps(strength)
         ratio = lipschitz / strength
-        share = 2 * constants.spread / ((strength - lipschitz) * batch)
-        std = multiplier * share * (1 - ratio**steps)  # a sum of N powers of q
+        sensitivity = 2 * constants.spread / ((strength - lipschitz) * batch)
+        std = multiplier * sensitivity * (1 - ratio**steps)  # a sum of N powers of q
         accuracy = constants.bound * constants.diameter * ratio**steps  # nu
         gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
         if passes == "multi":
@@ -176,7 +174,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return _fields(constants, number, weight, chosen)
 
     @override
-    def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
+    def gap_and_stability(self, problem, constants, batch, std) -> tuple[Any, Any]:
         path = self.num_steps, self.strength
         resolvent = self.resolvent(problem, constants.records)
         gap = constants.proximal_gap(*path, batch, std, resolvent.accuracy)
@@ -264,7 +262,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return (
             *(public if problem.public is not None else ()),
             f"every possible record's operator {monotone}has the declared constants "
-            f"on the whole set: {listed}",
+            f"on the set: {listed}",
             f"{self.inner_steps} inner steps per release; their rounding, for "
             f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",
         )

@@ -2,7 +2,7 @@ r"""Sensitivity of a resolvent that is computed inexactly.
 
 The resolvent of an operator $F$ at $v$ solves $\langle F(u) + \lambda (u - v), w - u
 \rangle \ge 0$ for all $w$ in a set. It is no sum over records, but every step of a
-contraction towards it moves by a bounded amount, and so does the exact solution where
+contraction towards it moves by a bounded amount, and so does the exact solution if
 the operator is monotone. Rounding is part of the bound. Everything here is known before
 any data is seen.
 """
@@ -29,10 +29,10 @@ from .problem import AbstractVariationalInequality
 Inner = Literal["picard", "operator_extrapolation"]
 
 OWNER = "InexactProximalPoint"
-# How much of the sensitivity rounding may add, and the inexact solution of the inner
-# problem by operator extrapolation.
+# Fractions of the sensitivity that rounding may add, and the inexact solution of the
+# inner problem by operator extrapolation.
 _ROUNDING, _SOLVE = 0.05, 0.1
-# The sets whose projection is exact and nonexpansive, up to the rounding granted here.
+# Sets whose projection is exact and nonexpansive, up to the rounding in the bound.
 _SETS = (Ball, Box, Simplex)
 
 
@@ -208,12 +208,11 @@ class Resolvent:
         """
         for part in parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
-            # Of exactly these types: a subclass may project otherwise.
+            # Only these types: a subclass may project otherwise.
             if type(part) not in _SETS or not bounded:
                 raise ValueError(
-                    f"{OWNER}: the sensitivity needs a bounded set with an exact "
-                    f"projection, one of {[s.__name__ for s in _SETS]} or a Product of "
-                    f"them, got {part}. Use such a set, or NoisyExtragradient."
+                    f"{OWNER}: the set must be a bounded Ball, Box or Simplex, or a "
+                    f"Product of them, got {part}. Use one, or NoisyExtragradient."
                 )
         needed = ["public_bound"]
         if not self._one_step:
@@ -240,8 +239,8 @@ class Resolvent:
             )
         if size > self.dimension:
             raise ValueError(
-                f"{OWNER}: the sensitivity is planned for dimension={self.dimension}, "
-                f"but the starting point has {size} coordinates; give dimension={size}."
+                f"{OWNER}: the plan is for dimension={self.dimension}, but the initial "
+                f"point has {size} coordinates. Give dimension={size}."
             )
 
     def check_numbers(self, dtype: DTypeLike) -> None:
@@ -262,19 +261,17 @@ class Resolvent:
             added = 2 * self.step_rounding(dtype)
             if not self._one_step and self.contraction >= 1:
                 raise ValueError(
-                    f"{OWNER}: Picard's iteration contracts only if strength exceeds "
-                    f"the Lipschitz constant {self.lipschitz:.3g} of a batch with the "
-                    f"public term, got strength={self.strength:.3g}. Raise it, or use "
-                    'inner="operator_extrapolation".'
+                    f"{OWNER}: Picard's iteration needs a strength above the Lipschitz "
+                    f"constant {self.lipschitz:.3g}, got strength={self.strength:.3g}. "
+                    'Raise it, or use inner="operator_extrapolation".'
                 )
         else:
             self._check_extrapolation(share)
             added = 2 * self.solve_rounding(dtype)
         if not float(farthest) ** 2 < float(jnp.finfo(dtype).max) / 4:
             raise ValueError(
-                f"{OWNER}: points {farthest:.3g} from the origin overflow where their "
-                f"norm is taken in {jnp.dtype(dtype).name}; change the units of the "
-                "problem."
+                f"{OWNER}: the norm of points {farthest:.3g} from the origin overflows "
+                f"in {jnp.dtype(dtype).name}. Change the units of the problem."
             )
         check_rounding(
             OWNER,
@@ -291,9 +288,9 @@ class Resolvent:
         bound = self.problem.constant("bound")
         if self.clip_norm < bound:
             raise ValueError(
-                f"{OWNER}: operator extrapolation needs monotone operators, which "
-                f"clipping can break; give clip_norm={bound:.3g}, the declared bound, "
-                f'or more, got {self.clip_norm:.3g}, or use inner="picard".'
+                f"{OWNER}: operator extrapolation needs clip_norm={bound:.3g}, the "
+                f"declared bound, or more, got {self.clip_norm:.3g}. Or use "
+                'inner="picard".'
             )
         if self.solve_error() > _SOLVE * share:
             excess = math.log(self.solve_error() / (_SOLVE * share))
@@ -301,7 +298,7 @@ class Resolvent:
             raise ValueError(
                 f"{OWNER}: {self.steps} steps of operator extrapolation leave an error "
                 f"of {self.solve_error():.2g}, more than {_SOLVE} of what a record "
-                f"moves; give inner_steps={self.steps + more}."
+                f"moves. Give inner_steps={self.steps + more}."
             )
 
 

@@ -7,18 +7,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..sets import Ball, Simplex
 from .problem import AbstractVariationalInequality, SaddleProblem, VariationalInequality
 
 __all__ = [
     "SaddleExample",
-    "affine_operator",
     "bilinear_saddle",
     "constant_operator",
     "matrix_game",
-    "worst_group",
 ]
 
 Vector = Float[Array, " d"]
@@ -34,7 +32,7 @@ class SaddleExample:
     Attributes:
         problem: The problem, with constants that hold for these records.
         data: The records.
-        w0: A starting point.
+        w0: An initial point.
         gap: The gap of a point on these records: $\max_y f(\hat x, y) - \min_x f(x,
             \hat y)$ for saddle points, $\sup_w \langle F(w), \hat w - w \rangle$ for
             inequalities.
@@ -71,43 +69,6 @@ def constant_operator(records: Float[Array, "n d"], radius: float = 1.0):
     )
 
 
-def affine_operator(
-    matrices: Float[Array, "n d d"],
-    offsets: Float[Array, "n d"],
-    *,
-    radius: float = 1.0,
-):
-    r"""Return $F_i(w) = Q_i w + q_i$ on a ball; $\bar Q$ is $\mu I$ plus skew.
-
-    $$\langle \bar q, \hat w \rangle + \sup_w \bigl(\langle w, \bar Q^\top \hat w - \bar
-    q \rangle - \mu \|w\|^2\bigr).$$
-
-    A rotation, $Q$ skew and orthogonal with $q = 0$, has the gap $R \|w\|$, and steps
-    against its operator go round in circles.
-
-    Args:
-        matrices: $Q_i$.
-        offsets: $q_i$.
-        radius: $R$.
-    """
-    matrix, offset = jnp.mean(matrices, 0), jnp.mean(offsets, 0)
-    mu = float(jnp.trace(matrix)) / len(offset)
-
-    @_exact
-    def gap(w):
-        return offset @ w + _largest_on_ball(matrix.T @ w - offset, radius, 2 * mu)
-
-    lipschitz = _largest_singular(matrices)
-    problem = VariationalInequality(
-        lambda w, z: z["matrix"] @ w + z["offset"],
-        w_set=Ball(radius),
-        lipschitz=lipschitz,
-        bound=lipschitz * radius + _longest(offsets) + 1e-6,
-    )
-    data = {"matrix": matrices, "offset": offsets}
-    return SaddleExample(problem, data, jnp.zeros_like(offset), gap)
-
-
 def bilinear_saddle(
     matrices: Float[Array, "n p q"],
     linear_x: Float[Array, "n p"],
@@ -125,7 +86,7 @@ def bilinear_saddle(
         matrices: $A_i$.
         linear_x: $b_i$.
         linear_y: $c_i$.
-        radius: Of both balls.
+        radius: The radius of both balls.
         convexity: $\mu$.
     """
     matrix, b, c = (jnp.mean(v, 0) for v in (matrices, linear_x, linear_y))
@@ -184,55 +145,6 @@ def matrix_game(payoffs: Float[Array, "n p q"]):
         w0,
         _exact(lambda w: jnp.max(matrix.T @ w[0]) - jnp.min(matrix @ w[1])),
     )
-
-
-def worst_group(
-    targets: Float[Array, "n d"], groups: Int[Array, " n"], radius: float = 1.0
-):
-    r"""Return $\min_x \max_j$ of the mean $\frac12 \|x - t_i\|^2$ of group $j$.
-
-    The weights $y$ of the groups are on a simplex and a record enters with $n / n_j$
-    times its loss. With one group $y$ is a point, and the gap is the excess risk of
-    the mean.
-
-    Args:
-        targets: $t$, within the ball.
-        groups: From 0; every one has a record. Their sizes are taken for public.
-        radius: $R$ of the ball of $x$.
-    """
-    counts = np.bincount(np.asarray(groups))
-    n, k = len(groups), len(counts)
-    dtype = targets.dtype
-    members = (groups[:, None] == jnp.arange(k)[None]).astype(dtype)
-    share = members / jnp.asarray(counts, dtype)[None]
-    centers = _exact(jnp.matmul)(share.T, targets)
-    spreads = 0.5 * (share.T @ jnp.sum(targets**2, 1))
-
-    def losses(x):
-        return 0.5 * (x @ x) - centers @ x + spreads
-
-    @_exact
-    def gap(w):
-        x, y = w
-        best = losses(y @ centers) @ y  # the weighted mean of targets is in the ball
-        return jnp.max(losses(x)) - best
-
-    weights = jnp.asarray(n / counts, dtype)
-
-    def fun(x, y, z):
-        weight = jnp.take(weights * y, z["group"])
-        return weight * 0.5 * jnp.sum((x - z["target"]) ** 2)
-
-    most, far = float(n / np.min(counts)), 2 * radius
-    problem = SaddleProblem(
-        fun,
-        x_set=Ball(radius),
-        y_set=Simplex(),
-        lipschitz=most * (1 + far),
-        bound=most * math.hypot(far, far**2 / 2),
-    )
-    w0 = (jnp.zeros_like(targets[0]), jnp.full(k, 1 / k, dtype))
-    return SaddleExample(problem, {"target": targets, "group": groups}, w0, gap)
 
 
 def _largest_on_ball(slope: Vector, radius: float, curvature: float):

@@ -16,7 +16,7 @@ from .linear import (
     ConjugateGradient,
     LinearSolution,
     Neumann,
-    extrapolated,
+    extrapolate,
 )
 from .lower import lower_solution, lower_solve
 from .minimizers import LBFGS, AbstractLowerSolver, AcceleratedGradient, LowerInfo
@@ -33,7 +33,7 @@ __all__ = [
     "LowerInfo",
     "Neumann",
     "NewtonCG",
-    "extrapolated",
+    "extrapolate",
     "implicit_hypergradient",
     "lower_solution",
     "lower_solve",

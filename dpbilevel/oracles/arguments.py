@@ -25,7 +25,7 @@ _KINDS = {
 }
 
 
-def checked(
+def check_arguments(
     owner: str,
     problem: BilevelProblem,
     x: PyTree,
@@ -43,11 +43,11 @@ def checked(
         owner: The function that was called, for the errors.
         problem: The problem.
         x: The upper variable.
-        y: The lower variable or a starting point.
+        y: The lower variable or an initial point.
         data: The records.
-        name: What the owner calls `y`.
+        name: The owner's name of `y`.
         roles: The levels that the owner reads.
-        v0: A starting point of a linear solve, or `None`.
+        v0: An initial point of a linear solve, or `None`.
         **solvers: `solver` and `linear_solver`, those that the owner takes.
 
     Raises:
@@ -58,10 +58,8 @@ def checked(
     """
     _checks.instance(owner, BilevelProblem, problem=problem)
     if not isinstance(data, Levels):
-        raise TypeError(
-            f"{owner}: data must be dpbilevel.Levels(upper=..., lower=...) or "
-            f"Levels.shared(records), got {_described(data)}."
-        )
+        text = f"{owner}: data must be dpbilevel.Levels(upper=..., lower=...), got"
+        raise TypeError(f"{text} {_described(data)}.")
     for key, value in solvers.items():
         kind, words = _KINDS[key]
         if not isinstance(value, kind):
@@ -81,24 +79,21 @@ def _check_upper_variable(owner: str, x: PyTree) -> None:
         if kind is None or not jnp.issubdtype(kind, jnp.floating):
             raise ValueError(
                 f"{owner}: x{jax.tree_util.keystr(path)} must be a floating-point "
-                f"array, got {_described(leaf)}. Convert numbers with "
-                "jnp.asarray(..., float); split other leaves off, as "
-                "equinox.partition(x, equinox.is_inexact_array) does."
+                f"array, got {_described(leaf)}. Convert numbers, and split other "
+                "leaves off by equinox.partition(x, equinox.is_inexact_array)."
             )
 
 
 def _split(owner: str, name: str, y: PyTree) -> tuple[PyTree, PyTree]:
     if y is None:
-        raise ValueError(
-            f"{owner}: the shape of y is not known without a starting point; "
-            f"pass {name}=, for instance jnp.zeros(d)."
-        )
+        text = f"{owner}: the shape of y is not known without an initial point. Pass"
+        raise ValueError(f"{text} {name}=, for instance jnp.zeros(d).")
     variable, rest = split(y)
     if not jax.tree.leaves(variable):
-        found = sorted({_described(leaf) for leaf in jax.tree.leaves(y)})
+        kinds = sorted({_described(leaf) for leaf in jax.tree.leaves(y)})
         raise ValueError(
             f"{owner}: {name} must be a pytree with arrays of floats, got "
-            f"{' and '.join(found) or 'no leaves'}; pass for instance jnp.zeros(d)."
+            f"{' and '.join(kinds) or 'no leaves'}. Pass for instance jnp.zeros(d)."
         )
     return variable, rest
 
@@ -106,14 +101,14 @@ def _split(owner: str, name: str, y: PyTree) -> tuple[PyTree, PyTree]:
 def _check_alike(owner: str, v0: PyTree, variable: PyTree) -> None:
     expected = jax.tree.map(_described, variable)
     try:
-        found = jax.tree.map(_described, jax.eval_shape(lambda v: v, v0))
+        given = jax.tree.map(_described, jax.eval_shape(lambda v: v, v0))
     except TypeError:
-        found = jax.tree.map(_described, v0)
-    unlike = jax.tree.structure(found) != jax.tree.structure(expected)
-    if unlike or jax.tree.leaves(found) != jax.tree.leaves(expected):
+        given = jax.tree.map(_described, v0)
+    unlike = jax.tree.structure(given) != jax.tree.structure(expected)
+    if unlike or jax.tree.leaves(given) != jax.tree.leaves(expected):
         raise ValueError(
             f"{owner}: v0 must be like the arrays of floats of y, {expected}, got "
-            f"{found}; pass solution.value of the LinearSolution of an earlier call."
+            f"{given}. Pass solution.value of the LinearSolution of an earlier call."
         )
 
 
@@ -129,15 +124,15 @@ def _check_terms(
     _checks.leading_axis(f"{owner}: data.{role}", records)
 
     # Leaves of a module that are no arrays cannot be traced.
-    def whole(term: Callable) -> Callable:
+    def of_arrays(term: Callable) -> Callable:
         return lambda x, y, *record: term(x, merge(y, rest), *record)
 
     loss, public = getattr(problem, role), getattr(problem, f"{role}_public")
     record = one_record(records)
-    check_scalar(f"{owner}: problem.{role}", whole(loss), x, variable, record)
+    check_scalar(f"{owner}: problem.{role}", of_arrays(loss), x, variable, record)
     if public is not None:
         where = f"{owner}: problem.{role}_public"
-        check_scalar(where, whole(public), x, variable, of="the public term")
+        check_scalar(where, of_arrays(public), x, variable, of="the public term")
 
 
 def _kind(leaf: object) -> jnp.dtype | None:

@@ -7,16 +7,16 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
-from .arguments import checked
+from .arguments import check_arguments
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
-from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimized
+from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimize_or_nan
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
 from .objectives import (
     CONVERGED,
     WeightedSum,
     if_converged,
     lower_objective,
-    poisoned,
+    nan_unless_finite,
     upper_objective,
 )
 
@@ -32,12 +32,12 @@ def implicit_hypergradient(
     tolerance: float | None = CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
     r"""NON-PRIVATE. Return the implicit gradient of $F$ at $y = y^*(x)$.
-    \nabla_y f$, at $y = y^*(x)$.
 
-    At $y^*(x)$ the result is the gradient of $F$. Elsewhere the error is at most
-    $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside `jax.jit`) unless
-    `tolerance=None`. The Hessian is never formed: its products come from one
-    linearization of $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
+    It is $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v = \nabla_y f$. At
+    another $y$ the error is at most $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside
+    `jax.jit`) unless `tolerance=None`. The Hessian is never formed: its products come
+    from one linearization of $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass
+    `v0`.
 
     Args:
         problem: The problem.
@@ -45,8 +45,8 @@ def implicit_hypergradient(
         y: The lower variable; a module's arrays are the variable.
         data: The records.
         linear_solver: Solves for $v$.
-        v0: A starting point of that solve: `solution.value` of an earlier call, or
-            `extrapolated` from the last ones.
+        v0: An initial point of that solve: `solution.value` of an earlier call, or
+            `extrapolate` from the last ones.
         tolerance: $y$ counts as $y^*(x)$ if $\|\nabla_y g\|$ is at most this times
             the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` accepts any $y$, for
             methods that follow a path of $x$.
@@ -64,22 +64,21 @@ def implicit_hypergradient(
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
         algorithms with near-optimal rates", equation 9.
-    """  # noqa: D205
+    """
     owner = "implicit_hypergradient"
-    y, rest = checked(
+    y, rest = check_arguments(
         owner, problem, x, y, data, name="y", v0=v0, linear_solver=linear_solver
     )
     check_interior(owner, problem)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    linearized = lower.linearized(x, y)
-    *_, product = linearized  # Hessian products
-    slope = poisoned(upper.gradient(x, y), y)
+    linearization = lower.linearize(x, y)
+    slope = nan_unless_finite(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
-    v = differentiable_solve(linear_solver, product, slope, start)
+    v = differentiable_solve(linear_solver, linearization[-1], slope, start)
     cross = lower.cross_product(x, y, v.value)
     gradient = optax.tree.sub(upper.gradient(x, y, "x"), cross)
-    return if_converged(owner, gradient, y, linearized, tolerance), v
+    return if_converged(owner, gradient, y, linearization, tolerance), v
 
 
 def penalty_hypergradient(
@@ -103,7 +102,7 @@ def penalty_hypergradient(
         data: The records.
         penalty: $\lambda > 0$.
         solver: Minimizes $g$ and $g + f / \lambda$ over $y$.
-        y0: A starting point.
+        y0: An initial point.
 
     Returns:
         A pytree like `x`.
@@ -117,13 +116,15 @@ def penalty_hypergradient(
         Kornowski, "Differentially private bilevel optimization", Section 4.
     """
     owner = "penalty_hypergradient"
-    y0, rest = checked(owner, problem, x, y0, data, solver=solver)
+    y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
     _checks.positive(owner, penalty=penalty)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    y, _ = minimized(solver, lower, x, y0, problem.y_set)
+    y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
     penalized = WeightedSum(lower, upper, 1 / jnp.asarray(penalty))  # f + lambda g
-    near, _ = minimized(solver, penalized, x, y, problem.y_set)  # from y, which is near
+    near, _ = minimize_or_nan(
+        solver, penalized, x, y, problem.y_set
+    )  # from y, which is near
     slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
 
     def combine(direct, above, below):
@@ -150,7 +151,7 @@ def unrolled_hypergradient(
         x: The upper variable.
         data: The records.
         solver: With a fixed number of steps, `tolerance=None`.
-        y0: A starting point.
+        y0: An initial point.
 
     Returns:
         A pytree like `x`.
@@ -164,15 +165,13 @@ def unrolled_hypergradient(
     owner = "unrolled_hypergradient"
     _checks.instance(owner, AcceleratedGradient, solver=solver)
     if solver.tolerance is not None:
-        raise ValueError(
-            f"{owner}: reverse mode needs a fixed number of steps; pass "
-            "AcceleratedGradient(num_steps, step_size, momentum, tolerance=None)."
-        )
-    y0, rest = checked(owner, problem, x, y0, data, solver=solver)
+        text = f"{owner}: reverse mode needs a fixed number of steps. Pass "
+        raise ValueError(f"{text}AcceleratedGradient(..., tolerance=None).")
+    y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
 
     def composed(x):
         lower = lower_objective(problem, data, rest)
-        y, _ = minimized(solver, lower, x, y0, problem.y_set)
+        y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
         return upper_objective(problem, data, rest).value(x, y)
 
     return jax.grad(composed)(x)

@@ -10,7 +10,7 @@ _ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
 _PLAIN = (((1,), (0,)), ((), ()))
 
 
-def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
+def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
     r"""Return the linear map with a transposed copy of a matrix if that is faster.
 
     A Hessian product reads the features $A$ twice: for $A V$ and for $A^T U$. On a CPU
@@ -19,10 +19,10 @@ def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
 
     Args:
         linear: A linear map that closes over its matrices.
-        example: What it is applied to.
+        example: An argument of the map.
 
     Returns:
-        Another function with the same values and derivatives; `linear` itself where
+        Another function with the same values and derivatives; `linear` itself if
         no product of matrices would gain, or on another backend.
     """
     if jax.default_backend() != "cpu":
@@ -41,8 +41,8 @@ def laid_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
         return linear
 
     def apply(v):
-        found = _evaluated(closed.jaxpr, constants, transposed, jax.tree.leaves(v))
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        leaves = _evaluated(closed.jaxpr, constants, transposed, jax.tree.leaves(v))
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
     return apply
 
@@ -76,8 +76,8 @@ def _evaluated(jaxpr, constants: dict, transposed: dict, values: list) -> list[A
             if left in transposed:
                 arguments[0] = transposed[left]
                 params = params | {"dimension_numbers": _PLAIN}
-        found = eqn.primitive.bind(*functions, *arguments, **params)
-        found = found if eqn.primitive.multiple_results else [found]
-        found = [v.T for v in found] if is_swapped else found
-        known.update(zip(eqn.outvars, found, strict=True))
+        results = eqn.primitive.bind(*functions, *arguments, **params)
+        results = results if eqn.primitive.multiple_results else [results]
+        results = [v.T for v in results] if is_swapped else results
+        known.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -21,7 +21,7 @@ from .. import _checks
 Scalar = Float[Array, ""]
 Matvec = Callable[[PyTree], PyTree]
 
-# JAX does not declare what it returns.
+# JAX does not declare the type of its result.
 _custom_solve: Callable[..., tuple[PyTree, PyTree]] = jax.lax.custom_linear_solve
 
 
@@ -29,7 +29,7 @@ class _Conjugate(NamedTuple):
     value: PyTree
     residual: PyTree
     direction: PyTree
-    square: Scalar  # Of the residual; with a minus once a direction had no curvature.
+    square: Scalar  # of the residual; negative once a direction had no curvature
 
 
 class LinearSolution(NamedTuple):
@@ -37,8 +37,8 @@ class LinearSolution(NamedTuple):
 
     Attributes:
         value: $v$, a pytree like $b$.
-        residual_norm: $\|b - A v\|_2$ over the whole pytree, computed anew from $v$.
-            It takes one product, which `jax.jit` leaves out where the norm is not used.
+        residual_norm: $\|b - A v\|_2$ over the pytree, computed anew from $v$.
+            It takes one product, which `jax.jit` leaves out if the norm is not used.
         num_products: How many products with $A$ the solve took, that one left out.
     """
 
@@ -59,7 +59,7 @@ class AbstractLinearSolver(eqx.Module):
         Args:
             matvec: $v \mapsto A v$.
             b: The right-hand side.
-            x0: A starting point; zeros when omitted.
+            x0: An initial point; zeros when omitted.
         """
 
 
@@ -71,12 +71,12 @@ class ConjugateGradient(AbstractLinearSolver):
     that is left of the residual a step is zero, so more steps than needed change
     nothing: no division of zero by zero.
 
-    Where the numbers are not finite, or a direction shows that $A$ is not positive
-    definite while a relative residual of more than about $\sqrt\varepsilon$ is left,
-    the answer is NaN: what was found until then solves nothing.
+    The answer is NaN if numbers are not finite, or if a direction shows that $A$ is not
+    positive definite while a relative residual of more than about $\sqrt\varepsilon$ is
+    left.
 
     Args:
-        num_steps: The most steps, or the number of steps where `tolerance` is `None`.
+        num_steps: The most steps, or the number of steps if `tolerance` is `None`.
             Static.
         tolerance: Stops once $\|b - A v\| \le$ tolerance $\cdot \|b\|$. `None` never
             stops early: `num_steps` products whatever the values are, one more with
@@ -103,10 +103,10 @@ class ConjugateGradient(AbstractLinearSolver):
     def solve(self, matvec, b, x0=None):
         """Stop early at the tolerance, as `num_products` shows."""
         start, scale = _start(matvec, b, x0)
-        found, products, solves = self._iterated(
+        value, products, solves = self._iterated(
             matvec, start, _unit_square(b, scale), b
         )
-        value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), found)
+        value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), value)
         value = _scaled(scale, value)
         products = products + (0 if x0 is None else 1)
         return LinearSolution(value, _residual_norm(matvec, value, b), products)
@@ -187,7 +187,7 @@ class Cholesky(AbstractLinearSolver):
     """Solver by a factorization of $A$, formed by one product per coordinate.
 
     For few coordinates $d$, in leaves of one dtype: takes $d^2$ numbers of memory and
-    of the order of $d^3$ operations. NaN where $A$ is not positive definite.
+    of the order of $d^3$ operations. NaN if $A$ is not positive definite.
     """
 
     def solve(self, matvec, b, x0=None):
@@ -206,7 +206,7 @@ class Cholesky(AbstractLinearSolver):
         )
 
 
-def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
+def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:
     r"""Extrapolate past solutions to the initial point of the next system.
 
     The value at the next step of the polynomial through the last $k$ of them,
@@ -226,9 +226,9 @@ def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from dpbilevel.oracles import extrapolated
+        >>> from dpbilevel.oracles import extrapolate
         >>> squares = [jnp.asarray([9.0]), jnp.asarray([4.0]), jnp.asarray([1.0])]
-        >>> extrapolated(squares[:2]).tolist(), extrapolated(squares).tolist()
+        >>> extrapolate(squares[:2]).tolist(), extrapolate(squares).tolist()
         ([14.0], [16.0])
     """
     if not solutions:
@@ -251,8 +251,8 @@ def differentiable_solve(
     """
 
     def solve(matvec, b):
-        found = solver.solve(matvec, b, x0)
-        return found.value, found[1:]
+        solution = solver.solve(matvec, b, x0)
+        return solution.value, solution[1:]
 
     value, rest = _custom_solve(matvec, b, solve, symmetric=True, has_aux=True)
     return LinearSolution(value, *rest)
@@ -278,19 +278,16 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conju
     curvature = _dot(state.direction, product)
     is_curved = (state.square >= 0) & (curvature > 0) & (curvature < jnp.inf)
     moves = is_curved & (state.square > enough)
-    # Of the curvature only this is read, below zero where it misses: one kernel less.
+    # A negative length stands for missing curvature: one kernel less.
     length = jnp.where(moves, state.square, jnp.where(is_curved, 0.0, -1.0))
     length = length / jnp.where(moves, curvature, 1)
     step = jnp.maximum(length, 0)  # alpha
     residual = _add_scaled(state.residual, -step, product)  # b - A v
     square = jnp.where(length < 0, -1.0, 1.0) * _dot(residual, residual)
-    share = jnp.where(step > 0, square, 0) / jnp.where(step > 0, state.square, 1)
-    return _Conjugate(
-        _add_scaled(state.value, step, state.direction),
-        residual,
-        _add_scaled(residual, share, state.direction),
-        square,
-    )
+    ratio = jnp.where(step > 0, square, 0) / jnp.where(step > 0, state.square, 1)
+    value = _add_scaled(state.value, step, state.direction)
+    direction = _add_scaled(residual, ratio, state.direction)
+    return _Conjugate(value, residual, direction, square)
 
 
 def _rounding(b: PyTree) -> float:

@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from ..bilevel.problem import BilevelProblem, Levels
 from ..sets import AbstractSet, Euclidean
-from .arguments import checked
-from .layout import laid_out
+from .arguments import check_arguments
+from .layout import lay_out
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
@@ -19,7 +19,7 @@ from .objectives import (
     if_converged,
     lower_objective,
     merge,
-    poisoned,
+    nan_unless_finite,
     split,
 )
 
@@ -49,7 +49,7 @@ def lower_solution(
         x: The upper variable.
         data: The records.
         solver: Minimizes $g(x, \cdot)$.
-        y0: A starting point: a pytree of arrays, or a module whose arrays are the
+        y0: An initial point: a pytree of arrays, or a module whose arrays are the
             variable. Has no influence on derivatives.
         linear_solver: Solves the system of a derivative.
         tolerance: The solve has converged if $\|\nabla_y g\|$ is at most this times
@@ -81,8 +81,8 @@ def lower_solution(
         return y
     at, rest = split(y)
     fixed = jax.lax.stop_gradient((x, at))
-    linearized = lower_objective(problem, data, rest).linearized(*fixed)
-    return merge(if_converged(owner, at, fixed[1], linearized, tolerance), rest)
+    linearization = lower_objective(problem, data, rest).linearize(*fixed)
+    return merge(if_converged(owner, at, fixed[1], linearization, tolerance), rest)
 
 
 def lower_solve(
@@ -101,7 +101,7 @@ def lower_solve(
         x: The upper variable.
         data: The records.
         solver: Minimizes over y.
-        y0: A starting point.
+        y0: An initial point.
         linear_solver: Solves the system of a derivative.
 
     Returns:
@@ -114,7 +114,7 @@ def lower_solve(
     return _solve("lower_solve", problem, x, data, solver, y0, linear_solver)
 
 
-def minimized(
+def minimize_or_nan(
     solver: AbstractLowerSolver,
     objective: AbstractObjective,
     x: PyTree,
@@ -123,13 +123,13 @@ def minimized(
 ) -> tuple[PyTree, LowerInfo]:
     """Return `solver.minimize`, but NaN if a solver met numbers that are not finite."""
     y, info = solver.minimize(objective, x, y0, y_set)
-    return poisoned(y, info.gradient_norm), info
+    return nan_unless_finite(y, info.gradient_norm), info
 
 
 def _solve(
     owner: str, problem, x, data, solver, y0, linear_solver
 ) -> tuple[PyTree, LowerInfo]:
-    y0, rest = checked(
+    y0, rest = check_arguments(
         owner,
         problem,
         x,
@@ -141,7 +141,7 @@ def _solve(
     )
     objective = lower_objective(problem, data, rest)
     if not isinstance(problem.y_set, Euclidean):
-        y, info = minimized(solver, objective, x, y0, problem.y_set)
+        y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
         return merge(_without_derivative(owner, y), rest), info
 
     def slope(y):
@@ -151,12 +151,12 @@ def _solve(
         return jax.tree.map(jnp.multiply, objective.gradient(x, y), factor)
 
     def solve(_, y0):
-        y, info = minimized(solver, objective, x, y0, problem.y_set)
+        y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
         # The derivative rule of custom_root takes no integers beside the root.
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
     def tangent_solve(product, b):
-        return differentiable_solve(linear_solver, laid_out(product, b), b).value
+        return differentiable_solve(linear_solver, lay_out(product, b), b).value
 
     y, (norm, steps, converged) = jax.lax.custom_root(
         slope, y0, solve, tangent_solve, has_aux=True
@@ -169,10 +169,9 @@ def check_interior(owner: str, problem: BilevelProblem) -> None:
     """Check that the implicit formula holds: `y_set` has no boundary."""
     if not isinstance(problem.y_set, Euclidean):
         raise ValueError(
-            f"{owner}: the implicit derivative holds where y*(x) is inside y_set, and "
-            f"y_set is {type(problem.y_set).__name__}. If y*(x) never touches its "
-            "boundary, pass dataclasses.replace(problem, y_set=Euclidean()); otherwise "
-            "use unrolled_hypergradient or penalty_hypergradient."
+            f"{owner}: the implicit derivative holds inside y_set, and y_set is "
+            f"{type(problem.y_set).__name__}. Replace it by Euclidean() if y*(x) never "
+            "touches its boundary, or use unrolled_hypergradient."
         )
 
 
@@ -186,7 +185,6 @@ def _without_derivative(owner, y):
 def _refuse(owner, primals, tangents):
     del primals, tangents
     raise ValueError(
-        f"{owner}: cannot be differentiated with a y_set other than Euclidean(): "
-        "the implicit derivative holds inside the set only. If y*(x) never touches the "
-        "boundary, pass dataclasses.replace(problem, y_set=Euclidean())."
+        f"{owner}: the implicit derivative holds inside y_set only. Replace it by "
+        "Euclidean() if y*(x) never touches its boundary."
     )

@@ -47,9 +47,9 @@ class AbstractLowerSolver(eqx.Module):
         """Return the minimizer over a set, and how the solve ended.
 
         Args:
-            objective: As `lower_objective` returns.
+            objective: The objective, from `lower_objective`.
             x: The upper variable.
-            y0: The starting point, a pytree of arrays of floats.
+            y0: The initial point, a pytree of arrays of floats.
             y_set: The feasible set.
 
         Raises:
@@ -69,8 +69,8 @@ class AcceleratedGradient(AbstractLowerSolver):
         step_size: $s$. `None` searches: from 1 on, halved until the quadratic bound of
             smoothness $1/s$ holds; a try that fails still is a step.
         momentum: $\beta$ in $[0, 1)$; `None` lets $\beta_k$ grow as for convex
-            functions and restarts it where the momentum points uphill.
-        tolerance: Stops where the gradient mapping at $z_k$ is at most that long.
+            functions and restarts it when the momentum points uphill.
+        tolerance: The norm of the gradient mapping at $z_k$ that stops the solve.
 
     References:
         Nesterov, "Introductory lectures on convex optimization", 2.2.20; O'Donoghue and
@@ -92,21 +92,21 @@ class AcceleratedGradient(AbstractLowerSolver):
         if self.tolerance is not None:
             _checks.positive(owner, tolerance=self.tolerance)
         elif self.step_size is None:
-            raise ValueError(
-                f"{owner}: a fixed number of steps (tolerance=None) needs a step_size, "
-                "1 over the smoothness; see AcceleratedGradient.from_constants."
+            text = (
+                f"{owner}: a fixed number of steps (tolerance=None) needs a step_size"
             )
+            raise ValueError(f"{text}. See AcceleratedGradient.from_constants.")
 
     @classmethod
     def from_constants(
         cls, num_steps: int, *, smoothness: float, strong_convexity: float
     ) -> Self:
-        r"""Plan a fixed number of steps, $s = 1/L$ and $\beta = (\sqrt\kappa - 1) /
-        (\sqrt\kappa + 1)$ with $\kappa = L / \mu$.
+        r"""Plan a fixed number of steps by the constants of $g(x, \cdot)$.
 
-        From a start at distance $D$: $g(y_k) - g(y^*) \le \frac{L + \mu}{2} D^2 (1 -
-        1/\sqrt\kappa)^k$, hence $\|y_k - y^*\| \le \sqrt{\kappa + 1}\, D\, (1 - 1 /
-        \sqrt\kappa)^{k/2}$.
+        They have $s = 1/L$ and $\beta = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ with
+        $\kappa = L / \mu$. From an initial point at distance $D$: $g(y_k) - g(y^*) \le
+        \frac{L + \mu}{2} D^2 (1 - 1/\sqrt\kappa)^k$, hence $\|y_k - y^*\| \le
+        \sqrt{\kappa + 1}\, D\, (1 - 1 / \sqrt\kappa)^{k/2}$.
 
         Args:
             num_steps: $k$.
@@ -115,15 +115,13 @@ class AcceleratedGradient(AbstractLowerSolver):
 
         Raises:
             ValueError: A constant out of range.
-        """  # noqa: D205
+        """
         _checks.positive(
             cls.__name__, smoothness=smoothness, strong_convexity=strong_convexity
         )
         if strong_convexity > smoothness:
-            raise ValueError(
-                f"{cls.__name__}: strong_convexity={strong_convexity} exceeds "
-                f"smoothness={smoothness}; no function has both."
-            )
+            text = f"{cls.__name__}: strong_convexity={strong_convexity} exceeds"
+            raise ValueError(f"{text} smoothness={smoothness}; no function has both.")
         root = math.sqrt(smoothness / strong_convexity)
         return cls(num_steps, 1 / smoothness, (root - 1) / (root + 1), None)
 
@@ -166,18 +164,15 @@ class AcceleratedGradient(AbstractLowerSolver):
         value, slope = objective.value_and_gradient(x, z)
         y, mapping = _mapping(z, slope, size, y_set)
         move = optax.tree.sub(y, z)
-        bound = (
-            value
-            + optax.tree.vdot(slope, move)
-            + optax.tree.vdot(move, move) / (2 * size)
-        )
+        square = optax.tree.vdot(move, move) / (2 * size)
+        bound = value + optax.tree.vdot(slope, move) + square
         trial = objective.value(x, y)
-        # What rounding alone can do must not halve the step for ever.
+        # Rounding alone must not halve the step for ever.
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
         fits = trial <= bound + slack
         accepted = self._accelerate(state, y, mapping)
         refused = state._replace(step_size=size / 2)  # a try that fails moves nothing
-        return jax.tree.map(lambda a, b: jnp.where(fits, a, b), accepted, refused)
+        return optax.tree.where(fits, accepted, refused)
 
     def _accelerate(self, state: "_Accelerated", y, mapping) -> "_Accelerated":
         move = optax.tree.sub(y, state.y)
@@ -197,8 +192,8 @@ class LBFGS(AbstractLowerSolver):
 
     Args:
         num_steps: The most steps. Static.
-        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
-        memory_size: How many pairs are kept. Static.
+        tolerance: The norm $\|\nabla_y g\|_2$ that stops the solve.
+        memory_size: The number of pairs in memory. Static.
     """
 
     num_steps: int = eqx.field(static=True, default=500)
@@ -255,7 +250,7 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
     """Check that there is no set to keep y in."""
     if not isinstance(y_set, Euclidean):
         raise ValueError(
-            f"{owner}: cannot keep y in {type(y_set).__name__}; use "
+            f"{owner}: cannot keep y in {type(y_set).__name__}. Use "
             "AcceleratedGradient, which projects, or y_set=Euclidean()."
         )
 

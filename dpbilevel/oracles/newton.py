@@ -19,7 +19,7 @@ Scalar = Float[Array, ""]
 
 _DECREASE = 1e-4
 _SHORTEST = 2.0**-30
-# What a step may leave of the gradient before all records give the Hessian.
+# The fraction of the gradient that a step may leave before all records are used.
 _CONTRACTION = 0.5
 
 
@@ -31,14 +31,14 @@ class NewtonCG(AbstractLowerSolver):
     tolerance; a halving line search accepts a decrease of $10^{-4}$ of the predicted
     one. A try reads the records once: value, gradient and linearization together.
 
-    Of long records every 16th gives the Hessian at first, and all of them once a step
-    leaves more than half of the gradient: fewer passes where those records are like the
-    others, and Newton's method where they are not. Values and gradients, and hence
-    where it stops, are always of all records.
+    For many records every 16th gives the Hessian at first, and all of them once a step
+    leaves more than half of the gradient: fewer passes if those records are like the
+    others, and Newton's method if they are not. Values and gradients, and hence
+    the end of the solve, are always of all records.
 
     Args:
         num_steps: The most Newton steps. Static.
-        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
+        tolerance: The norm $\|\nabla_y g\|_2$ that stops the solve.
         cg_steps: The most conjugate gradient steps in one of them. Static.
 
     References:
@@ -73,7 +73,7 @@ class NewtonCG(AbstractLowerSolver):
         steps = jnp.asarray(-1, jnp.int32)
         no = jnp.asarray(False)
         start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no, ~no)
-        few = objective.thinned()  # for Hessian products alone
+        few = objective.subsample()  # for Hessian products alone
         state = jax.lax.while_loop(
             unfinished, lambda state: self._step(objective, few, x, state), start
         )
@@ -84,7 +84,7 @@ class NewtonCG(AbstractLowerSolver):
         y = jax.tree.map(
             lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
         )
-        value, slope, product = objective.linearized(x, y)
+        value, slope, product = objective.linearize(x, y)
         norm = optax.tree.norm(slope)
         slack = 8 * jnp.finfo(value.dtype).eps * jnp.abs(state.value)
         decrease = _DECREASE * state.length * state.predicted
@@ -111,9 +111,7 @@ class NewtonCG(AbstractLowerSolver):
             is_stuck = is_rounding() | (length < _SHORTEST)
             return state._replace(length=length, is_stuck=is_stuck)
 
-        return jax.tree.map(
-            lambda moved, kept: jnp.where(accepted, moved, kept), move(), shorten()
-        )
+        return optax.tree.where(accepted, move(), shorten())
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
         """Return the next step and the decrease it predicts."""
@@ -128,7 +126,7 @@ class NewtonCG(AbstractLowerSolver):
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
         direction = linear_solver.truncated(product, downhill)
         predicted = optax.tree.vdot(downhill, direction)
-        # Without curvature along the gradient the solve stops where it starts.
+        # Without curvature along the gradient the solve makes no step.
         descends = jnp.greater(predicted, 0)
         direction = jax.tree.map(
             lambda d, s: size.astype(d.dtype) * jnp.where(descends, d, s),
@@ -151,7 +149,7 @@ class _Newton(NamedTuple):
 
 
 def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
-    """Return Hessian products of the thinned objective, or those of the full one."""
+    """Return Hessian products of the subsample, or those of the full one."""
 
     def rough(v):
         return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
-from .layout import laid_out
+from .layout import lay_out
 
 # The default tolerance of `if_converged`, as the docstrings of its callers say.
 CONVERGED = 1e-3
@@ -29,8 +29,8 @@ Variable = Literal["x", "y"]
 _BYTES = {"cpu": (2**25, 2**21)}
 _BYTES_ACCELERATOR = (2**30, 2**28)
 
-# Every how many records a thinned objective keeps one.
-_THINNED = 16
+# A subsample has one of this many records.
+_STRIDE = 16
 
 
 class AbstractObjective(abc.ABC):
@@ -48,14 +48,14 @@ class AbstractObjective(abc.ABC):
     def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
         """Return the value and the gradient in y, in one pass."""
 
-    def thinned(self) -> "AbstractObjective | None":
+    def subsample(self) -> "AbstractObjective | None":
         """Return the objective of few records, whose Hessian is near and costs little.
 
-        `None` where that would gain nothing.
+        `None` if that would gain nothing.
         """
         return None
 
-    def linearized(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree, Callable]:
+    def linearize(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree, Callable]:
         r"""Return $h$, $\nabla_y h$ and $v \mapsto \nabla^2_{yy} h\, v$ at a point.
 
         All that does not depend on $v$ is computed here, once, in one pass.
@@ -66,7 +66,7 @@ class AbstractObjective(abc.ABC):
             return slope, value
 
         slope, product, value = jax.linearize(gradient, y, has_aux=True)
-        return value, slope, laid_out(product, y)
+        return value, slope, lay_out(product, y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Objective(AbstractObjective):
         r"""Return $\nabla^2_{xy} h\, v$, a pytree like $x$."""
         return jax.jvp(lambda y: self.gradient(x, y, "x"), (y,), (v,))[1]
 
-    def thinned(self) -> "Objective | None":
+    def subsample(self) -> "Objective | None":
         """Return the objective of every 16th record if records are read in pieces."""
         if _num_pieces(self.records) == 1:
             return None
-        few = jax.tree.map(lambda v: v[::_THINNED], self.records)
+        few = jax.tree.map(lambda v: v[::_STRIDE], self.records)
         return dataclasses.replace(self, records=few)
 
     def _total(self, x, y, piece, keep, n) -> Scalar:
@@ -182,7 +182,7 @@ def lower_objective(
 def split(y: PyTree) -> tuple[PyTree, PyTree]:
     """Separate the arrays of floats of `y`, a model for instance, from the rest.
 
-    Both pytrees have the structure of `y`, and `None` where the other has a leaf.
+    Both pytrees have the structure of `y`, with `None` for each leaf of the other.
     """
     y = jax.tree.map(
         lambda v: jnp.asarray(v) if isinstance(v, float | np.ndarray) else v, y
@@ -195,10 +195,10 @@ def merge(y: PyTree, rest: PyTree) -> PyTree:
     return y if rest is None else eqx.combine(y, rest)
 
 
-def poisoned(tree: PyTree, *by: PyTree) -> PyTree:
+def nan_unless_finite(tree: PyTree, *by: PyTree) -> PyTree:
     """Return `tree`, or NaN unless all floats in `by` are finite."""
-    known = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
-    factor = jnp.where(jnp.all(jnp.stack(known)), 1.0, jnp.nan)
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
+    factor = jnp.where(jnp.all(jnp.stack(finite)), 1.0, jnp.nan)
     return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
 
 
@@ -206,7 +206,7 @@ def if_converged(
     owner: str,
     tree: PyTree,
     y: PyTree,
-    linearized: tuple[Scalar, PyTree, Callable],
+    linearization: tuple[Scalar, PyTree, Callable],
     tolerance: float | None,
 ) -> PyTree:
     r"""Return `tree`, or NaN if `y` does not minimize the objective.
@@ -218,7 +218,7 @@ def if_converged(
         owner: The name of the function in an error.
         tree: The value to return.
         y: The lower variable.
-        linearized: The result of `linearized` at `y`.
+        linearization: The result of `linearize` at `y`.
         tolerance: The tolerance.
 
     Raises:
@@ -227,16 +227,16 @@ def if_converged(
     if tolerance is None:
         return tree
     _checks.positive(owner, tolerance=tolerance)
-    _, slope, product = linearized
+    _, slope, product = linearization
     norm, scale = optax.tree.norm(slope), optax.tree.norm(product(y))
     norm, limit = jax.lax.stop_gradient((norm, tolerance * jnp.maximum(scale, 1)))
     if _checks.concrete(norm) and bool(norm > limit):  # a NaN is passed on
         raise ValueError(
-            f"{owner}: the lower solution has not converged: its gradient has norm "
-            f"{float(norm):.3g}, above {float(limit):.3g}. Let a solver take more "
-            "steps (lower_solve returns how it ended), or pass tolerance=None."
+            f"{owner}: the lower solution has not converged, with a gradient of norm "
+            f"{float(norm):.3g} above {float(limit):.3g}. Take more steps (lower_solve "
+            "returns how it ended), or pass tolerance=None."
         )
-    return poisoned(tree, jnp.where(norm > limit, jnp.nan, 0.0))
+    return nan_unless_finite(tree, jnp.where(norm > limit, jnp.nan, 0.0))
 
 
 def _over_records(fun: Callable, records: PyTree) -> PyTree:
@@ -273,7 +273,7 @@ def _is_contraction(primitive, *_, **__) -> bool:
 
 
 def _num_pieces(records: PyTree) -> int:
-    whole, piece = _BYTES.get(jax.default_backend(), _BYTES_ACCELERATOR)
+    undivided, piece = _BYTES.get(jax.default_backend(), _BYTES_ACCELERATOR)
     leaves = jax.tree.leaves(records)
     size = sum(v.size * v.dtype.itemsize for v in leaves)
-    return 1 if size <= whole else min(-(-size // piece), len(leaves[0]))
+    return 1 if size <= undivided else min(-(-size // piece), len(leaves[0]))

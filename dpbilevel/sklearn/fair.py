@@ -10,8 +10,7 @@ import numpy as np
 
 from .. import _checks
 from ..games.group_descent import GroupDescent
-from ..games.group_game import GroupGame
-from ..games.groups import group_fair, group_start, group_weights
+from ..games.groups import GroupGame, group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
 from .base import with_nan
 from .declared import declared, index_of

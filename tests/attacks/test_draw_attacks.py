@@ -62,7 +62,7 @@ def test_a_coarse_loss_is_refused_where_fine_scores_are_planned():
             lambda w, z: distance(w, z).astype(jnp.float32), w_set=LINE
         )
         data = jnp.zeros(100, jnp.float64)
-        with pytest.raises(ValueError, match="coarser than the starting point"):
+        with pytest.raises(ValueError, match="coarser than the planned"):
             one_level(problem, data, clip_range=1.0)
 
 

@@ -133,12 +133,12 @@ def test_without_the_penalty_the_extension_is_not_convex():
 @pytest.mark.parametrize(
     ("feasible", "dimension", "message"),
     [
-        (Euclidean(), 2, "needs a compact convex set"),
-        (NonNegative(), 2, "needs a compact convex set"),
+        (Euclidean(), 2, "needs a bounded Box"),
+        (NonNegative(), 2, "needs a bounded Box"),
         (Product((Ball(1.0),)), 2, "got Product with 2 entries"),
         (Simplex(), 1, "at least two entries"),
         (Box(0.0, np.inf), 2, "must be bounded"),
-        (Box(np.zeros(3), np.ones(3)), 2, "points have 2 entries, the set has 3"),
+        (Box(np.zeros(3), np.ones(3)), 2, "points have 2 entries, but the set has 3"),
     ],
 )
 def test_sets_without_a_lattice_are_refused(feasible, dimension, message):
@@ -148,14 +148,16 @@ def test_sets_without_a_lattice_are_refused(feasible, dimension, message):
 
 def test_more_evaluations_than_anyone_runs_are_refused_with_their_number_and_time():
     regularity = Regularity(6, 20.0, 0.0)
-    message = r"T = 3\.\d+e\+08 certified steps .* evaluations .* days .*num_steps"
+    message = (
+        r"T = 3\.\d+e\+08 certified steps .* evaluations, about .* days.*num_steps"
+    )
     with pytest.raises(ValueError, match=message):
         GridWalk(tabulate=False).with_counts(regularity, Box(0.0, 1.0))
     with pytest.raises(ValueError, match="a table of"):
         GridWalk(tabulate=True).with_counts(regularity, Box(0.0, 1.0))
-    with pytest.raises(ValueError, match=r"tabulate=True, .*declared convex"):
+    with pytest.raises(ValueError, match=r"tabulate=True.*declared convex"):
         GridWalk(tabulate=False).with_counts(Regularity(2, 20.0), Box(0.0, 1.0))
-    with pytest.raises(ValueError, match="needs the Lipschitz constant"):
+    with pytest.raises(ValueError, match="needs a Lipschitz constant"):
         GridWalk(tabulate=False).with_counts(Regularity(2, np.inf), Box(0.0, 1.0))
 
 
@@ -186,7 +188,7 @@ def test_misuse_is_refused():
         GridWalk(tabulate=False).draw(
             peak(1, 1.0), Ball(1.0), jnp.zeros(1), key=jax.random.key(0)
         )
-    with pytest.raises(ValueError, match="without a walk"):
+    with pytest.raises(ValueError, match="makes no walk"):
         GridWalk(tabulate=True, num_steps=3)
     with pytest.raises(ValueError, match="num_tries must be an integer"):
         GridWalk(num_tries=0)

@@ -269,5 +269,11 @@ def test_products_of_boxes_are_boxes():
 
 @pytest.mark.parametrize("feasible", [Euclidean(), Product((Ball(1.0), Box(0.0, 1.0)))])
 def test_other_sets_are_refused(feasible):
-    with pytest.raises(ValueError, match="draws on a Box"):
+    with pytest.raises(ValueError, match="the set must be a Box"):
         restricted_normal(feasible, jnp.zeros(2), 1.0, 1, key=jax.random.key(0))
+
+
+def test_the_scale_of_a_simplex_may_be_traced():
+    draw = jax.jit(functools.partial(restricted_normal, tries=8))
+    point = draw(Simplex(2.0), jnp.full(3, 0.5), 0.1, key=jax.random.key(0))
+    assert float(point.sum()) == pytest.approx(2.0, abs=1e-5)

@@ -1,13 +1,22 @@
 """Small instances of every family of saddle points with a known gap."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.games import zoo
+from dpbilevel.games import SaddleProblem, VariationalInequality, zoo
+from dpbilevel.games.zoo import (
+    SaddleExample,
+    _exact,
+    _largest_on_ball,
+    _largest_singular,
+    _longest,
+)
+from dpbilevel.sets import Ball, Simplex
 
 N = 40
 
@@ -17,16 +26,100 @@ def normal(*shape, seed=0, scale=1.0):
     return jnp.asarray(scale * values, jnp.float32)
 
 
+def affine_operator(
+    matrices: jax.Array,
+    offsets: jax.Array,
+    *,
+    radius: float = 1.0,
+):
+    r"""Return $F_i(w) = Q_i w + q_i$ on a ball; $\bar Q$ is $\mu I$ plus skew.
+
+    $$\langle \bar q, \hat w \rangle + \sup_w \bigl(\langle w, \bar Q^\top \hat w - \bar
+    q \rangle - \mu \|w\|^2\bigr).$$
+
+    A rotation, $Q$ skew and orthogonal with $q = 0$, has the gap $R \|w\|$, and steps
+    against its operator go round in circles.
+
+    Args:
+        matrices: $Q_i$.
+        offsets: $q_i$.
+        radius: $R$.
+    """
+    matrix, offset = jnp.mean(matrices, 0), jnp.mean(offsets, 0)
+    mu = float(jnp.trace(matrix)) / len(offset)
+
+    @_exact
+    def gap(w):
+        return offset @ w + _largest_on_ball(matrix.T @ w - offset, radius, 2 * mu)
+
+    lipschitz = _largest_singular(matrices)
+    problem = VariationalInequality(
+        lambda w, z: z["matrix"] @ w + z["offset"],
+        w_set=Ball(radius),
+        lipschitz=lipschitz,
+        bound=lipschitz * radius + _longest(offsets) + 1e-6,
+    )
+    data = {"matrix": matrices, "offset": offsets}
+    return SaddleExample(problem, data, jnp.zeros_like(offset), gap)
+
+
+def worst_group(targets: jax.Array, groups: jax.Array, radius: float = 1.0):
+    r"""Return $\min_x \max_j$ of the mean $\frac12 \|x - t_i\|^2$ of group $j$.
+
+    The weights $y$ of the groups are on a simplex and a record enters with $n / n_j$
+    times its loss. With one group $y$ is a point, and the gap is the excess risk of
+    the mean.
+
+    Args:
+        targets: $t$, within the ball.
+        groups: From 0; every one has a record. Their sizes are taken for public.
+        radius: $R$ of the ball of $x$.
+    """
+    counts = np.bincount(np.asarray(groups))
+    n, k = len(groups), len(counts)
+    dtype = targets.dtype
+    members = (groups[:, None] == jnp.arange(k)[None]).astype(dtype)
+    share = members / jnp.asarray(counts, dtype)[None]
+    centers = _exact(jnp.matmul)(share.T, targets)
+    spreads = 0.5 * (share.T @ jnp.sum(targets**2, 1))
+
+    def losses(x):
+        return 0.5 * (x @ x) - centers @ x + spreads
+
+    @_exact
+    def gap(w):
+        x, y = w
+        best = losses(y @ centers) @ y  # the weighted mean of targets is in the ball
+        return jnp.max(losses(x)) - best
+
+    weights = jnp.asarray(n / counts, dtype)
+
+    def fun(x, y, z):
+        weight = jnp.take(weights * y, z["group"])
+        return weight * 0.5 * jnp.sum((x - z["target"]) ** 2)
+
+    most, far = float(n / np.min(counts)), 2 * radius
+    problem = SaddleProblem(
+        fun,
+        x_set=Ball(radius),
+        y_set=Simplex(),
+        lipschitz=most * (1 + far),
+        bound=most * math.hypot(far, far**2 / 2),
+    )
+    w0 = (jnp.zeros_like(targets[0]), jnp.full(k, 1 / k, dtype))
+    return SaddleExample(problem, {"target": targets, "group": groups}, w0, gap)
+
+
 def rotation(n=N, angle=1.0):
     matrix = jnp.asarray([[0.0, angle], [-angle, 0.0]], jnp.float32)
-    return zoo.affine_operator(jnp.tile(matrix, (n, 1, 1)), jnp.zeros((n, 2)))
+    return affine_operator(jnp.tile(matrix, (n, 1, 1)), jnp.zeros((n, 2)))
 
 
 def affine(mu=0.3):
     skew = normal(N, 3, 3, seed=5, scale=0.5)
     skew = skew - jnp.swapaxes(skew, 1, 2)
     matrices = skew + mu * jnp.eye(3)[None]
-    return zoo.affine_operator(matrices, normal(N, 3, seed=6, scale=0.2))
+    return affine_operator(matrices, normal(N, 3, seed=6, scale=0.2))
 
 
 def targets(n=N):
@@ -50,9 +143,9 @@ def example(name):
             return affine()
         case "groups":  # (G)
             groups = jnp.arange(N, dtype=jnp.int32) % 4
-            return zoo.worst_group(targets(), jnp.minimum(groups, 2))
+            return worst_group(targets(), jnp.minimum(groups, 2))
         case "mean":  # (H)
-            return zoo.worst_group(targets(), jnp.zeros(N, jnp.int32))
+            return worst_group(targets(), jnp.zeros(N, jnp.int32))
     raise ValueError(name)
 
 

@@ -290,7 +290,7 @@ def test_tuned_parameters_promise_more_than_the_theorems():
 
 def test_bounds_are_refused_where_no_theorem_holds():
     problem = example("bilinear").problem
-    with pytest.raises(ValueError, match="not bound to sizes"):
+    with pytest.raises(ValueError, match="no planned sizes"):
         extragradient(4).bound(problem, dimension=5)
     with pytest.raises(ValueError, match="covers step_size=10"):
         extragradient(4, 10.0).with_sizes(N).bound(problem, dimension=5)

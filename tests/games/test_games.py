@@ -278,7 +278,7 @@ def test_private_matrix_game_finds_the_even_mixture():
         (lambda: fair(shares=(0.5, 0.6)), "shares must be positive numbers of sum"),
         (lambda: fair(shares=(1.5, -0.5)), r"got \[1.5, -0.5\] of sum 1. Declare them"),
         (lambda: fair(shares=()), "shares must be positive"),
-        (lambda: dpb.games.group_fair(dpb.Logistic(), SHARES), "need radius="),
+        (lambda: dpb.games.group_fair(dpb.Logistic(), SHARES), "needs radius="),
         (
             lambda: dpb.games.group_fair(
                 dpb.onelevel.PseudoHuber(), SHARES, radius=1.0
@@ -308,13 +308,13 @@ def test_wrong_shapes_are_told_before_any_release():
             dpb.games.matrix_game(2, 3),
             jnp.zeros((9, 3, 2)),
             (jnp.ones(2), jnp.ones(3)),
-            "every record must be a matrix",
+            "must have the shapes",
         ),
         (
             dpb.games.matrix_game(2, 3),
             jnp.zeros((9, 2, 3)),
             (jnp.ones(3), jnp.ones(2)),
-            r"x must have shape \(2,\) and y shape \(3,\)",
+            r"must have the shapes \(\(2,\), \(3,\), \(2, 3\)\)",
         ),
         (fair(), data, (jnp.zeros(5), jnp.ones(3)), "one coefficient per feature"),
     ):
@@ -347,13 +347,13 @@ def test_records_of_two_levels_are_refused_where_there_is_one():
         ),
         (
             lambda: dpb.games.group_weights(dpb.games.matrix_game(2, 2), jnp.ones(2)),
-            "group_fair",
+            "problem must be",
         ),
         (
             lambda: dpb.games.group_start(
                 dpb.games.matrix_game(2, 2), jnp.ones(2), SHARES
             ),
-            "needs a problem of group_fair or group_robust",
+            "problem must be",
         ),
         (lambda: dpb.games.saddle_gap(fair, None, None), "saddle_gap: problem must be"),
         (
@@ -407,7 +407,7 @@ def test_groups_are_integers_and_truth_values_two_of_them():
         with pytest.raises(TypeError, match=said):
             game.record_operator(w, record | {"group": group})
     del record["group"]
-    with pytest.raises(ValueError, match=r"an entry 'group', such as .* give group="):
+    with pytest.raises(ValueError, match=r"an entry 'group'.*give group="):
         game.record_operator(w, record)
 
 

@@ -10,7 +10,7 @@ import pytest
 import scipy.optimize
 
 import dpbilevel as dpb
-from dpbilevel.games.group_game import entropic_step
+from dpbilevel.games.group_descent import entropic_step
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.sampling.allocation import RandomAllocation
 from tests.cases import Audited, Case, planned
@@ -219,10 +219,10 @@ def test_noise_that_a_small_group_is_not_worth_keeps_the_weights_at_the_shares()
 def test_settings_that_nothing_declares_are_asked_for():
     game = dpb.games.group_fair(dpb.logistic_loss, SHARES)
     solver, budget = dpb.games.GroupDescent(), dpb.PrivacyBudget(1.0, 1e-5)
-    with pytest.raises(ValueError, match="give loss_bound"):
+    with pytest.raises(ValueError, match="Give loss_bound"):
         dpb.calibrate(game, solver, budget, sizes=100)
     solver = dataclasses.replace(solver, loss_bound=1.4)
-    with pytest.raises(ValueError, match="give step_size"):
+    with pytest.raises(ValueError, match="Give step_size"):
         dpb.calibrate(game, solver, budget, sizes=100)
     with pytest.raises(TypeError, match="solves a GroupGame"):
         dpb.calibrate(dpb.games.matrix_game(2, 2), solver, budget, sizes=100)

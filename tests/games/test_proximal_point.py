@@ -307,24 +307,24 @@ def test_one_step_is_enforced_by_clipping_and_more_rest_on_the_constants():
 def test_plans_without_grounds_for_a_sensitivity_are_refused():
     strong = example("strong").problem
     refused = functools.partial(pytest.raises, ValueError)
-    with refused(match="strength exceeds"):
+    with refused(match="needs a strength above"):
         ledger_of(strong, strength=1.0)
     with refused(match="lipschitz, which is not declared"):
         ledger_of(dataclasses.replace(strong, lipschitz=None))
     with refused(match="public_lipschitz, which is not declared"):
         ledger_of(dataclasses.replace(strong, public_lipschitz=None))
-    with refused(match="bounded set with an exact"):
+    with refused(match="bounded Ball, Box or Simplex"):
         ledger_of(dataclasses.replace(strong, y_set=dpb.sets.NonNegative()))
     with refused(match="clip_norm="):
         ledger_of(strong, inner="operator_extrapolation", clip_norm=0.1)
-    with refused(match=r"give inner_steps=\d+"):
+    with refused(match=r"Give inner_steps=\d+"):
         ledger_of(strong, inner="operator_extrapolation", inner_steps=2)
     with refused(match="float32, roundings of a resolvent"):
         ledger_of(strong, clip_norm=1e-3, strength=20.0)
     with refused(match="replace-one only"):
         added = dpb.Neighbours.ADD_OR_REMOVE_ONE
         dpb.games.InexactProximalPoint(1, 1.0, 1.0, 1, neighbours=added)
-    with refused(match="give dimension=5"):
+    with refused(match="Give dimension=5"):
         few = proximal(1, dimension=4, strength=20.0)
         solve(strong, few, example("strong").data, point("strong"))
 
@@ -332,7 +332,7 @@ def test_plans_without_grounds_for_a_sensitivity_are_refused():
 def test_the_steps_that_a_refusal_asks_for_are_enough():
     made = skewed()
     fields = {"clip_norm": 1e3, "inner": "operator_extrapolation", "strength": 2.0}
-    with pytest.raises(ValueError, match="give inner_steps=") as error:
+    with pytest.raises(ValueError, match="Give inner_steps=") as error:
         ledger_of(made.problem, inner_steps=3, dimension=3, **fields)
     asked = int(str(error.value).split("inner_steps=")[1].rstrip("."))
     with jax.enable_x64(True):

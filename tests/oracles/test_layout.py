@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.oracles.layout import laid_out
+from dpbilevel.oracles.layout import lay_out
 from dpbilevel.oracles.objectives import lower_objective, upper_objective
 
 RNG = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def test_a_map_laid_out_has_the_same_values_and_derivatives(name, double):
     fun, v, matrix = MAPS[name], jnp.ones((4, 2)), jnp.asarray(MATRIX)
 
     def new(a, v):
-        return laid_out(functools.partial(fun, a), v)(v)
+        return lay_out(functools.partial(fun, a), v)(v)
 
     np.testing.assert_allclose(jax.jit(new)(matrix, v), fun(matrix, v), rtol=1e-12)
     batches = jnp.stack([v, 2 * v]), jnp.stack([matrix, 3 * matrix])
@@ -76,14 +76,14 @@ def test_a_map_without_products_of_matrices_comes_back_as_it_is():
     def scale(v):
         return 2 * v
 
-    assert laid_out(scale, jnp.ones(3)) is scale
+    assert lay_out(scale, jnp.ones(3)) is scale
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU alone gains by it")
 def test_no_hessian_product_contracts_the_rows_of_the_features():
     problem, data, x, y = softmax()
     objective = lower_objective(problem, data)
-    *_, product = objective.linearized(x, y)
+    *_, product = objective.linearize(x, y)
     assert products_of_rows(product, y) == 0
     plain = jax.linearize(lambda y: objective.gradient(x, y), y)[1]
     assert products_of_rows(plain, y) == 1

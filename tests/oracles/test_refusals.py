@@ -242,7 +242,7 @@ def test_a_lower_variable_of_integers_is_named_with_its_dtype(owner):
     words = rf"{owner}: {name} must be .* arrays of floats, got int32\[2\]"
     with pytest.raises(ValueError, match=words):
         calls(y0=jnp.arange(2))[owner]()
-    with pytest.raises(ValueError, match=f"{owner}: .* pass {name}="):
+    with pytest.raises(ValueError, match=f"{owner}: .* Pass {name}="):
         calls(y0=None)[owner]()
 
 
@@ -329,7 +329,7 @@ def test_the_names_are_in_one_place():
     names = """lower_solution lower_solve implicit_hypergradient penalty_hypergradient
     unrolled_hypergradient NewtonCG LBFGS AcceleratedGradient ConjugateGradient Neumann
     Cholesky LowerInfo LinearSolution AbstractLowerSolver AbstractLinearSolver
-    extrapolated"""
+    extrapolate"""
     for name in names.split():
         assert callable(getattr(dpb.oracles, name))
         assert getattr(dpb, name, getattr(dpb.oracles, name)) is getattr(

@@ -29,7 +29,7 @@ def hypergradient():
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
         read_in_pieces(patch)
         problem, data, x, y0 = logistic("alike")
-        assert objectives.lower_objective(problem, data).thinned() is not None
+        assert objectives.lower_objective(problem, data).subsample() is not None
         newton = dpb.oracles.NewtonCG(tolerance=1e-10)
 
         def value(x, data):
@@ -89,10 +89,10 @@ def test_products_read_all_records_only_where_the_thinned_ones_mislead(
 ):
     problem, _, _, y0 = logistic("alike")
     counts = []
-    linearized = objectives.Objective.linearized
+    linearization = objectives.Objective.linearization
 
     def counted(self, x, y):
-        value, slope, product = linearized(self, x, y)
+        value, slope, product = linearization(self, x, y)
 
         def read(v):
             jax.debug.callback(lambda: counts.append(1))
@@ -100,7 +100,7 @@ def test_products_read_all_records_only_where_the_thinned_ones_mislead(
 
         return value, slope, read
 
-    monkeypatch.setattr(objectives.Objective, "linearized", counted)
+    monkeypatch.setattr(objectives.Objective, "linearization", counted)
     solve = jax.jit(lambda x, data: dpb.oracles.lower_solve(problem, x, data, y0=y0)[1])
     for kind, whole in (("alike", False), ("none", True)):
         _, data, x, _ = logistic(kind)
@@ -113,4 +113,4 @@ def test_products_read_all_records_only_where_the_thinned_ones_mislead(
 
 def test_short_records_are_not_thinned():
     problem, data, *_ = logistic("alike")
-    assert objectives.lower_objective(problem, data).thinned() is None
+    assert objectives.lower_objective(problem, data).subsample() is None

@@ -9,8 +9,13 @@ import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from ...games.group_game import GroupGame
-from ...games.groups import group_fair, group_robust, group_start, group_weights
+from ...games.groups import (
+    GroupGame,
+    group_fair,
+    group_robust,
+    group_start,
+    group_weights,
+)
 from ...games.problem import SaddleProblem
 from ...onelevel.linear_models import Logistic
 from ..data import AbstractData

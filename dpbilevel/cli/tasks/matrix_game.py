@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from ...games.matrix import matrix_game
-from ...games.problem import AbstractVariationalInequality, SaddleProblem
+from ...games.problem import AbstractVariationalInequality, SaddleProblem, matrix_game
 from ..data import MATRICES
 from ..tables import Location
 from ..task import AbstractModel, Blocks, Start, Task

@@ -144,7 +144,7 @@ class Extended(eqx.Module):
     h(z) = U(c) + \psi_+ (U(y) - U(c)) + K (\psi_+ - 1).
     $$
 
-    This is $U$ on $X$. It is convex where $U$ is and $K \ge 2 L R$, with $R$ the
+    This is $U$ on $X$. It is convex if $U$ is and $K \ge 2 L R$, with $R$ the
     radius of the frame: $t (U(c + (z - c) / t) - U(c)) + K (t - 1)$ is jointly convex
     in $(z, t)$ and non-decreasing in $t$, so that $h(z)$ is its least value over the
     convex set $t \ge \psi_+(z)$. One value of $U$ tells it, where the greatest convex
@@ -234,7 +234,7 @@ def from_walks(energy, cells, tries, num_steps, dtype, *, key):
         key_moves, key_coins = derive(key, "walk", "restart")
         words = jax.random.bits(key_moves, (length, tries), jnp.uint32)
         coins = standard_exponential((length, tries), dtype, key=key_coins)
-        # What is left of the last block stays where it is.
+        # The rest of the last block makes no moves.
         counts = start + jnp.arange(length, dtype=jnp.int32)
         words = jnp.where((counts < num_steps)[:, None], words, jnp.uint32(0))
 

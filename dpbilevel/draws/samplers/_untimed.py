@@ -1,7 +1,5 @@
 """Alternating sampler whose step size and number of tries depend on the records."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -58,7 +56,7 @@ class _Tries(eqx.Module):
     key: PRNGKey
 
 
-def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
+def require_exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
     """Return `oracle`, checked to be exact.
 
     Raises:
@@ -116,7 +114,7 @@ def draw(
 
 
 def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
-    """Return a point where the potential is small. NON-PRIVATE; nothing rests on it.
+    """Return a point of small potential. NON-PRIVATE; no guarantee depends on it.
 
     By accelerated projected gradient steps whose size is halved wherever the quadratic
     that they minimize is below the potential.
@@ -138,13 +136,12 @@ def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
         momentum = (1 + jnp.sqrt(1 + 4 * state.momentum**2)) / 2
         moved = optax.tree.sub(x, state.x)
         ahead = plus(x, (state.momentum - 1) / momentum, moved)
-        uphill = (
-            jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
-        )  # then the momentum is dropped
-        ahead, momentum = where(uphill, (x, jnp.ones_like(momentum)), (ahead, momentum))
+        uphill = jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
+        restarted = x, jnp.ones_like(momentum)
+        ahead, momentum = optax.tree.where(uphill, restarted, (ahead, momentum))
         taken = _Descent(x, feasible.project(ahead), momentum, 0.9 * state.steepness)
         steeper = eqx.tree_at(lambda s: s.steepness, state, 2 * state.steepness)
-        return where(lower, taken, steeper)
+        return optax.tree.where(lower, taken, steeper)
 
     one = jnp.ones((), jnp.result_type(*jax.tree.leaves(start)))
     state = _Descent(start, start, one, one)
@@ -190,11 +187,11 @@ def best_step(
         )
 
     def longer(ladder):
-        key, points, found = efficiency(ladder)
-        better = found > ladder.efficiency
+        key, points, value = efficiency(ladder)
+        better = value > ladder.efficiency
         best = jnp.where(better, ladder.step_size, ladder.best)
-        most = jnp.maximum(found, ladder.efficiency)
-        return _Ladder(2 * ladder.step_size, points, best, most, found, key)
+        most = jnp.maximum(value, ladder.efficiency)
+        return _Ladder(2 * ladder.step_size, points, best, most, value, key)
 
     points = jax.tree.map(lambda v: jnp.broadcast_to(v, (_PARTICLES, *v.shape)), center)
     zero = jnp.zeros_like(least)
@@ -228,16 +225,16 @@ def walk(
 
         def block(tries):
             tries = jax.lax.while_loop(goes_on, attempt, tries)
-            # What tries have in common may depend on those that were rejected.
+            # Common values of tries may depend on those that were rejected.
             moved = jax.lax.cond(
                 tries.accepted,
                 lambda: tries.common,
-                lambda: oracle.moved(target, y, tries.common),
+                lambda: oracle.move(target, y, tries.common),
             )
             zero = jnp.zeros_like(tries.count)
             return _Tries(tries.x, moved, tries.accepted, zero, tries.key)
 
-        # Its Line 1, x_t given y_t.
+        # Line 1 of that algorithm: x_t given y_t.
         zero = jnp.zeros((), jnp.int32)
         tries = _Tries(chain.x, oracle.prepare(target, y), zero > 0, zero, keys[2])
         tries = jax.lax.while_loop(lambda t: ~t.accepted, block, tries)
@@ -254,8 +251,3 @@ def _advanced(key: PRNGKey) -> PRNGKey:
     `jax.debug_key_reuse` would see as used again.
     """
     return computed_once(key)
-
-
-def where(condition: Bool[Array, ""], left: Any, right: Any) -> Any:
-    """Select one of two pytrees."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import scipy
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
@@ -16,7 +17,6 @@ from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, check_key, derive
 from ...sets import AbstractSet
 from . import _untimed, restricted
-from ._untimed import where
 from ._walk_bounds import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
 from .proximal import (
@@ -29,8 +29,8 @@ from .proximal import (
 )
 
 _LEAST_ACCEPTANCE = 1e-3
-# How the distance is shared out: the start forgotten, accepted tries that have not
-# their distribution, tries that run out, draws of proposals that run out.
+# Fractions of the distance: the start that is not forgotten, the bias of accepted
+# tries, tries that run out, draws of proposals that run out.
 _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
 _COUNTS = ("num_steps", "step_size", "tries")
 _MOST_STEPS = 2**30
@@ -87,7 +87,7 @@ class AlternatingSampler(AbstractSampler):
     $$TV(\text{distribution of } x_{m+1}, \pi)
         \le \frac{D}{2 \sqrt\eta \, (1 + \alpha \eta)^m} .$$
 
-    Where values are within $\zeta$ of those of $U$, the density of the computed
+    If values are within $\zeta$ of those of $U$, the density of the computed
     potential satisfies a log-Sobolev inequality with $\alpha' = e^{-2 \zeta} \alpha$
     (Holley and Stroock). The first step gives $KL \le D^2 / (2 \eta)$, by the same
     coupling, and each further one divides it by $(1 + \alpha' \eta)^2$: the same bound
@@ -112,18 +112,18 @@ class AlternatingSampler(AbstractSampler):
         oracle: `StochasticRejection` or `ConvexEnvelope`.
         distance: The total variation distance that is aimed at; with $\varepsilon$
             to be guaranteed it adds $(1 + e^\varepsilon)$ times as much to $\delta$.
-        num_steps: $T$. Static; set by `with_counts` where omitted.
-        step_size: $\eta$; where omitted, the largest at which the bias is small enough.
-        tries: $B$. Static; set by `with_counts` where omitted.
+        num_steps: $T$; by default set by `with_counts`. Static.
+        step_size: $\eta$; by default the largest whose bias is small enough.
+        tries: $B$; by default set by `with_counts`. Static.
         max_queries: `with_counts` refuses to make more evaluations than that. Static.
         running_time: `"fixed"`, or `"unprotected"`, which is orders of magnitude faster
             and shows how long it takes. Static.
-        mixing: Set by `with_counts` where the running time is unprotected.
+        mixing: Set by `with_counts` if the running time is unprotected.
 
     Privacy:
-        None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set
-        is assumed, not checked. An unprotected running time is part of no guarantee:
-        use it where only trusted people can time the draw.
+        A sampler alone has none: see `SamplerGuarantee`. Strong convexity of $U$ on the
+        set is assumed, not checked. An unprotected running time is part of no
+        guarantee: use it only if nobody untrusted can time the draw.
 
     References:
         Lee, Shen and Tian, COLT 2021; Gopi, Lee and Liu, "Private Convex Optimization
@@ -212,7 +212,7 @@ class AlternatingSampler(AbstractSampler):
         With all of them open, `distance`, which `with_counts` will reach or refuse.
 
         `queries` is how many evaluations are needed on average; how many are made is
-        in the notes. `proved` is false where the counts do not reach `distance`, or
+        in the notes. `proved` is false if the counts do not reach `distance`, or
         those of the oracle are for another potential.
 
         Raises:
@@ -264,8 +264,10 @@ class AlternatingSampler(AbstractSampler):
             if self.step_size is None or self.mixing is None:
                 raise ValueError(_NOT_PLANNED)
             target = ProximalTarget(potential, feasible, self.step_size)
-            oracle, aim = _untimed.exact(self.oracle), (self.mixing, self.distance)
-            return _untimed.draw(oracle, target, *aim, start, key=key)
+            oracle = _untimed.require_exact(self.oracle)
+            return _untimed.draw(
+                oracle, target, self.mixing, self.distance, start, key=key
+            )
         return self.run(potential, feasible, start, key=key).x
 
     def run(
@@ -292,17 +294,15 @@ class AlternatingSampler(AbstractSampler):
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
             noise = standard_normal(chain.x, key=keys[1])
             noisy = plus(chain.x, step_size**0.5, noise)
-            y = where(chain.fresh, noisy, chain.y)
-            common = self.oracle.prepare(
-                target, noisy
-            )  # in vain where the step goes on
-            common = where(chain.fresh, common, chain.common)
-            # Its Line 1, x_t given y_t, by one try.
+            y = optax.tree.where(chain.fresh, noisy, chain.y)
+            common = self.oracle.prepare(target, noisy)  # in vain if the step goes on
+            common = optax.tree.where(chain.fresh, common, chain.common)
+            # Line 1 of that algorithm: x_t given y_t, by one try.
             x, accepted, queries = self.oracle.attempt(target, y, common, key=keys[2])
             running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running
             return Chain(
-                where(accepted, x, chain.x),
+                optax.tree.where(accepted, x, chain.x),
                 y,
                 common,
                 chain.done + accepted.astype(jnp.int32),
@@ -324,8 +324,8 @@ class AlternatingSampler(AbstractSampler):
 
     def _steps(self, plan: ProximalPlan) -> int:
         """Return the fewest steps that mix to their fraction of the distance."""
-        share = (1 if self._untimed else _MIXING) * self.distance
-        return int(Mixing.of(plan).num_steps(float(plan.step_size), share))
+        distance = (1 if self._untimed else _MIXING) * self.distance
+        return int(Mixing.of(plan).num_steps(float(plan.step_size), distance))
 
     def _without_counts(self, plan: ProximalPlan) -> Self:
         """Plan the least step size; the records choose the one that is used."""
@@ -333,7 +333,7 @@ class AlternatingSampler(AbstractSampler):
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
         return dataclasses.replace(
             self,
-            oracle=_untimed.exact(self.oracle).without_counts(plan),
+            oracle=_untimed.require_exact(self.oracle).without_counts(plan),
             step_size=plan.step_size,
             mixing=Mixing.of(plan),
         )

@@ -69,22 +69,16 @@ class Regularity:
 
         On a set of points at most `reach` from $c$.
         """
-        quadratic = rate * regularizer
-        convexity = self.strong_convexity
-        terms = self.term_lipschitz
-        return dataclasses.replace(
-            self,
-            lipschitz=rate * self.lipschitz + (quadratic * reach if quadratic else 0.0),
-            strong_convexity=(
-                None if convexity is None else rate * convexity + quadratic
-            ),
-            smoothness=rate * self.smoothness + quadratic,
-            error=rate * self.error,
-            gradient_error=rate * self.gradient_error,
-            rounding=rate * self.rounding,
-            term_lipschitz=None if terms is None else rate * terms,
-            quadratic=quadratic,
-        )
+        quadratic, convexity = rate * regularizer, self.strong_convexity
+        names = "lipschitz", "smoothness", "error", "gradient_error", "rounding"
+        scaled = {name: rate * getattr(self, name) for name in names}
+        scaled["lipschitz"] += quadratic * reach if quadratic else 0.0
+        scaled["smoothness"] += quadratic
+        if convexity is not None:
+            scaled["strong_convexity"] = rate * convexity + quadratic
+        if self.term_lipschitz is not None:
+            scaled["term_lipschitz"] = rate * self.term_lipschitz
+        return dataclasses.replace(self, quadratic=quadratic, **scaled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +164,10 @@ def scaled_potential(
 
 
 class _AbstractScaled(AbstractPotential):
-    score: AbstractVar[AbstractPotential]
-    rate: AbstractVar[Number]
-    quadratic: AbstractVar[Number]
-    center: AbstractVar[PyTree]
+    score: AbstractPotential
+    rate: Number
+    quadratic: Number
+    center: PyTree
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         return self._times_rate(self.score(x)) + self._square(x)
@@ -200,11 +194,6 @@ class _AbstractScaled(AbstractPotential):
 
 
 class _ScaledScore(_AbstractScaled):
-    score: AbstractPotential
-    rate: Number
-    quadratic: Number
-    center: PyTree
-
     @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         values = self.score.many(xs)
@@ -214,9 +203,6 @@ class _ScaledScore(_AbstractScaled):
 
 class _ScaledSum(_AbstractScaled, AbstractSumPotential):
     score: AbstractSumPotential
-    rate: Number
-    quadratic: Number
-    center: PyTree
     num_terms: int = eqx.field(static=True)
 
     @override

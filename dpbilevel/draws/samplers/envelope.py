@@ -62,7 +62,7 @@ class ConvexEnvelope(AbstractExactOracle):
     $$e \le \frac{\rho_J + \sqrt{\rho_J^2 + 4 P d}}{2 P} .$$
 
     By Jensen's inequality a try is accepted with probability at least $e^{-E R}$, and
-    $E R \le \frac{\beta - \alpha}{2} e^2$ where $U$ is smooth, $E R \le 2 L e$ always.
+    $E R \le \frac{\beta - \alpha}{2} e^2$ if $U$ is smooth, $E R \le 2 L e$ always.
     The step size is the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$.
 
     **Inexact values.** If values are within $\zeta$ of those of $U$ and gradients
@@ -74,11 +74,11 @@ class ConvexEnvelope(AbstractExactOracle):
 
     Args:
         gradient_steps: $J$. Static; set by `with_counts`, as all fields.
-        draw_tries: Of one Gaussian draw on the set. Static.
+        draw_tries: The tries of one Gaussian draw on the set. Static.
         curvature: $\alpha$.
         slack: $\kappa$.
         drop: $L D + \frac{\alpha}{2} D^2$: how much lower the support is, and without
-            slope, where the gradient is not finite.
+            slope, if the gradient is not finite.
 
     References:
         The tries and their bounds are ours; the step that they serve is that of Lee,
@@ -172,12 +172,12 @@ class ConvexEnvelope(AbstractExactOracle):
         return self._tangent(target, point)
 
     @override
-    def moved(self, target, y, common) -> PyTree:
+    def move(self, target, y, common) -> PyTree:
         r"""Average this tangent and the one at the middle $p$ of its proposals.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
-        \|\delta\|^2$ makes the proposals' mass least where the set does not cut it.
+        \|\delta\|^2$ makes the proposals' mass least if the set does not cut it.
 
         References:
             Kiwiel, "An aggregate subgradient method for nonsmooth convex minimization",
@@ -210,7 +210,7 @@ class ConvexEnvelope(AbstractExactOracle):
     def proposal(self, target, y, common, *, key) -> tuple[PyTree, Array]:
         potential, feasible, step_size = target
         curvature, c = self.curvature, common.point
-        x, accepted = restricted.tried_normal(
+        x, accepted = restricted.try_normal(
             feasible,
             self._middle(target, y, common),
             (step_size / (1 + curvature * step_size)) ** 0.5,

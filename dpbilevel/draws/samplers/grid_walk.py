@@ -101,7 +101,7 @@ class GridWalk(AbstractSampler):
     Privacy:
         Nothing is released but the draw. Trip counts, shapes and the number of
         evaluations are public, as long as those inside the potential are; whether a try
-        was accepted shows in none of them. Where the potential is not finite it counts
+        was accepted shows in none of them. If the potential is not finite it counts
         as 0. In exact real arithmetic.
 
     References:
@@ -161,7 +161,7 @@ class GridWalk(AbstractSampler):
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
         r"""Return what the class text proves for these counts; it has no `distance`.
 
-        `log_ratio` is $\xi$ for these counts; infinite, and unproved, where it is above
+        `log_ratio` is $\xi$ for these counts; infinite, and unproved, if it is above
         what was aimed at, because the walk was cut short or a count, the penalty or the
         slack was set too low. With all counts open, it is what is aimed at.
         """

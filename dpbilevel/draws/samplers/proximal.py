@@ -81,7 +81,7 @@ class Mixing(eqx.Module):
     def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
         """Return the fewest steps with at most that distance left.
 
-        On the host with NumPy; in a program with `jax.numpy`, where logarithms round.
+        On the host use NumPy; in a program `jax.numpy`, whose logarithms round.
         """
         start = self.width / (2 * step_size**0.5 * distance)
         steps = xp.ceil(xp.log(start) / xp.log1p(self.convexity * step_size))
@@ -193,8 +193,8 @@ class AbstractProximalOracle(eqx.Module):
     def draw_failure(self, plan: ProximalPlan) -> float:
         r"""Return the chance that any draw of a proposal runs out of its tries.
 
-        That some $y$ comes farther from the set than a reach, which half of the plan's
-        share is for, plus that of rejecting all tries of any draw within it.
+        It adds the chance that some $y$ is farther from the set than a reach, which is
+        half of `plan.failure`, and that of rejecting all tries of a draw within it.
         """
         chance, any_mean = self._draw_chance(plan)
         if chance >= 1:
@@ -235,7 +235,7 @@ class AbstractExactOracle(AbstractProximalOracle):
         """Return the proposal, and $r$ with the chance $e^{-r}$ to accept it."""
 
     @abc.abstractmethod
-    def moved(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
+    def move(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
         """Return other common values, after many rejected tries at `y`."""
 
 

@@ -68,11 +68,12 @@ class StochasticRejection(AbstractProximalOracle):
 
     Args:
         stages: $A$. Static; set by `with_counts`.
-        draw_tries: Of one Gaussian draw on the set. Static; set by `with_counts`.
+        draw_tries: The tries of one Gaussian draw on the set. Static; set by
+            `with_counts`.
 
     References:
         Gopi, Lee and Liu, "Private Convex Optimization via Exponential Mechanism",
-        Algorithm 2 and Lemmas 22 to 24; there $\rho$ is clipped as a whole, and the
+        Algorithm 2 and Lemmas 22 to 24; there $\rho$ itself is clipped, and the
         constant of the step size is not given.
     """
 
@@ -176,14 +177,14 @@ class StochasticRejection(AbstractProximalOracle):
             )
         )(keys[:2])
         x, z = (jax.tree.map(lambda v, i=i: v[i], both) for i in (0, 1))
-        # Its inner loop: products of differences of random terms, until a break.
+        # The inner loop: products of differences of random terms, until a break.
         indices = jax.random.randint(keys[2], (stages,), 0, potential.num_terms)
         values = jax.vmap(potential.term, (0, None))
         gaps = values(indices, z) - values(indices, x)
         gaps = jnp.where(jnp.isnan(gaps), 0, jnp.clip(gaps, -_CLIP, _CLIP))
         reached = _reached(stages, gaps.dtype, keys[3])
         rho = 1 + jnp.sum(jnp.where(reached, jnp.cumprod(gaps), 0))
-        # Its last line, u <= rho / 2, with u = exp(-coin).
+        # The last line, u <= rho / 2, with u = exp(-coin).
         coin = standard_exponential((), rho.dtype, key=keys[4])
         return x, coin >= -jnp.log(rho / 2), 2 * jnp.sum(reached).astype(rho.dtype)
 

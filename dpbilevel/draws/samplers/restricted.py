@@ -38,19 +38,18 @@ def restricted_normal(
 ) -> PyTree:
     r"""Draw one point with density $\propto e^{-\|x - a\|^2 / (2 s^2)}$ on the set.
 
-    That is a box (or a product of boxes), which needs one try, a ball, or a simplex, on
-    which the density refers to the volume of its hyperplane. The mean $a$ may be
+    The set is a box (or a product of boxes), which needs one try, a ball, or a simplex,
+    on which the density refers to the volume of its hyperplane. The mean $a$ may be
     anywhere, and the point has its structure; the deviation is $s > 0$.
 
     Raises:
         ValueError: A set of another kind.
     """
-    point, accepted = tried_normal(feasible, mean, deviation, tries, key=key)
-    fallback = feasible.project(mean)
-    return jax.tree.map(lambda v, a: jnp.where(accepted, v, a), point, fallback)
+    point, accepted = try_normal(feasible, mean, deviation, tries, key=key)
+    return optax.tree.where(accepted, point, feasible.project(mean))
 
 
-def tried_normal(
+def try_normal(
     feasible: AbstractSet,
     mean: PyTree,
     deviation: Float[Array, ""] | float,
@@ -78,9 +77,9 @@ def tried_normal(
         points, accepted = _ball(offset, radius, tries, key)
         points = center[None, :] + deviation * points
     elif isinstance(feasible, Simplex):
-        points, accepted = _simplex(flat, deviation, float(feasible.scale), tries, key)
+        points, accepted = _simplex(flat, deviation, feasible.scale, tries, key)
     else:
-        # Of a box the ends are where infinity is projected to.
+        # A box projects infinity to its ends.
         ends = (optax.tree.full_like(mean, end) for end in (-jnp.inf, jnp.inf))
         lower, upper = (
             jax.flatten_util.ravel_pytree(feasible.project(end))[0] for end in ends
@@ -164,7 +163,7 @@ def reach(
     Farther with at most the given probability: with the ball at zero, $\|x + \sigma
     \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$, and each of the two is
     beyond its quantile with half the probability.
-    0 on other sets, where `acceptance` does not depend on it.
+    0 on other sets, whose `acceptance` does not depend on it.
     """
     if not isinstance(feasible, Ball):
         return 0.0
@@ -314,7 +313,7 @@ def _ball_acceptance(dimension: int, radius: float, reach: float) -> float:
     with np.errstate(invalid="ignore", divide="ignore"):
         log_ratio = _psi(edges, radius, squares) - top + slope * (squares - low)
     values = np.where(squares < radius**2, np.exp(np.minimum(log_ratio, 0)), 0)
-    # Of the two outermost intervals nothing is counted.
+    # The two outermost intervals do not count.
     chance = np.minimum(values[:, :-1], values[:, 1:]).sum(1) / _LEVELS
     drop = np.diff(proposed[:, 0])
     return _ROUNDING * float(min(chance[0], np.min(chance[1:] * np.exp(drop))))

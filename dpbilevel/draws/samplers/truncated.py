@@ -73,12 +73,12 @@ def tail_distance(
     """
     last = tail_exponent(near, width)
     missing = jnp.expm1(-exponential) * -jnp.expm1(-last)  # in (-1, 0]
-    # 1 + missing as a sum of positive numbers, where it is close to zero.
+    # A sum of positive numbers keeps 1 + missing exact when it is close to zero.
     survival = jnp.exp(-last) - jnp.exp(-exponential) * jnp.expm1(-last)
     target = jnp.where(
         missing > -0.5, -jnp.log1p(jnp.maximum(missing, -0.5)), -jnp.log(survival)
     )
-    tiny = jnp.finfo(near.dtype).tiny  # where both are zero
+    tiny = jnp.finfo(near.dtype).tiny  # if both are zero
     first = 2 * target / (near + jnp.sqrt(near**2 + 2 * target) + tiny)
 
     def newton(_, t):

@@ -105,7 +105,7 @@ class HyperObjective(AbstractScore):
         """Return how far a computed value may be off."""
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
-            largest += 2 * self._reach()
+            largest += 2 * self._change()
         solution = self._target(dtype) + self._rounding(self._bounds(), dtype)
         rounding = sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
         return self._slope() * solution + rounding
@@ -119,19 +119,19 @@ class HyperObjective(AbstractScore):
     def spreads(self) -> tuple[Any, Any]:
         """Return how far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
-        # Also where losses are cut: cutting sets no two values further apart.
+        # This holds for clipped losses, too: clipping moves no two values apart.
         n = self.sizes.upper
         upper = 2 * self._range() / n
         lower = 2 * self._slope() * bounds.solution_shift
         if self.clip_range is not None:
             return upper, lower
         diameter = self.problem.x_set.diameter
-        upper = _least(bounds.upper * diameter, 2 * self._spread_reach() / n)
+        upper = _least(bounds.upper * diameter, 2 * self._change(of_spread=True) / n)
         return upper, _least(bounds.lower * diameter, lower)
 
     def _range(self) -> Number:
         """Return how far an upper loss may be from itself at another point."""
-        return self._reach() if self.clip_range is None else self.clip_range
+        return self._change() if self.clip_range is None else self.clip_range
 
     def _half(self) -> Number:
         """Return the clip norm of upper losses about a reference, or $B/2$.
@@ -140,21 +140,13 @@ class HyperObjective(AbstractScore):
         """
         return self._range() if self.clip_range is None else self._range() / 2
 
-    def _reach(self) -> Number:
-        """Return `_range` by constants."""
+    def _change(self, *, of_spread: bool = False) -> Number:
+        """Bound the change of a loss, or half that of a difference, between points."""
         second = self._certificate().second_order
-        return self._between(second.upper_x, second.upper_y)
-
-    def _spread_reach(self) -> Number:
-        """Return half of how far the difference of two losses may be from itself."""
-        second = self._certificate().second_order
-        return self._between(second.upper_x_spread, second.upper_y_spread)
-
-    def _between(self, slope_x: Any, slope_y: Any) -> Number:
-        """Bound the change of a function of these slopes from one point to another."""
-        second = self._certificate().second_order
-        reach = 2 * slope_y * second.solution_radius
-        return reach + slope_x * self.problem.x_set.diameter if slope_x else reach
+        slope_x = second.upper_x_spread if of_spread else second.upper_x
+        slope_y = second.upper_y_spread if of_spread else second.upper_y
+        change = 2 * slope_y * second.solution_radius
+        return change + slope_x * self.problem.x_set.diameter if slope_x else change
 
     def _slope(self) -> float:
         """Return the Lipschitz constant in y of the computed upper objective.
@@ -177,7 +169,7 @@ class HyperObjective(AbstractScore):
         rounding = float(self._rounding(bounds, dtype))
         if self.measure == "slope":
             return rounding
-        # Half of what is allowed beside the spread of a lower record alone.
+        # Half of the error that is allowed beside the spread of a lower record.
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
     def _most_steps(self, dtype: DTypeLike) -> int:
@@ -294,7 +286,7 @@ class GradientNorm(AbstractScore):
     r"""Gradient mapping $\|x - \Pi_X(x - \nabla \Phi(x))\|$, zero at stationary points.
 
     In the interior, as far as a unit step does not leave the set, that is the norm of
-    the hypergradient; where the set's boundary holds a step back, it is smaller. A
+    the hypergradient; it is smaller if the set's boundary holds a step back. A
     record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
     setting points further apart, the score by as much, and the differences between two
     points by $2 S_r$; the errors of the inner solves are part of $S_r$.
