@@ -97,9 +97,7 @@ class Rounds:
         result = self._folder.result()
         if result is None:
             self._saved = self._folder.begin()
-            if (
-                self.done == run.solver.num_steps
-            ):  # it stopped before its result was written
+            if self.done == run.solver.num_steps:  # only the result is missing
                 self._finish()
             return
         solution, self._noisy = result

@@ -230,7 +230,7 @@ def test_the_last_moment_needs_the_lock_too(moment, tmp_path, monkeypatch):
     search = made(folder=tmp_path)
     finished(search, looped.EVALUATIONS[NAME] - 1)
     on, name = {
-        "release": (search._rounds, "_released"),
+        "release": (search._rounds, "_after"),
         "result": (rounds, "solution_of"),
     }[moment]
     computed, file = getattr(on, name), tmp_path / checkpoint.NAME

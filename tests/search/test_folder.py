@@ -19,6 +19,7 @@ from tests.attacks.test_secrets import children, holds, root_key
 from tests.search.test_search import (
     BOX,
     EVALUATIONS,
+    FINISHED,
     NAME,
     RECORDS,
     Counted,
@@ -27,8 +28,6 @@ from tests.search.test_search import (
     search,
     searched,
 )
-
-FINISHED = ["search.json", "spending.jsonl"]
 
 
 @pytest.fixture(scope="module")

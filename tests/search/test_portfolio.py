@@ -62,7 +62,9 @@ def drawn(solver, losses, runs=20_000):
     @jax.vmap
     def one(key):
         state = solver.init(dpb.FiniteSum(len, w_set=BOX), jnp.zeros(2))
-        return solver._drawn(dpb.FiniteSum(len, w_set=BOX), state, told, losses, key).w
+        return solver._draw_step(
+            dpb.FiniteSum(len, w_set=BOX), state, told, losses, key
+        ).w
 
     found = one(jax.random.split(jax.random.key(2), runs))
     return np.asarray([np.sum(found[:, 0] == p) for p in line[:, 0]])

@@ -33,6 +33,7 @@ SOLVERS = {
 EVALUATIONS = {"random_search": 12, "repeat_and_select": 12, "noisy_ucb": 4}
 EVALUATIONS["gradient_informative"] = 5 + 2 * 3
 NAME = "noisy_ucb"
+FINISHED = ["search.json", "spending.jsonl"]
 solvers = pytest.mark.parametrize("name", SOLVERS)
 
 
