@@ -113,7 +113,7 @@ def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[...,
             if isinstance(value, Tracer | jax.ShapeDtypeStruct):
                 continue
             known = concrete(value) and not isinstance(value, bool)
-            # As floats of the host: inside a trace, device arrays do not compare.
+            # A float of the host: inside a trace, device arrays do not compare.
             found = float(value) if known else math.nan  # pyright: ignore
             if not (math.isfinite(found) and holds(found)):
                 kind = "" if known else "a number, "
