@@ -42,7 +42,8 @@ def at_least_single(value: float | jax.Array) -> float | jax.Array:
     if isinstance(value, np.generic):
         return float(value)
     if isinstance(value, np.ndarray | jax.Array):
-        return jnp.asarray(value, jnp.promote_types(value.dtype, jnp.float32))
+        single = value.dtype in (jnp.float32, jnp.float64)
+        return jnp.asarray(value) if single else jnp.asarray(value, jnp.float32)
     return value
 
 
