@@ -48,7 +48,8 @@ def at_least_single(value: float | jax.Array) -> float | jax.Array:
     if isinstance(value, np.generic):
         return float(value)
     if isinstance(value, np.ndarray | jax.Array):
-        return jnp.asarray(value, jnp.promote_types(value.dtype, jnp.float32))
+        single = value.dtype in (jnp.float32, jnp.float64)
+        return jnp.asarray(value) if single else jnp.asarray(value, jnp.float32)
     return value
 
 
@@ -119,7 +120,7 @@ def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[...,
             if isinstance(value, Tracer | jax.ShapeDtypeStruct):
                 continue
             known = concrete(value) and not isinstance(value, bool)
-            # As floats of the host: inside a trace, device arrays do not compare.
+            # A float of the host: inside a trace, device arrays do not compare.
             found = float(value) if known else math.nan  # pyright: ignore
             if not (math.isfinite(found) and holds(found)):
                 kind = "" if known else "a number, "

@@ -107,7 +107,7 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
             return ravel_pytree(jax.jvp(gradient, (w,), (unravel(v),))[1])[0]
 
         def unit(v):
-            # By the largest entry first: squares would overflow.
+            # The largest entry divides first: squares would overflow.
             largest = jnp.max(jnp.abs(v))
             v = v / jnp.where(largest > 0, largest, 1)
             return v / jnp.where(largest > 0, jnp.linalg.norm(v), 1)

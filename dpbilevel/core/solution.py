@@ -1,4 +1,4 @@
-"""What a run returns: the released answer, and its guarantee."""
+"""Plans and solutions: a calibrated solver, a released answer, and its guarantee."""
 
 import dataclasses
 from typing import Any, Generic, Self, TypeVar
@@ -22,7 +22,7 @@ class Plan(Generic[Solver]):
     Attributes:
         solver: The solver with its noise and the planned sizes.
         report: The guarantee.
-        remarks: What to warn of before the run.
+        remarks: Texts to warn of before the run.
     """
 
     solver: Solver
@@ -58,7 +58,7 @@ class Plan(Generic[Solver]):
 
 
 class Solution(eqx.Module, Generic[Report]):
-    """What a run releases.
+    """The released result of a run.
 
     Attributes:
         value: The released answer: `w` for one level, `(x, y)` for two and for saddle

@@ -33,8 +33,8 @@ SHARE = 0.01  # of the squared budget
 # Lengths of the blocks, in units of the usable entry. Shorter blocks mean less noise in
 # the usable entry, and more noise in the blocks.
 _BLOCK, _PLACES = 1 / OF_COLUMNS, 1 / OF_PLACES
-# With more groups or sources their shares are lost in the noise, so none is released.
-_MOST_PLACES = 64
+# Their shares are lost in the noise if there are more, so none is released then.
+_MOST_PLACES = 64  # groups or sources
 _MOST_NOISE = 0.25  # of the usable share, for its release
 
 
@@ -153,10 +153,14 @@ class RecordsCheck:
         return _planned(tuple(columns.items()), budget, sizes, neighbours, precision)
 
     @property
+    def _by_role(self) -> dict[str, Release]:
+        """The releases by the role of the records that each of them reads."""
+        return {release.queries[0].role: release for release in self.releases}
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """Assumptions in the report of the run about levels that are not checked."""
-        checked = {query.role for r in self.releases for query in r.queries}
-        left = [role for role, _ in self.columns if role not in checked]
+        left = [role for role, _ in self.columns if role not in self._by_role]
         if not left:
             return ()
         which = "the records" if left == [RECORDS] else f"{' and '.join(left)} records"
@@ -190,15 +194,9 @@ class RecordsCheck:
             the records.
         """
         columns, means = dict(self.columns), self.means(indicators, key, owner)
-        return Usability(
-            {
-                query.role: _level(
-                    columns[query.role], means[query.role], release.noise_std
-                )
-                for release in self.releases
-                for query in release.queries
-            }
-        )
+        releases = self._by_role.items()
+        levels = {r: _level(columns[r], means[r], v.noise_std) for r, v in releases}
+        return Usability(levels)
 
     def means(
         self, indicators: Mapping[str, Any], key: PRNGKey, owner: str = "solve"
@@ -207,13 +205,12 @@ class RecordsCheck:
 
         Arguments and errors are those of `release`.
         """
-        roles = [query.role for r in self.releases for query in r.queries]
-        keys = [key] if len(roles) < 2 else derive(key, *roles)
-        found = {}
-        for release, own in zip(self.releases, keys, strict=False):
-            (role,) = (query.role for query in release.queries)
-            found[role] = released_mean(release, indicators[role], key=own, owner=owner)
-        return found
+        releases = self._by_role
+        keys = [key] if len(releases) < 2 else derive(key, *releases)
+        return {
+            role: released_mean(release, indicators[role], key=own, owner=owner)
+            for (role, release), own in zip(releases.items(), keys, strict=False)
+        }
 
 
 def released_mean(
@@ -248,22 +245,22 @@ def _planned(columns, budget, sizes, neighbours, precision) -> RecordsCheck:
     if budget.delta == 0:
         return RecordsCheck(columns, ())
 
-    def planned(roles: dict[str, Columns]) -> list[Release]:
+    def planned(columns) -> RecordsCheck:
         # A person who may have a record in each level is charged for all levels.
-        apart = people_of(sizes) is People.DISJOINT
-        times = 1 if apart else max(len(roles), 1)
+        disjoint = people_of(sizes) is People.DISJOINT
+        times = 1 if disjoint else max(len(columns), 1)
         multiplier = least_multiplier(FullBatch(), 1, 1, budget)
         noise = Gaussian(multiplier * math.sqrt(times / SHARE), neighbours, precision)
-        counts: Any = {role: getattr(sizes, role, sizes) for role in roles}
-        queries = [Query(role, counts[role], roles[role].clip_norm) for role in roles]
-        return [Release(_NAMES[q.role], 1, (q,), noise) for q in queries]
+        queries = (
+            Query(role, getattr(sizes, role, sizes), declared.clip_norm)
+            for role, declared in columns
+        )
+        releases = (Release(_NAMES[q.role], 1, (q,), noise) for q in queries)
+        return RecordsCheck(columns, tuple(releases))
 
-    all_roles = dict(columns)
-    precise = [r for r in planned(all_roles) if r.noise_std <= _MOST_NOISE]
-    return RecordsCheck(
-        columns,
-        tuple(planned({q.role: all_roles[q.role] for r in precise for q in r.queries})),
-    )
+    releases = planned(columns)._by_role
+    precise = [v for v in columns if releases[v[0]].noise_std <= _MOST_NOISE]
+    return RecordsCheck(columns, planned(tuple(precise)).releases)
 
 
 _NAMES = {role: f"usable records of the {role} level" for role in LEVELS}

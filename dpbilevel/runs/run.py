@@ -205,7 +205,7 @@ def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run
             lambda v: jnp.zeros((solver.num_steps, *v.shape), v.dtype),
             solver.released(state),
         )
-    # As hard to invert as the keys of later steps, which a checkpoint holds anyway.
+    # It is as hard to invert as the keys of later steps, which a checkpoint holds.
     name = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes()).hexdigest()
     return Run(problem, plan, data, 0, state, key, path, leaves, name)
 

@@ -234,7 +234,9 @@ def damaged(content):
 def test_damaged_checkpoint_is_refused(prepared, interrupted, damage):
     file = interrupted / checkpoint.NAME
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*--restart"):
+    with pytest.raises(
+        ValueError, match=r"damaged or not a checkpoint.*start a new run"
+    ):
         run(prepared, interrupted, resume=True)
 
 
