@@ -1,4 +1,4 @@
-"""Worst-case problems: a record is its own gradient, in one direction at every step."""
+"""Worst-case problems: a record is its own gradient, the same at every step."""
 
 import dataclasses
 import functools
@@ -39,13 +39,13 @@ from ..search.random_search import RandomSearch
 from ..search.tuned_training import TunedTraining
 from ..sets import Ball, Box, Euclidean, Product
 
-# A record's gradient, far beyond any clip norm.
+# Gradient of a record, far beyond any clip norm.
 BEYOND = 1e6
 # Slopes of public terms that dwarf any noise and, over any penalty, each other.
 _PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
-# A start that noise does not turn around.
+# Initial point whose sign noise does not change.
 _AHEAD = 1e3
-# A start, and a jump of a loss, that dwarf what noise moves.
+# Initial point and jump of a loss that dwarf any noise.
 _FAR, _JUMP = 1e6, 1e15
 
 
@@ -53,15 +53,15 @@ _FAR, _JUMP = 1e6, 1e15
 def worst_case(
     solver: AbstractSolver, x_in_records: Any, zeros: PyTree
 ) -> tuple[AbstractProblem, PyTree]:
-    """The canary problem of a solver and its starting point, by the solver's class.
+    """Return the canary problem of a solver and its initial point, by its class.
 
-    By default they follow from the class of its problems. `worst_case.register` adds
-    those of a class of one's own.
+    By default both follow from the class of its problems. `worst_case.register` adds
+    those of another class.
 
     Args:
         solver: A calibrated solver, bound to its sizes.
-        x_in_records: Which levels' losses read x.
-        zeros: A start of zeros in one variable.
+        x_in_records: The levels whose losses read x.
+        zeros: Zeros of the shapes of one variable.
 
     Raises:
         ValueError: No worst case is known.
@@ -81,8 +81,8 @@ def worst_case(
         return problem, (jnp.full(1, -80.0), zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
-            f"canaries: no worst case is known for {solver.problem_type.__name__}; "
-            "audit on neighbouring data of your own with audit.trade_off."
+            f"canaries: no worst case is known for {solver.problem_type.__name__}. "
+            "Audit neighbouring data of your own with audit.trade_off."
         )
     if solver.basis is Basis.CONSTANTS:
         return _certified(optax.tree.size(zeros)), (zeros, zeros)
@@ -90,7 +90,7 @@ def worst_case(
     reads = tuple(role for role in LEVELS if declared.reads_x(role))
     problem = _bilevel(reads)
     if isinstance(getattr(solver, "then", None), Recalibration):
-        # A slope along a model whose sign noise does not change.
+        # Slope along a model whose sign noise does not change.
         return problem, (zeros, jax.tree.map(lambda v: v + _AHEAD, zeros))
     if "lower" in reads:
         return problem, (zeros, (zeros, jnp.zeros(())))
@@ -150,7 +150,7 @@ def _(solver: TunedTraining, _, zeros):
 
 
 def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
-    """That of sum(y) beside the loss, at which both tell of a record what they can."""
+    """Return the weight of sum(y) beside the loss at which both leak the most."""
     first, sizes = solver.candidates[0], solver.sizes
     assert sizes is not None
     multiplier, size = first.run_noise.event().noise_multiplier, first.step_size
@@ -165,7 +165,7 @@ def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
 
 
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
-# The same where a record of zero counts for nothing, not even for its coordinate.
+# The same; a record of zero counts for nothing, not even for its coordinate.
 _PRESENT = FiniteSum(lambda w, z: z * (z / z) * optax.tree.sum(w))
 # The same with records of the length that is declared.
 _LIPSCHITZ = FiniteSum(
@@ -175,8 +175,8 @@ _LIPSCHITZ = FiniteSum(
     smoothness=0.0,
 )
 
-# Losses at points of a box: a record moves those of two points against each other, or
-# all of them alike.
+# Losses at points of a box: a record moves the losses of two points in opposite
+# directions, or all losses alike.
 _TILTED = FiniteSum(lambda w, z: z * w[0], w_set=Box(-1.0, 1.0))
 _SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
 
@@ -185,7 +185,7 @@ _PULL = VariationalInequality(
 )
 
 
-# Gradients and losses of one sign, that of the record; it is worst to be one group.
+# Gradients and losses have the sign of the record; one group is the worst case.
 _ONE_GROUP = group_fair(
     lambda x, z: z * (optax.tree.sum(x) + _JUMP),
     (1.0,),
@@ -194,9 +194,9 @@ _ONE_GROUP = group_fair(
 
 
 def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
-    """Constant operators, on a ball that the noisy points hardly leave.
+    """Return constant operators on a ball that the noisy points hardly leave.
 
-    Where nothing is clipped, records have the length that is declared.
+    If nothing is clipped, records have the declared length.
     """
     length = BEYOND * math.sqrt(size)
     if solver.inner != "picard":
@@ -223,7 +223,7 @@ def _constant(unit: float, length: float, radius: float) -> VariationalInequalit
 
 @functools.cache
 def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
-    """The canary of the bilevel problems in which these levels' records meet x."""
+    """Return the canary of bilevel problems whose losses of these levels read x."""
     upper = _reading if "upper" in reads else _plain
     if "lower" not in reads:
         return BilevelProblem(upper, _plain, x_in_records=reads)
@@ -241,7 +241,7 @@ def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
 
 @functools.cache
 def _certified(size: int) -> BilevelProblem:
-    r"""The canary of solvers that rest on constants: all of them are attained.
+    r"""Return the canary of solvers that rest on constants; all are attained.
 
     $f = \langle z 1 + y, x \rangle$ and $g = \frac12 \|y\|^2 - \langle z 1, y \rangle$
     have the hypergradient $(\bar z_f + \bar z_g) 1$.
@@ -277,7 +277,7 @@ def _certified(size: int) -> BilevelProblem:
 
 @functools.cache
 def _bounded(size: int) -> BilevelProblem:
-    r"""The same hyper-objective $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
+    r"""Return the canary $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
 
     Draws take the range of a score from constants that hold on the set.
     """
@@ -292,7 +292,7 @@ def _bounded(size: int) -> BilevelProblem:
 
 @functools.cache
 def _selecting(weight: float) -> BilevelProblem:
-    """Models of the largest weighted sum and the least loss, which a record moves."""
+    """Return a selection by loss and weighted sum of the model; a record moves both."""
     return BilevelProblem(
         lambda x, y, z: z,
         _plain,
@@ -302,11 +302,11 @@ def _selecting(weight: float) -> BilevelProblem:
 
 
 def _of_sources(y, z):
-    """Linear in the block y[0] and, which only mixtures notice, in the anchor y[1].
+    """Return a loss that is linear in the block y[0] and the anchor y[1].
 
-    The anchor starts far from zero and hardly moves, so that a mixture's gradient in
-    its coefficients has a known sign. A jump away from the start, which derivatives do
-    not see, gives a known sign to every score.
+    Only mixtures notice the anchor. It starts far from zero and hardly moves, so that a
+    mixture's gradient in its coefficients has a known sign. A jump away from the start,
+    which derivatives do not see, gives a known sign to every score.
     """
     block, anchor = y
     moved = optax.tree.norm(block, squared=True) > 0
@@ -320,7 +320,7 @@ def _of_array(y, z):
 
 
 def _of_one_group(y, z):
-    """Linear. A group that is alone has scale 1, whatever its energy."""
+    """Return a linear loss. A group that is alone has scale 1 for every energy."""
     return z * optax.tree.sum(y)
 
 
@@ -343,7 +343,7 @@ def _square(x, y, z):
     return z * (z / z) * jnp.sum(y * y) / 2
 
 
-# Curvatures of both signs; a record of zero, which has none, counts for nothing.
+# Curvatures of both signs; a record of zero counts for nothing.
 _CURVED = BilevelProblem(_plain, _square, x_in_records=False)
 
 

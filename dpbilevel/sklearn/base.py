@@ -163,7 +163,7 @@ class PrivateEstimator(_Fitted):
         except ValueError as error:
             raise ValueError(
                 f"{self._owner}.fit: the clean records have other columns than the "
-                f"training records ({error}). Transform clean= as X: a pipeline does not."
+                f"training records ({error}). Transform clean= in the same way as X."
             ) from None
         return array
 
