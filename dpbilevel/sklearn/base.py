@@ -137,34 +137,35 @@ class PrivateEstimator(_Fitted):
                 the number of rows is public.
         """
         relation = getattr(self, "neighbours", Neighbours.REPLACE_ONE.value)
-        array = check_array(
-            numbers(X),
-            dtype="float64",
-            ensure_all_finite=False,
-            ensure_min_samples=int(relation == Neighbours.REPLACE_ONE.value),
-            estimator=self,
-            input_name="X",
-        )
-        validate_data(self, _named(X, array), skip_check_array=True)
-        return array
+        return self._read(X, int(relation == Neighbours.REPLACE_ONE.value))
 
     def _more_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
         """Return features of further protected records with the same columns.
 
         Raises:
             TypeError: They are sparse.
-            ValueError: They are no table of as many columns.
+            ValueError: They are no table with these columns.
         """
-        array = check_array(
-            numbers(X), dtype="float64", ensure_all_finite=False, estimator=self
-        )
         try:
-            validate_data(self, _named(X, array), reset=False, skip_check_array=True)
+            return self._read(X, 1, reset=False)
         except ValueError as error:
             raise ValueError(
                 f"{self._owner}.fit: the clean records have other columns than the "
                 f"training records ({error}). Transform clean= in the same way as X."
             ) from None
+
+    def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
+        array = check_array(
+            numbers(X),
+            dtype="float64",
+            ensure_all_finite=False,
+            ensure_min_samples=least,
+            estimator=self,
+            input_name="X",
+        )
+        # If X is a sequence, scikit-learn would count the cells of its first record.
+        named = X if elements(X) is None else array
+        validate_data(self, named, **options, skip_check_array=True)
         return array
 
     def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
@@ -406,15 +407,6 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
-
-
-def _named(X: Any, array: np.ndarray) -> Any:
-    """Return an object with the names and the number of columns of X.
-
-    That is the array if X is a sequence: scikit-learn would count the cells of its
-    first record.
-    """
-    return X if elements(X) is None else array
 
 
 def with_nan(

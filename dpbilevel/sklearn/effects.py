@@ -1,4 +1,4 @@
-r"""How strong the effects of the features are, from a release before the fit.
+r"""Strength of the effects of the features, from a release before the fit.
 
 With many features and few records the noise of a fit needs a ridge; with strong effects
 the same ridge would hide them. If coefficients are equally likely in all directions,
@@ -25,8 +25,8 @@ from .public_size import Beforehand, PublicSize, release_within
 
 # docs/constants.md, "Estimators".
 _SHARE = 0.01, 0.1  # of the squared budget
-_WANTED = 0.2  # noise worth more of it, times the number of parameters to the power 3/4
-_MOST_NOISE = 0.2  # with more, nothing is released
+_WANTED = 0.2  # noise worth more, times the number of parameters to the power 3/4
+_MOST_NOISE = 0.2  # with more noise nothing is released
 # Weights beside products of indicators and features: indicators, features, squares.
 _RATE, _ROW, _SQUARE = 0.5, 0.25, 0.25
 _SPREAD = 0.05, 0.85  # limits of the mean squared distance of rows from their mean
@@ -39,9 +39,9 @@ class Effects(Beforehand):
     """A planned release of the rates of the classes and the mean row of each.
 
     Attributes:
-        release: The release; None if the records are too few, or delta is 0.
-        classes: The number of classes.
-        width: The number of features, without a constant.
+        release: Release; None if the records are too few, or delta is 0.
+        classes: Number of classes.
+        width: Number of features, without a constant.
         centered: Whether the model has a constant.
     """
 
@@ -64,9 +64,9 @@ class Effects(Beforehand):
         Args:
             budget: The budget of the whole fit.
             planned: The public number of records, and the relation.
-            classes: As above.
-            width: As above.
-            centered: As above.
+            classes: As the attribute.
+            width: As the attribute.
+            centered: As the attribute.
 
         Privacy:
             Touches no data.
@@ -95,8 +95,8 @@ class Effects(Beforehand):
         r"""Release the rates, and the weight of a ridge for noise 1.
 
         Args:
-            features: Rows of length about 1, without a constant; NaN where one does not
-                count.
+            features: Rows of length about 1, without a constant; NaN for rows that do
+                not count.
             labels: The number of each record's class.
             key: A typed key for this release alone.
             owner: Name for error messages.
@@ -147,7 +147,7 @@ class Effects(Beforehand):
 def rows_of(
     features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"], classes: int
 ) -> Float[np.ndarray, "n w"]:
-    """Return what is released in the mean; NaN where a record does not count.
+    """Return rows whose mean is released; NaN for records that do not count.
 
     Args:
         features: As for `Effects.found`.
@@ -161,7 +161,7 @@ def rows_of(
     indicators = one_hot - np.float32(1 / classes)
     if classes == 2:
         indicators = indicators[:, 1:]
-    with np.errstate(all="ignore"):  # an exception would tell of a record
+    with np.errstate(all="ignore"):  # an exception would reveal a record
         features = features.astype(np.float32)
         products = indicators[:, :, None] * features[:, None, :]
         squares = np.square(features).sum(axis=1, keepdims=True)
@@ -171,7 +171,7 @@ def rows_of(
 
 
 def _expected(share: float, noise: float) -> float:
-    """Return the mean of a rate in [0, 1], uniform before its noisy share was seen."""
+    """Return the posterior mean of a rate in [0, 1] with a uniform prior."""
     share = min(max(share, -4 * noise), 1 + 4 * noise)
     normal = statistics.NormalDist(share, noise)
     chance = normal.cdf(1) - normal.cdf(0)
@@ -181,15 +181,15 @@ def _expected(share: float, noise: float) -> float:
 def _expected_square(
     limits: tuple[float, float], squared: float, variance: float, count: int
 ) -> float:
-    """Return the mean squared length of a vector that was seen with normal noise.
+    """Return the posterior mean of the squared length of a vector with normal noise.
 
-    Before it was seen, the chance of a squared length is in proportion to its inverse
-    square, within limits. The squared length of the noisy vector is about normal.
+    The prior of the squared length is in proportion to its inverse square, within
+    limits. The squared length of the noisy vector is about normal.
 
     Args:
         limits: The least and the largest squared length.
         squared: The squared length with noise, less its expected excess.
-        variance: Of the noise of a coordinate.
+        variance: The variance of the noise of a coordinate.
         count: The number of coordinates.
     """
     least, most = limits

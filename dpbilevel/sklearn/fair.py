@@ -107,9 +107,9 @@ class FairClassifier(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
+        budget, key, table, units = self._entry(X, key, refused)
         if groups is None:
             raise ValueError(f"{self._owner}.fit: give groups=, one for each record.")
-        budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         self.groups_, shares = self._groups()
         _checks.positive(self._owner, radius=self.radius)

@@ -1,8 +1,8 @@
-"""The typical length of rows, from a release of its own before the fit.
+"""Typical length of rows, from a release before the fit.
 
-Declared bounds admit rows far longer than those of the records. Noise and clip norm are
-in proportion to the unit of rows, so a unit that fits the records is worth more than
-the share of the budget that it costs.
+Declared bounds admit rows far longer than the rows of the records. Noise and clip norm
+are in proportion to the unit of rows, so a unit that fits the records is worth more
+than the part of the budget that it costs.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ from .declared import Frame
 from .public_size import Beforehand, PublicSize, release_within
 
 SHARE = 0.02  # of the squared budget
-SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
-# Bins of lengths, the first one of the longest rows; each is shorter than the one
-# before by the square root of 2.
+SHORT = 1 / 8  # of the longest row; shorter rows are warned of
+# Number of bins of lengths, longest rows first, each shorter than the one before by the
+# square root of 2.
 _BINS = 14
-_LONGER = 0.25  # the share of rows that are longer than the unit
-_LEAST = 0.25  # the share of rows that must count
-_MOST_NOISE = 0.1  # in a share; with more of it the declared unit is kept
+_LONGER = 0.25  # fraction of rows that are longer than the unit
+_LEAST = 0.25  # fraction of rows that must count
+_MOST_NOISE = 0.1  # noise of a fraction; with more of it the declared unit is kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths(Beforehand):
-    """A planned release of the shares of rows in each bin of lengths, and the rows.
+    """A planned release of the fraction of rows in each bin of lengths.
 
     Attributes:
-        release: The release; None if there are too few records for shares with little
+        release: Release; None if there are too few records for fractions with little
             noise, or delta is 0.
-        rows: The features in units of a `Frame`, in the planned number; NaN where a
-            record does not count. NON-PRIVATE.
-        longest: The length of the longest row that is declared.
+        rows: Features in units of a `Frame`, in the planned number; NaN for records
+            that do not count. NON-PRIVATE.
+        longest: Length of the longest declared row.
     """
 
     rows: Float[np.ndarray, "n d"]
@@ -56,8 +56,8 @@ class Lengths(Beforehand):
         Args:
             budget: The budget of the whole fit.
             planned: The public number of records, `size`, and the `relation`.
-            rows: As above.
-            longest: As above.
+            rows: As the attribute.
+            longest: As the attribute.
 
         Privacy:
             Touches no data.
@@ -84,7 +84,7 @@ class Lengths(Beforehand):
             release, or if hardly any row counts.
 
         Privacy:
-            The one release of `release`: the mean of rows of zeros and at most a one.
+            The one release of `release`: the mean of rows of zeros with one 1 at most.
         """
         if self.release is None:
             return math.nan
@@ -119,7 +119,7 @@ class Lengths(Beforehand):
 
 
 def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-    """Return a one in the bin of each row's length; zeros where a row does not count.
+    """Return a one in the bin of each row's length; zeros if a row does not count.
 
     Args:
         rows: Rows of length 1 at most.

@@ -120,12 +120,12 @@ class DPSourceReweighting(LinearClassifier):
             ValueError: Something is not declared, shapes do not fit, or tqdm is not
                 installed for `verbose=True`.
         """
+        budget, key, table, units = self._entry(X, key, refused)
         if sources is None or clean is None:
             raise ValueError(
                 f"{self._owner}.fit: give sources=, one for each record, and "
                 "clean=(X, y), the clean records."
             )
-        budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
         _checks.non_negative(self._owner, ridge=self.ridge)
@@ -175,8 +175,8 @@ class DPSourceReweighting(LinearClassifier):
             check_disjoint(Levels(np.asarray(clean), np.asarray(X)))
         except ValueError:
             raise ValueError(
-                f'{self._owner}.fit: people="disjoint", but clean and X share memory. '
-                "Pass X without the clean rows, in an array of its own, or "
+                f'{self._owner}.fit: people="disjoint", but clean and X are the same '
+                "array or parts of it. Copy X without the clean rows, or pass "
                 'people="overlapping".'
             ) from None
 
