@@ -133,11 +133,7 @@ def one_run(
 
 
 def refutes(
-    correct: int,
-    guesses: int,
-    canaries: int,
-    significance: float,
-    claim: Claim,
+    correct: int, guesses: int, canaries: int, significance: float, claim: Claim
 ) -> bool:
     r"""Return whether so many right guesses of fair coins refute a privacy profile.
 

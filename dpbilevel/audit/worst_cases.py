@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,73 +98,6 @@ def worst_case(
     return problem, (zeros, zeros)
 
 
-@worst_case.register
-def _(solver: Recalibration, _, zeros):
-    return _CURVED, (zeros, jax.tree.map(jnp.ones_like, zeros))
-
-
-@worst_case.register
-def _(solver: ExponentialMechanism, _, zeros):
-    if solver.clip_range is None:
-        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
-    return _LINEAR, zeros
-
-
-@worst_case.register
-def _(solver: AdaptiveClipGD, _, zeros):
-    return _PRESENT, zeros
-
-
-@worst_case.register(RegularizedExponentialMechanism | LocalizedDraws)
-def _(solver, _, zeros):
-    return _LIPSCHITZ, zeros
-
-
-@worst_case.register
-def _(solver: InexactProximalPoint, _, zeros):
-    return _pulled(solver, optax.tree.size(zeros)), zeros
-
-
-@worst_case.register
-def _(solver: GroupDescent, _, zeros):
-    return _ONE_GROUP, (zeros, jnp.ones(1))
-
-
-@worst_case.register
-def _(solver: AbstractAskTellSolver, _, zeros):
-    return _SHIFTED, jnp.zeros(optax.tree.size(zeros))
-
-
-@worst_case.register
-def _(solver: RandomSearch, _, zeros):
-    return _TILTED, jnp.zeros(optax.tree.size(zeros))
-
-
-@worst_case.register
-def _(solver: GradientInformativeBO, _, zeros):
-    return _LINEAR, jnp.ravel(zeros)
-
-
-@worst_case.register
-def _(solver: TunedTraining, _, zeros):
-    return _selecting(_weight_of_training(solver, zeros)), (zeros, zeros)
-
-
-def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
-    """Return the weight of sum(y) beside the loss at which both leak the most."""
-    first, sizes = solver.candidates[0], solver.sizes
-    assert sizes is not None
-    multiplier, size = first.run_noise.event().noise_multiplier, first.step_size
-    assert isinstance(size, float)
-    step = size * float(first.clip_norm) / sizes.lower
-    of_model = multiplier * step * first.num_steps * optax.tree.size(zeros) ** 0.5
-    of_loss = solver.release_noise.event().noise_multiplier * float(
-        solver.clip_range / 2
-    )
-    ratio = solver.release_noise.event().noise_multiplier / multiplier
-    return of_loss / sizes.upper / of_model * ratio
-
-
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
 # The same; a record of zero counts for nothing, not even for its coordinate.
 _PRESENT = FiniteSum(lambda w, z: z * (z / z) * optax.tree.sum(w))
@@ -187,17 +121,16 @@ _PULL = VariationalInequality(
 
 # Gradients and losses have the sign of the record; one group is the worst case.
 _ONE_GROUP = group_fair(
-    lambda x, z: z * (optax.tree.sum(x) + _JUMP),
-    (1.0,),
-    group=lambda z: jnp.int32(0),
+    lambda x, z: z * (optax.tree.sum(x) + _JUMP), (1.0,), group=lambda z: jnp.int32(0)
 )
 
 
-def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
+def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequality:
     """Return constant operators on a ball that the noisy points hardly leave.
 
     If nothing is clipped, records have the declared length.
     """
+    size = optax.tree.size(zeros)
     length = BEYOND * math.sqrt(size)
     if solver.inner != "picard":
         length = float(solver.clip_norm)
@@ -247,6 +180,8 @@ def _certified(size: int) -> BilevelProblem:
     have the hypergradient $(\bar z_f + \bar z_g) 1$.
     """
     length = BEYOND * math.sqrt(size)
+    blocks = "lower_xy_in_x lower_yy_in_x lower_xy_in_y lower_yy_in_y lower_yy_spread"
+    zero: Any = dict.fromkeys(f"upper_xx upper_yy lower_xy {blocks}".split(), 0.0)
     return BilevelProblem(
         lambda x, y, z: z * optax.tree.sum(x),
         lambda x, y, z: -z * optax.tree.sum(y),
@@ -259,18 +194,11 @@ def _certified(size: int) -> BilevelProblem:
             upper_x=2 * length,
             upper_x_spread=length,
             upper_y=length,  # whatever x is, it only meets zeros: G_xy and G_yyy
-            upper_xx=0.0,
             upper_xy=1.0,
-            upper_yy=0.0,
             lower_y=length,
-            lower_xy=0.0,
             lower_yy=1.0,
-            lower_yy_spread=0.0,
-            lower_xy_in_x=0.0,
-            lower_yy_in_x=0.0,
-            lower_xy_in_y=0.0,
-            lower_yy_in_y=0.0,
             per_record=True,
+            **zero,
         ),
     )
 
@@ -290,9 +218,26 @@ def _bounded(size: int) -> BilevelProblem:
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
 
 
+def _selecting(solver: TunedTraining, zeros: PyTree) -> BilevelProblem:
+    """Return a selection by loss and weighted sum of the model; a record moves both.
+
+    The weight is the one at which both leak the most.
+    """
+    first, sizes = solver.candidates[0], solver.sizes
+    assert sizes is not None
+    assert isinstance(first.step_size, float)
+    loss_noise, noise = (
+        mechanism.event().noise_multiplier
+        for mechanism in (solver.release_noise, first.run_noise)
+    )
+    step = first.step_size * float(first.clip_norm) / sizes.lower
+    of_model = noise * step * first.num_steps * optax.tree.size(zeros) ** 0.5
+    of_loss = loss_noise * float(solver.clip_range / 2)
+    return _selection(of_loss / sizes.upper / of_model * (loss_noise / noise))
+
+
 @functools.cache
-def _selecting(weight: float) -> BilevelProblem:
-    """Return a selection by loss and weighted sum of the model; a record moves both."""
+def _selection(weight: float) -> BilevelProblem:
     return BilevelProblem(
         lambda x, y, z: z,
         _plain,
@@ -354,3 +299,35 @@ def _reading(x, y, z):
 def _switched(x, y, z):
     switch = jax.lax.stop_gradient(y[1])
     return z * (optax.tree.sum(y[0]) + switch * optax.tree.sum(x))
+
+
+def _ones(zeros: PyTree) -> PyTree:
+    return jax.tree.map(jnp.ones_like, zeros)
+
+
+def _flat(zeros: PyTree) -> jax.Array:
+    return jnp.zeros(optax.tree.size(zeros))
+
+
+def _draws(solver: ExponentialMechanism, zeros: PyTree) -> tuple[Any, PyTree]:
+    if solver.clip_range is None:
+        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
+    return _LINEAR, zeros
+
+
+# Problem and initial point by class of solver, from the solver and zeros.
+_CASES: dict[type[AbstractSolver], Callable[[Any, PyTree], tuple[Any, PyTree]]] = {
+    Recalibration: lambda _, zeros: (_CURVED, (zeros, _ones(zeros))),
+    ExponentialMechanism: _draws,
+    AdaptiveClipGD: lambda _, zeros: (_PRESENT, zeros),
+    RegularizedExponentialMechanism: lambda _, zeros: (_LIPSCHITZ, zeros),
+    LocalizedDraws: lambda _, zeros: (_LIPSCHITZ, zeros),
+    InexactProximalPoint: lambda solver, zeros: (_pulled(solver, zeros), zeros),
+    GroupDescent: lambda _, zeros: (_ONE_GROUP, (zeros, jnp.ones(1))),
+    AbstractAskTellSolver: lambda _, zeros: (_SHIFTED, _flat(zeros)),
+    RandomSearch: lambda _, zeros: (_TILTED, _flat(zeros)),
+    GradientInformativeBO: lambda _, zeros: (_LINEAR, jnp.ravel(zeros)),
+    TunedTraining: lambda solver, zeros: (_selecting(solver, zeros), (zeros, zeros)),
+}
+for _kind, _case in _CASES.items():
+    worst_case.register(_kind, lambda solver, _, zeros, case=_case: case(solver, zeros))

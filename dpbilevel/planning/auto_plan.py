@@ -22,14 +22,7 @@ from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.per_example.clipping import Precision
 from .candidates import candidates
-from .conclusions import (
-    Trial,
-    excess_of,
-    improves,
-    outlook_of,
-    ranked_best,
-    reason_of,
-)
+from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
 from .dry_runs import DryRuns
 from .models import constant_feature, is_linear, model_of
 from .populations import populations
