@@ -24,7 +24,7 @@ from ..privacy.noise import PRNGKey
 from .public_size import Beforehand, PublicSize, release_within
 
 # docs/constants.md, "Estimators".
-_SHARE = 0.01, 0.1  # of the squared budget
+_PART = 0.01, 0.1  # of the squared budget
 _WANTED = 0.2  # noise worth more, times the number of parameters to the power 3/4
 _MOST_NOISE = 0.2  # with more noise nothing is released
 # Weights beside products of indicators and features: indicators, features, squares.
@@ -78,7 +78,7 @@ class Effects(Beforehand):
             planned,
             "rates and effects",
             clip_norm=math.sqrt(squared),
-            shares=_SHARE,
+            parts=_PART,
             wanted=_WANTED / (width * (classes - 1)) ** 0.75,
             most_noise=_MOST_NOISE,
         )
@@ -118,24 +118,31 @@ class Effects(Beforehand):
         mean = released_mean(self.release, rows, key=key, owner=owner)
         noise, blocks = self.release.noise_std, 1 if count == 2 else count
         ends = np.cumsum((blocks * self.width, blocks, self.width))
-        products, shares, row, square = np.split(np.asarray(mean, float), ends)
-        products, shares, row = products.reshape(blocks, -1), shares / _RATE, row / _ROW
+        products, offsets, row, square = np.split(np.asarray(mean, float), ends)
+        products, rates_seen, row = (
+            products.reshape(blocks, -1),
+            rates_seen / _RATE,
+            row / _ROW,
+        )
         if count == 2:  # the other class has the opposite mean
-            products, shares = np.stack([-products[0], products[0]]), shares * [-1, 1]
-        # Noise of a share, and of a coordinate of the gradient.
-        of_share = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
+            products, rates_seen = (
+                np.stack([-products[0], products[0]]),
+                rates_seen * [-1, 1],
+            )
+        # Noise of a rate, and of a coordinate of the gradient.
+        of_rate = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
         variance = noise**2 * (2 if count == 2 else 1)
         rates, length = equal, 0.0
         if self.centered:
-            noisy = (shares + equal).tolist()
-            rates = np.asarray([_expected(share, of_share) for share in noisy])
+            noisy = (offsets + equal).tolist()
+            rates = np.asarray([_expected(rate, of_rate) for rate in noisy])
             rates /= rates.sum()
             length = float(row @ row) - self.width * (noise / _ROW) ** 2
             products -= (rates - equal)[:, None] * row
             variance += float(np.square(rates - equal).mean()) * (noise / _ROW) ** 2
         gradient = products - products.mean(axis=0)
         squared = float(np.square(gradient).sum()) - parameters * variance
-        squared -= count * of_share**2 * max(length, 0.0)
+        squared -= count * of_rate**2 * max(length, 0.0)
         spread = min(max(float(square[0]) / _SQUARE - length, _SPREAD[0]), _SPREAD[1])
         trace = spread * float(1 - rates @ rates)
         least = trace**2 / spread * _WEAKEST / (2 * self.width)
@@ -170,12 +177,12 @@ def rows_of(
         return np.concatenate(parts, axis=1, dtype=np.float32)
 
 
-def _expected(share: float, noise: float) -> float:
+def _expected(rate: float, noise: float) -> float:
     """Return the posterior mean of a rate in [0, 1] with a uniform prior."""
-    share = min(max(share, -4 * noise), 1 + 4 * noise)
-    normal = statistics.NormalDist(share, noise)
+    rate = min(max(rate, -4 * noise), 1 + 4 * noise)
+    normal = statistics.NormalDist(rate, noise)
     chance = normal.cdf(1) - normal.cdf(0)
-    return share + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
+    return rate + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
 
 
 def _expected_square(

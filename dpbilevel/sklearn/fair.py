@@ -65,7 +65,7 @@ class FairClassifier(LinearClassifier):
 
     Privacy:
         `max_iter` releases of gradient and losses, enforced by clipping, after the
-        shares of rows by length (a fiftieth of the squared budget). Under
+        fractions of rows by length (a fiftieth of the squared budget). Under
         replace-one the number of records is public; so is whatever was declared. The
         group of a record is part of it and protected. A record with a missing number,
         or a label or group that was not declared, is ignored without a message, because

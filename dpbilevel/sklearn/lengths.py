@@ -18,7 +18,7 @@ from ..privacy.noise import PRNGKey
 from .declared import Frame
 from .public_size import Beforehand, PublicSize, release_within
 
-SHARE = 0.02  # of the squared budget
+PART = 0.02  # of the squared budget
 SHORT = 1 / 8  # of the longest row; shorter rows are warned of
 # Number of bins of lengths, longest rows first, each shorter than the one before by the
 # square root of 2.
@@ -66,7 +66,7 @@ class Lengths(Beforehand):
             budget,
             planned,
             "lengths of rows",
-            shares=(SHARE, SHARE),
+            parts=(PART, PART),
             wanted=_MOST_NOISE,
             most_noise=_MOST_NOISE,
         )
@@ -89,8 +89,8 @@ class Lengths(Beforehand):
         if self.release is None:
             return math.nan
         bins = in_bins(self.rows / self.longest)
-        shares = released_mean(self.release, bins, key=key, owner=owner)
-        longer = np.cumsum(np.asarray(shares, float))
+        fractions = released_mean(self.release, bins, key=key, owner=owner)
+        longer = np.cumsum(np.asarray(fractions, float))
         if longer[-1] < _LEAST:
             return math.nan
         wanted = _LONGER * min(longer[-1], 1.0)

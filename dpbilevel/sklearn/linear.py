@@ -1,4 +1,4 @@
-"""Linear classifiers: losses, records and what their estimators predict."""
+"""Linear classifiers: losses, records and predictions."""
 
 import functools
 from collections.abc import Callable

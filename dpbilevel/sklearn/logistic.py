@@ -69,10 +69,10 @@ class DPLogisticRegression(LinearClassifier):
 
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping, after the check of the records
-        (a hundredth of the squared budget), the shares of rows by length (a fiftieth)
-        and the mean row of each class (1 % to 10 %).
-        Under replace-one the number of records is public; so is whatever was declared,
-        the columns and their types.
+        (a hundredth of the squared budget), the fractions of rows by length (a
+        fiftieth) and the mean row of each class (1 % to 10 %). Under replace-one the
+        number of records is public; so are the declared facts, the columns and their
+        types.
         A record with a missing number, or a label that was not declared, is ignored
         without a message, because an error would reveal it. Every `fit` is a release of
         its own: k-fold cross-validation costs k of them, and a score on the records

@@ -98,7 +98,7 @@ def release_within(
     *,
     count: int = 1,
     clip_norm: float = 1.0,
-    shares: tuple[float, float],
+    parts: tuple[float, float],
     wanted: float,
     most_noise: float,
 ) -> Release | None:
@@ -110,7 +110,7 @@ def release_within(
         name: The name of the release.
         count: The number of releases.
         clip_norm: The largest norm of a record.
-        shares: The least and the largest part of the squared budget.
+        parts: The least and the largest part of the squared budget.
         wanted: The noise of a mean that is worth a larger part.
         most_noise: The largest useful noise; with more, or if delta is 0, `None` is
             returned.
@@ -123,7 +123,7 @@ def release_within(
     multiplier = least_multiplier(FullBatch(), count, 1, budget)
     noise = Gaussian(multiplier, planned.relation, "grid")
     whole = Release(name, count, (Query(RECORDS, planned.size, clip_norm),), noise)
-    least, most = shares
-    share = min(max((whole.noise_std / wanted) ** 2, least), most)
-    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
+    least, most = parts
+    part = min(max((whole.noise_std / wanted) ** 2, least), most)
+    release = dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))
     return release if release.noise_std <= most_noise else None

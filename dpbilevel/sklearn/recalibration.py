@@ -28,7 +28,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.sampling.base import FullBatch
 
-SHARE = 0.2  # of the squared budget
+PART = 0.2  # of the squared budget
 _STEPS, _CLIP_NORM, _LONGEST_STEP = 50, 1.8, 4.0
 _RIDGE = 4.0  # times the squared noise of one release and the number of classes
 _WALK = 1.0  # about the largest distance that noise moves a coordinate
@@ -90,7 +90,7 @@ class Recalibration:
             Touches no data.
         """
         multiplier = least_multiplier(FullBatch(), 1, 1, budget)
-        multiplier *= math.sqrt(_STEPS / SHARE)
+        multiplier *= math.sqrt(_STEPS / PART)
         solver = NoisyGD(
             _STEPS,
             _CLIP_NORM,

@@ -28,7 +28,7 @@ _SAME = 2.0**-12  # a smaller distance means that most targets are equal
 _FARTHER = 0.1, 1 / 3
 _DEVIATIONS = 4.0  # the unit, if targets were normal
 # Least and largest part of the squared budget.
-_SHARE = 0.01, 0.15
+_PART = 0.01, 0.15
 # Noise of a fraction that is worth more budget; and the largest useful noise.
 _WANTED, _MOST_NOISE = 0.1, 0.25
 
@@ -74,7 +74,7 @@ class Spread(Beforehand):
             "sides of targets",
             count=sum(_COMPARED if centered else _COMPARED[1:]),
             clip_norm=0.5,
-            shares=_SHARE,
+            parts=_PART,
             wanted=_WANTED,
             most_noise=_MOST_NOISE,
         )
@@ -101,7 +101,7 @@ class Spread(Beforehand):
 
         def quantile(
             values: Float[np.ndarray, " n"],
-            share: float,
+            fraction: float,
             grid: Float[np.ndarray, " k"],
             keys: PRNGKey,
         ) -> float:
@@ -113,9 +113,9 @@ class Spread(Beforehand):
             for own in keys:
                 value = middle(grid, belief)
                 # Rows are added afterwards: they must contribute 0.
-                rows = self.public.rows(compared(values, value, share))
+                rows = self.public.rows(compared(values, value, fraction))
                 mean = released_mean(release, rows, key=own, owner=owner)
-                more = float(mean[0]) - (share - 0.5)
+                more = float(mean[0]) - (fraction - 0.5)
                 belief += np.where(grid > value, 0.5, -0.5) * more / noise**2
             return middle(grid, belief)
 
@@ -141,7 +141,7 @@ def middle(grid: Float[np.ndarray, " k"], belief: Float[np.ndarray, " k"]) -> fl
 
 
 def compared(
-    values: Float[np.ndarray, " n"], value: float, share: float
+    values: Float[np.ndarray, " n"], value: float, fraction: float
 ) -> Float[np.ndarray, "n 1"]:
     """Return 1/2 for each value that is larger, and -1/2 for each that is not.
 
@@ -151,4 +151,4 @@ def compared(
         Row by row. NON-PRIVATE until `Spread.found` releases the mean.
     """
     sides = np.where(values > value, 0.5, -0.5)
-    return np.where(np.isnan(values), share - 0.5, sides)[:, None].astype(np.float32)
+    return np.where(np.isnan(values), fraction - 0.5, sides)[:, None].astype(np.float32)

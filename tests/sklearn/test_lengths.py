@@ -11,7 +11,7 @@ from dpbilevel.core import usability
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
-from dpbilevel.sklearn.lengths import SHARE, Lengths, in_bins
+from dpbilevel.sklearn.lengths import PART, Lengths, in_bins
 from dpbilevel.sklearn.public_size import PublicSize
 
 N = 2000
@@ -69,7 +69,7 @@ def test_a_fiftieth_of_the_squared_budget_is_charged():
     _, row, _, _ = model.privacy_report_.ledger
     assert row["release"] == "lengths of rows"
     whole = least_multiplier(dpb.privacy.FullBatch(), 1, 1, BUDGET)
-    assert row["noise_multiplier"] == pytest.approx(whole / SHARE**0.5, rel=1e-6)
+    assert row["noise_multiplier"] == pytest.approx(whole / PART**0.5, rel=1e-6)
     assert row["roles"]["records"]["sensitivity"] == pytest.approx(2 / N)
     assert model.privacy_report_.epsilon <= 1
 

@@ -12,7 +12,7 @@ from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
 from dpbilevel.sklearn.public_size import PublicSize
-from dpbilevel.sklearn.recalibration import SHARE, Recalibration
+from dpbilevel.sklearn.recalibration import PART, Recalibration
 
 N = 20_000
 BUDGET = dpb.PrivacyBudget(3.0, 1e-6)
@@ -71,7 +71,7 @@ def test_the_run_is_what_is_charged_and_a_fifth_of_the_squared_budget(relation):
     assert charged.epsilon(1e-6) == pytest.approx(ran.epsilon(1e-6), rel=1e-9)
     one = dataclasses.replace(found.releases[0], count=1)  # a broken copy
     assert Ledger((one,)).epsilon(1e-6) < 0.5 * ran.epsilon(1e-6)
-    whole = found.releases[0].mechanism.scaled((SHARE / 50) ** 0.5)
+    whole = found.releases[0].mechanism.scaled((PART / 50) ** 0.5)
     all_of_it = dataclasses.replace(found.releases[0], count=1, mechanism=whole)
     assert Ledger((all_of_it,)).epsilon(1e-6) == pytest.approx(3, rel=1e-4)
 
