@@ -119,16 +119,10 @@ class Effects(Beforehand):
         noise, blocks = self.release.noise_std, 1 if count == 2 else count
         ends = np.cumsum((blocks * self.width, blocks, self.width))
         products, offsets, row, square = np.split(np.asarray(mean, float), ends)
-        products, rates_seen, row = (
-            products.reshape(blocks, -1),
-            rates_seen / _RATE,
-            row / _ROW,
-        )
+        products, row = products.reshape(blocks, -1), row / _ROW
+        offsets = offsets / _RATE
         if count == 2:  # the other class has the opposite mean
-            products, rates_seen = (
-                np.stack([-products[0], products[0]]),
-                rates_seen * [-1, 1],
-            )
+            products, offsets = np.stack([-products[0], products[0]]), offsets * [-1, 1]
         # Noise of a rate, and of a coordinate of the gradient.
         of_rate = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
         variance = noise**2 * (2 if count == 2 else 1)

@@ -83,8 +83,8 @@ class DPMLPClassifier(PrivateClassifier):
         The check of the records (a hundredth of the squared budget), the fractions of
         rows by length (a fiftieth), `max_iter` noisy gradients, each clipped record by
         record, and a fit of one slope and of constants of the scores (a fifth). Under
-        replace-one the number of records is public; so are the declared facts. Parameters start at
-        random numbers of the key. A record with a missing number, or a label that was
+        replace-one the number of records is public; so are the declared facts.
+        Parameters start at random numbers of the key. A record with a missing number, or a label that was
         not declared, is ignored without a message, because an error would reveal it.
     """
 
