@@ -57,7 +57,7 @@ _NOISE = (
     "features."
 )
 _RATIO = "noise_norm_over_clip_norm"
-_MOST_NOISE = 0.5  # of this ratio for the mean of all steps
+_MOST_NOISE = 0.5  # largest useful ratio for the mean of all steps
 # Columns and indicators of a level; a check and its indicators by level.
 Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
@@ -182,10 +182,8 @@ class PrivateEstimator(_Fitted):
         column = Column.of(y)
         entries = column_or_1d(column.entries, warn=True)
         if len(entries) != len(X):
-            raise ValueError(
-                f"{self._owner}.fit: {name} has {len(entries)} values for {len(X)} "
-                "records."
-            )
+            count = f"{len(entries)} values for {len(X)} records"
+            raise ValueError(f"{self._owner}.fit: {name} has {count}.")
         return dataclasses.replace(column, entries=entries)
 
     @property
@@ -236,7 +234,7 @@ class PrivateEstimator(_Fitted):
             names[a] if a == b else f"{names[a]} to {names[b]}"
             for a, b in zip(starts, ends, strict=True)
         )
-        classes = () if label is None else tuple(map(str, self.classes_))
+        classes = tuple(map(str, getattr(self, "classes_", ())))
         of, values, number = ("", (), None) if place is None else place
         columns = Columns((*beside, *named), classes, of, tuple(map(str, values)))
         unread, cut = (
@@ -294,8 +292,8 @@ class PrivateEstimator(_Fitted):
                 columns, or rows are far shorter than declared.
         """
         first, indicators = check
-        plan.warn(f"{self._owner}.fit")
         name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
+        plan.warn(name)
         sizes, relation = plan.solver.sizes, plan.report.relation
         count = spent.begun(name, relation, costs, sizes, records)
         if len(plan.report.ledger) > 1:  # an interrupt may come after a first release
@@ -324,18 +322,16 @@ class PrivateEstimator(_Fitted):
         assumed = first_of_all, *of_run, *declared
         self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
         self.records_check_, self.records_usable_ = found, found.usable
-        for text in found.remarks:
-            warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
-        forecast = plan.report.forecast
-        rows = zip(forecast, plan.report.ledger[-len(forecast) :], strict=True)
-        noise = (row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
-        if lengths is not None and max(noise) > _MOST_NOISE:
-            warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
+        remarks = [f"{text} {_COMPARE}" for text in found.remarks]
+        if lengths is not None and _mean_noise(plan.report) > _MOST_NOISE:
+            remarks.append(_NOISE)
         if length < SHORT * units.numbers**0.5:
-            warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
+            remarks.append(_WIDE)
+        for text in remarks:
+            warnings.warn(f"{name}: {text}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
-            warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{name}: {remark}", RuntimeWarning, stacklevel=3)
         return jax.tree.map(np.asarray, solution.value)
 
     def _stretch(self, found: Usability, solver: Any) -> float:
@@ -407,6 +403,12 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
+
+
+def _mean_noise(report: PrivacyReport) -> float:
+    """Return the largest noise of the mean of all steps, in units of the clip norm."""
+    rows = zip(report.forecast, report.ledger[-len(report.forecast) :], strict=True)
+    return max(row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
 
 
 def with_nan(

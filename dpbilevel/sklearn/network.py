@@ -84,8 +84,9 @@ class DPMLPClassifier(PrivateClassifier):
         rows by length (a fiftieth), `max_iter` noisy gradients, each clipped record by
         record, and a fit of one slope and of constants of the scores (a fifth). Under
         replace-one the number of records is public; so are the declared facts.
-        Parameters start at random numbers of the key. A record with a missing number, or a label that was
-        not declared, is ignored without a message, because an error would reveal it.
+        Parameters start at random numbers of the key. A record with a missing number,
+        or a label that was not declared, is ignored without a message, because an error
+        would reveal it.
     """
 
     _: dataclasses.KW_ONLY
