@@ -100,7 +100,7 @@ def canaries(
     alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
     # If upper records are clipped, a lower one moves the contributions of all of them.
     clips = getattr(solver, "upper_clip_norm", None) is not None
-    small = solver if alone else _reduced(solver)
+    small = solver if alone else _reduce(solver)
     everyone |= clips
     absent = -1.0 if solver.neighbours is Neighbours.REPLACE_ONE else 0.0
 
@@ -136,7 +136,7 @@ def _sampling(solver: AbstractSolver) -> list[AbstractSampling]:
     return [part for part in parts if isinstance(part, AbstractSampling)]
 
 
-def _reduced(solver: AbstractSolver) -> AbstractSolver:
+def _reduce(solver: AbstractSolver) -> AbstractSolver:
     """Return the solver at sizes and batch sizes divided by a common divisor."""
     sizes = solver.sizes
     counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]

@@ -104,8 +104,8 @@ def refute_constants(
         w0, records = as_float64(w0), as_float64(records)
         radius = declared.solution_radius
         points = [_points(problem, w0, random, tries, spread, radius) for _ in range(2)]
-        datasets = [_drawn(records, random, tries) for _ in range(2)]
-        measure = jax.jit(lambda *points: _measured(problem, points))
+        datasets = [_draw_datasets(records, random, tries) for _ in range(2)]
+        measure = jax.jit(lambda *points: _measure(problem, points))
         found = {k: float(v.max()) for k, v in measure(*points, *datasets).items()}
         found["solution_radius"] = max(
             _solution_norm(problem, points[0], datasets[0], i)
@@ -131,7 +131,7 @@ def _points(problem, w0, random, count: int, spread: float, radius: float):
     return project(jnp.asarray(near)), y
 
 
-def _drawn(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
+def _draw_datasets(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
     """Draw datasets of one record in each level."""
 
     def draw(level):
@@ -155,16 +155,16 @@ def _ratio(found: float, declared: float) -> float:
     return found / declared if declared > 0 else math.inf
 
 
-def _measured(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
+def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
     """Return the values that the constants bound, point after point.
 
     Without `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
     its own pool and waits for them, on few cores for ever.
     """
-    return jax.lax.map(lambda at: _measured_at(problem, *at), points)
+    return jax.lax.map(lambda at: _measure_at(problem, *at), points)
 
 
-def _measured_at(problem: BilevelProblem, w, w_other, z, z_other):
+def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
     """Return the values that the constants bound at a point; minus strong convexity."""
     (x, y), (other_x, other_y) = w, w_other
     f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))

@@ -16,7 +16,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
 from .tradeoff import ALPHA, SolverRun
-from .unseal import opened
+from .unseal import open_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def noise_reuse(
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))
     run = SolverRun(canary.problem, canary.solver, canary.w0)
-    with _recorded() as tape, jax.disable_jit():
+    with _record_noise() as tape, jax.disable_jit():
         run(canary.data, key=key)
     streams = [stream for stream in tape if stream.size == coordinates]
     if len(streams) < 2:
@@ -108,12 +108,14 @@ def noise_reuse(
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[list[Float[np.ndarray, " d"]]]:
+def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
     """Collect the noise of every release, by whatever kind of mechanism."""
     tape: list[Float[np.ndarray, " d"]] = []
     with contextlib.ExitStack() as stack:
         for kind in _kinds(Gaussian):
-            stack.enter_context(mock.patch.object(kind, "release", _taped(kind, tape)))
+            stack.enter_context(
+                mock.patch.object(kind, "release", _recording(kind, tape))
+            )
         yield tape
 
 
@@ -125,14 +127,14 @@ def _kinds(kind: type[Gaussian]) -> Iterator[type[Gaussian]]:
         yield from _kinds(other)
 
 
-def _taped(kind: type[Gaussian], tape: list):
+def _recording(kind: type[Gaussian], tape: list):
     release = kind.release
 
     def taped(self, bounded, *, key):
         before = len(tape)
         released = release(self, bounded, key=key)
         del tape[before:]  # records of a mechanism inside this one
-        pairs = zip(jax.tree.leaves(released), opened(bounded), strict=True)
+        pairs = zip(jax.tree.leaves(released), open_value(bounded), strict=True)
         tape.extend(np.ravel(noisy).astype(np.float64) - raw for noisy, raw in pairs)
         return released
 

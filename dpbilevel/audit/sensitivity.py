@@ -13,7 +13,7 @@ from .. import _checks
 from ..privacy.budget import Neighbours
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.per_example.clipping import Bounded
-from .unseal import opened
+from .unseal import open_value
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
 _SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
@@ -97,13 +97,13 @@ def sensitivity_search(
     random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     rows = jax.tree.map(np.asarray, records)
     compare = _comparison(query, neighbours)
-    pairs = _stack([_hostile(rows, random) for _ in range(tries)])
+    pairs = _stack([_hostile_dataset(rows, random) for _ in range(tries)])
     ratios, tried = compare(pairs), tries
     for _ in range(rounds):
         best = np.argsort(-ratios)[:_SURVIVORS]
         parents = [jax.tree.map(lambda v, i=i: v[i], pairs) for i in best]
         chosen = itertools.islice(itertools.cycle(parents), max(tries // 10, 1))
-        children = [_mutated(parent, rows, random) for parent in chosen]
+        children = [_mutate(parent, rows, random) for parent in chosen]
         tried += len(children)
         found = _stack(children)
         pairs = jax.tree.map(lambda *v: np.concatenate(v), _stack(parents), found)
@@ -145,7 +145,7 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
     def compare(pairs):
         (left, right), claimed = values(jax.tree.map(jnp.asarray, pairs))
         count = len(claimed)
-        leaves = zip(opened(left), opened(right), strict=True)
+        leaves = zip(open_value(left), open_value(right), strict=True)
         with np.errstate(invalid="ignore"):
             squares = [((a - b).reshape(count, -1) ** 2).sum(axis=1) for a, b in leaves]
             ratios = np.sqrt(sum(squares)) / np.asarray(claimed, np.float64)
@@ -154,7 +154,7 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
     return compare
 
 
-def _hostile(rows: PyTree, random: np.random.Generator) -> PyTree:
+def _hostile_dataset(rows: PyTree, random: np.random.Generator) -> PyTree:
     """Draw a dataset of as many rows, and one more row to replace the last one."""
     tame = random.choice([0.0, 0.5, 1.0])  # fraction of numbers that are kept
 
@@ -171,7 +171,7 @@ def _hostile(rows: PyTree, random: np.random.Generator) -> PyTree:
         return jax.tree.map(leaf, rows)
 
 
-def _mutated(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
+def _mutate(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
     """Return a pair with some entries rescaled, reversed or replaced."""
 
     def leaf(values, column):

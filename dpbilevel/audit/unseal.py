@@ -9,7 +9,7 @@ from ..privacy.exact.int61 import is_limbs
 from ..privacy.per_example.clipping import Bounded
 
 
-def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
+def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
     """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
 
     Args:

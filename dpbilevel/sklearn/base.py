@@ -59,7 +59,7 @@ _NOISE = (
 _RATIO = "noise_norm_over_clip_norm"
 _MOST_NOISE = 0.5  # largest useful ratio for the mean of all steps
 # Columns and indicators of a level; a check and its indicators by level.
-Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
+Description: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
 # Problem, solver, records and initial point.
 Run: TypeAlias = tuple[Any, Any, Any, Any]
@@ -205,14 +205,14 @@ class PrivateEstimator(_Fitted):
         tags.non_deterministic = True
         return tags
 
-    def _described(
+    def _describe(
         self,
         table: Float[np.ndarray, "n d"],
         units: Frame,
         beside: Mapping[str, Bool[np.ndarray, " n"]],
         label: Int[np.ndarray, " n"] | None = None,
         place: tuple[str, np.ndarray, Int[np.ndarray, " n"]] | None = None,
-    ) -> Described:
+    ) -> Description:
         """Return the columns, and indicators of cells that differ from the declaration.
 
         Args:
@@ -247,18 +247,18 @@ class PrivateEstimator(_Fitted):
         return columns, columns.indicators(unread, cut, label, number)
 
     def _check(
-        self, budget: PrivacyBudget, planned: PublicSize, **levels: Described
+        self, budget: PrivacyBudget, public: PublicSize, **levels: Description
     ) -> Check:
         """Plan the release of the fraction of usable records of each level."""
         _checks.instance(self._owner, bool, check_records=self.check_records)
         if not self.check_records:
             return RecordsCheck((), ()), {}
         columns = {role: level[0] for role, level in levels.items()}
-        relation, size = planned.relation, planned.size
+        relation, size = public.relation, public.size
         check = RecordsCheck.planned(columns, budget, size, neighbours=relation)
-        return check, {role: planned.rows(level[1]) for role, level in levels.items()}
+        return check, {role: public.rows(level[1]) for role, level in levels.items()}
 
-    def _solved(
+    def _run_plan(
         self,
         problem: AbstractProblem,
         plan: Plan[Any],
@@ -305,7 +305,7 @@ class PrivateEstimator(_Fitted):
         length, unit = math.nan, 1.0
         if lengths is not None:
             own, key = derive(key, "lengths", "run")
-            length = lengths.typical(key=own, owner=name)
+            length = lengths.typical_length(key=own, owner=name)
             unit = lengths.unit(length) * self._stretch(found, plan.solver)
             records = lengths.in_unit(records, unit)
         run = problem, plan.solver, records, w0

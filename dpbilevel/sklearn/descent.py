@@ -54,13 +54,13 @@ class Settings:
 
 
 @functools.lru_cache(maxsize=128)
-def planned_descent(
+def plan_descent(
     loss: Any,
     ridge: float,
     constant: bool,
     shape: tuple[int, ...],
     budget: PrivacyBudget,
-    planned: PublicSize,
+    public: PublicSize,
     settings: Settings,
     before: tuple[AbstractRelease, ...],
 ) -> tuple[FiniteSum, Plan[NoisyGD]]:
@@ -79,7 +79,7 @@ def planned_descent(
         constant: Whether the last row of the model is a constant.
         shape: The shape of the model.
         budget: The budget.
-        planned: The public number of records and the neighbouring relation.
+        public: The public number of records and the neighbouring relation.
         settings: The constants of the descent.
         before: As for `calibrate`.
     """
@@ -87,9 +87,9 @@ def planned_descent(
     def plan(steps: int, clip_norm: float, step_size: float, ridge: float) -> Any:
         problem = FiniteSum(loss, public=ridge_on(ridge, constant))
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
-        solver = solver.with_neighbours(planned.relation)
+        solver = solver.with_neighbours(public.relation)
         start = jnp.zeros(shape)
-        options: Any = {"sizes": planned.size, "w0": start, "before": before}
+        options: Any = {"sizes": public.size, "w0": start, "before": before}
         found = calibrated(problem, solver, budget, **options)
         # An estimator has no step size to change, so this remark is dropped.
         said = tuple(text for text in found.remarks if not text.startswith("steps"))

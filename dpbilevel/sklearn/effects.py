@@ -50,10 +50,10 @@ class Effects(Beforehand):
     centered: bool
 
     @classmethod
-    def planned(
+    def plan(
         cls,
         budget: PrivacyBudget,
-        planned: PublicSize,
+        public: PublicSize,
         classes: int,
         width: int,
         *,
@@ -63,7 +63,7 @@ class Effects(Beforehand):
 
         Args:
             budget: The budget of the whole fit.
-            planned: The public number of records, and the relation.
+            public: The public number of records, and the relation.
             classes: As the attribute.
             width: As the attribute.
             centered: As the attribute.
@@ -75,7 +75,7 @@ class Effects(Beforehand):
         squared = products * (1 + _RATE**2) + _ROW**2 + _SQUARE**2
         release = release_within(
             budget,
-            planned,
+            public,
             "rates and effects",
             clip_norm=math.sqrt(squared),
             parts=_PART,
@@ -84,7 +84,7 @@ class Effects(Beforehand):
         )
         return cls(release, classes, width, centered)
 
-    def found(
+    def rates_and_ridge(
         self,
         features: Float[np.ndarray, "n d"],
         labels: Int[np.ndarray, " n"],
@@ -151,12 +151,12 @@ def rows_of(
     """Return rows whose mean is released; NaN for records that do not count.
 
     Args:
-        features: As for `Effects.found`.
-        labels: As for `Effects.found`.
+        features: As for `Effects.rates_and_ridge`.
+        labels: As for `Effects.rates_and_ridge`.
         classes: The number of classes.
 
     Privacy:
-        Row by row. NON-PRIVATE until `Effects.found` releases the mean.
+        Row by row. NON-PRIVATE until `Effects.rates_and_ridge` releases the mean.
     """
     one_hot = (labels[:, None] == np.arange(classes)).astype(np.float32)
     indicators = one_hot - np.float32(1 / classes)

@@ -44,10 +44,10 @@ class Lengths(Beforehand):
     longest: float
 
     @classmethod
-    def planned(
+    def plan(
         cls,
         budget: PrivacyBudget,
-        planned: PublicSize,
+        public: PublicSize,
         rows: Float[np.ndarray, "n d"],
         longest: float,
     ) -> "Lengths":
@@ -55,7 +55,7 @@ class Lengths(Beforehand):
 
         Args:
             budget: The budget of the whole fit.
-            planned: The public number of records, `size`, and the `relation`.
+            public: The public number of records, `size`, and the `relation`.
             rows: As the attribute.
             longest: As the attribute.
 
@@ -64,15 +64,15 @@ class Lengths(Beforehand):
         """
         release = release_within(
             budget,
-            planned,
+            public,
             "lengths of rows",
             parts=(PART, PART),
             wanted=_MOST_NOISE,
             most_noise=_MOST_NOISE,
         )
-        return cls(release, planned.rows(rows), longest)
+        return cls(release, public.rows(rows), longest)
 
-    def typical(self, *, key: PRNGKey, owner: str) -> float:
+    def typical_length(self, *, key: PRNGKey, owner: str) -> float:
         """Release the length that a quarter of the rows that count exceed.
 
         Args:
@@ -125,7 +125,7 @@ def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
         rows: Rows of length 1 at most.
 
     Privacy:
-        Row by row. NON-PRIVATE until `Lengths.typical` releases the mean.
+        Row by row. NON-PRIVATE until `Lengths.typical_length` releases the mean.
     """
     counts = np.isfinite(rows).all(axis=1)
     length = np.linalg.norm(np.where(counts[:, None], rows, 0), axis=1)

@@ -93,7 +93,7 @@ class Beforehand:
 @functools.lru_cache(maxsize=128)
 def release_within(
     budget: PrivacyBudget,
-    planned: PublicSize,
+    public: PublicSize,
     name: str,
     *,
     count: int = 1,
@@ -106,7 +106,7 @@ def release_within(
 
     Args:
         budget: The budget of the whole fit.
-        planned: The public number of records, and the relation.
+        public: The public number of records, and the relation.
         name: The name of the release.
         count: The number of releases.
         clip_norm: The largest norm of a record.
@@ -121,8 +121,8 @@ def release_within(
     if budget.delta == 0:
         return None
     multiplier = least_multiplier(FullBatch(), count, 1, budget)
-    noise = Gaussian(multiplier, planned.relation, "grid")
-    whole = Release(name, count, (Query(RECORDS, planned.size, clip_norm),), noise)
+    noise = Gaussian(multiplier, public.relation, "grid")
+    whole = Release(name, count, (Query(RECORDS, public.size, clip_norm),), noise)
     least, most = parts
     part = min(max((whole.noise_std / wanted) ** 2, least), most)
     release = dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))

@@ -76,14 +76,12 @@ class Recalibration:
     releases: tuple[AbstractRelease, ...]
 
     @classmethod
-    def planned(
-        cls, budget: PrivacyBudget, planned: Any, classes: int
-    ) -> "Recalibration":
+    def plan(cls, budget: PrivacyBudget, public: Any, classes: int) -> "Recalibration":
         """Return the fit for a fifth of the squared budget.
 
         Args:
             budget: The budget of the whole fit; delta is not 0.
-            planned: The public number of records, `size`, and the `relation`.
+            public: The public number of records, `size`, and the `relation`.
             classes: The number of classes.
 
         Privacy:
@@ -97,9 +95,9 @@ class Recalibration:
             _LONGEST_STEP,
             output=TailMean(),
             noise_multiplier=multiplier,
-            neighbours=planned.relation,
-        ).with_sizes(planned.size)
-        release = solver.release(FiniteSum(_loss), planned.size)
+            neighbours=public.relation,
+        ).with_sizes(public.size)
+        release = solver.release(FiniteSum(_loss), public.size)
         noise: Any = release.noise_std / math.sqrt(_STEPS)  # of one release alone
         ridge = _RIDGE * noise**2 * classes
         longest = 1 / (1 / _LONGEST_STEP + 2 * ridge)
@@ -108,7 +106,7 @@ class Recalibration:
         charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
         return cls(_problem(ridge), solver, (charged,))
 
-    def fitted(
+    def fit(
         self, scores: Float[np.ndarray, "n k"], labels: np.ndarray, *, key: PRNGKey
     ) -> tuple[float, Float[np.ndarray, " k"]]:
         """Release the slope and the constants.

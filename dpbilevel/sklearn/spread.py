@@ -50,10 +50,10 @@ class Spread(Beforehand):
     centered: bool
 
     @classmethod
-    def planned(
+    def plan(
         cls,
         budget: PrivacyBudget,
-        planned: PublicSize,
+        public: PublicSize,
         targets: Float[np.ndarray, " n"],
         centered: bool,
     ) -> "Spread":
@@ -61,7 +61,7 @@ class Spread(Beforehand):
 
         Args:
             budget: The budget of the whole fit.
-            planned: The public number of records, and the relation.
+            public: The public number of records, and the relation.
             targets: As the attribute.
             centered: As the attribute.
 
@@ -70,7 +70,7 @@ class Spread(Beforehand):
         """
         release = release_within(
             budget,
-            planned,
+            public,
             "sides of targets",
             count=sum(_COMPARED if centered else _COMPARED[1:]),
             clip_norm=0.5,
@@ -78,9 +78,9 @@ class Spread(Beforehand):
             wanted=_WANTED,
             most_noise=_MOST_NOISE,
         )
-        return cls(release, planned, targets, centered)
+        return cls(release, public, targets, centered)
 
-    def found(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
+    def center_and_unit(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
         """Release the center and the unit, in units of the targets.
 
         Args:
@@ -113,7 +113,7 @@ class Spread(Beforehand):
             for own in keys:
                 value = middle(grid, belief)
                 # Rows are added afterwards: they must contribute 0.
-                rows = self.public.rows(compared(values, value, fraction))
+                rows = self.public.rows(comparisons(values, value, fraction))
                 mean = released_mean(release, rows, key=own, owner=owner)
                 more = float(mean[0]) - (fraction - 0.5)
                 belief += np.where(grid > value, 0.5, -0.5) * more / noise**2
@@ -140,7 +140,7 @@ def middle(grid: Float[np.ndarray, " k"], belief: Float[np.ndarray, " k"]) -> fl
     return float(grid[np.searchsorted(chances, chances[-1] / 2)])
 
 
-def compared(
+def comparisons(
     values: Float[np.ndarray, " n"], value: float, fraction: float
 ) -> Float[np.ndarray, "n 1"]:
     """Return 1/2 for each value that is larger, and -1/2 for each that is not.
@@ -148,7 +148,7 @@ def compared(
     NaN becomes the expected mean, so that it moves no comparison.
 
     Privacy:
-        Row by row. NON-PRIVATE until `Spread.found` releases the mean.
+        Row by row. NON-PRIVATE until `Spread.center_and_unit` releases the mean.
     """
     sides = np.where(values > value, 0.5, -0.5)
     return np.where(np.isnan(values), fraction - 0.5, sides)[:, None].astype(np.float32)
