@@ -97,12 +97,11 @@ class AutoPlan(Plan[Any]):
         lines.append(row("", self.populations))
         most = max(trial.runs for trial in self.trials)
         for trial in self.trials:
-            line = row(trial.method, trial.losses)
             # Losses of fewer runs, on other records, are not comparable.
-            if trial.runs < most:
-                why = f"behind, left out after {trial.runs} runs"
-                line = f"  {trial.method:{width}}  {why:>{len(why) + 2}}"
-            lines.append(line)
+            behind = f"    behind, left out after {trial.runs} runs"
+            full = trial.runs == most
+            name = f"  {trial.method:{width}}"
+            lines.append(row(trial.method, trial.losses) if full else name + behind)
         lines.append(row(_CONSTANT, self.start_losses))
         lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
         lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]
