@@ -17,6 +17,7 @@ from .records import Layout
 
 _FIRST_ORDER = "PenaltyBilevel stands for the methods of two levels with gradients only"
 _GAME = "auto plans no games, and the settings of its solvers follow from the noise"
+_LIPSCHITZ = "it needs a Lipschitz constant, which a FiniteSum may not declare"
 _LOSSES = "it needs losses only, and search.minimize has its settings"
 # Every public solver is built in planning/methods.py or named here with the reason.
 NOT_CANDIDATES: Mapping[str, str] = {
@@ -27,15 +28,15 @@ NOT_CANDIDATES: Mapping[str, str] = {
     "GradientInformativeBO": _LOSSES,
     "GroupDescent": _GAME,
     "InexactProximalPoint": _GAME,
-    "LocalizedDraws": "it needs constants that a FiniteSum may not declare",
+    "LocalizedDraws": _LIPSCHITZ,
     "LocalizedGD": "NoisyGD stands for descent on one level",
     "NoisyExtragradient": _GAME,
     "NoisyUCB": _LOSSES,
     "RandomSearch": _LOSSES,
-    "RegularizedExponentialMechanism": "it needs constants of a strongly convex loss",
+    "RegularizedExponentialMechanism": _LIPSCHITZ,
     "RepeatAndSelect": _LOSSES,
     "SingleLoopBilevel": _FIRST_ORDER,
-    "TunedTraining": "it needs a list of trainings, which its user has",
+    "TunedTraining": "it selects among trainings, which its user lists",
 }
 
 
