@@ -147,7 +147,7 @@ def test_runs_that_show_nothing_are_inconclusive_in_text_json_and_picture(monkey
     outcome = tried(data=0.01 * ONE, claim=audit.gaussian_claim(0.01))
     assert outcome.measured_mu == 0
     assert "inconclusive: " in str(outcome)
-    assert "nothing is seen of what is claimed either" in str(outcome)
+    assert "nothing of the claimed mu is seen either" in str(outcome)
     assert outcome.to_dict()["verdict"] == outcome.verdict
     title = title_of(outcome, monkeypatch)
     assert "inconclusive: no violation found" in title
