@@ -121,14 +121,14 @@ def row(name, epsilon, kept):
         inside = ": ".join(filter(None, (words, share)))
         return f"{means[method]:.4f}" + (f" ({inside})" if inside else "")
 
-    missed = losses["`auto`"] - losses[hand]
-    spread = standard_error(missed)
-    behind = f"{np.mean(missed):.4f} ± {spread:.4f}"
+    regret = losses["`auto`"] - losses[hand]
+    spread = standard_error(regret)
+    behind = f"{np.mean(regret):.4f} ± {spread:.4f}"
     if gap is not None:
-        behind += f" ({np.mean(missed) / gap:.2f} ± {spread / gap:.2f})"
+        behind += f" ({np.mean(regret) / gap:.2f} ± {spread / gap:.2f})"
     cells = [name, f"{epsilon:g}", f"{means[single]:.4f} ({single})"]
     cells += [cell(hand, hand), cell("`auto`"), f"{means['oracle']:.4f}", behind]
-    return f"| {' | '.join(cells)} |", np.mean(missed) / (gap or np.inf)
+    return f"| {' | '.join(cells)} |", np.mean(regret) / (gap or np.inf)
 
 
 def table(results):

@@ -28,12 +28,12 @@ class Canary:
     """Two neighbouring datasets that are a worst case for a solver.
 
     Attributes:
-        problem: Its per-record functions are linear: a record is its own gradient.
+        problem: A problem of linear per-record functions: a record is its own gradient.
         solver: The solver, bound to the sizes of the data.
-        w0: The starting point, zeros.
-        data: The records with the person's far beyond the clip norm.
-        neighbour: The same with the person's record reversed, or absent.
-        claim: The profile that follows from the solver's ledger for the person.
+        w0: The initial point, zeros.
+        data: The records; the person's is far beyond the clip norm.
+        neighbour: The same records with the person's reversed, or absent.
+        claim: The privacy profile of the person, from the solver's ledger.
     """
 
     problem: AbstractProblem
@@ -51,7 +51,7 @@ def canaries(
     others: float | None = None,
     coordinates: PyTree = 0.0,
 ) -> dict[str, Canary]:
-    r"""A worst-case pair of datasets for each kind of person that a solver charges.
+    r"""Return a worst-case pair of datasets for each kind of person in the ledger.
 
     All per-record functions are linear in the variables and the person's record is
     $10^6$ long, so each of its clipped contributions has the full clip norm, in one
@@ -59,23 +59,23 @@ def canaries(
     absent under add-or-remove-one. A person of disjoint levels has a record in one of
     them, otherwise in both. Everything is public: no records of anyone are needed.
 
-    Records that contribute nothing are left out where batches do not depend on them, so
+    Records that contribute nothing are left out if batches do not depend on them, so
     full batches are audited at their planned sizes. Otherwise sizes and batch sizes are
     divided by a common divisor, which changes no ratio of noise to sensitivity and
     leaves at least two of each.
 
     Args:
         solver: A calibrated solver, bound to its sizes.
-        x_in_records: Which levels' losses read x: the problem's own, so that the
-            claim is that of its plan.
-        others: What everyone else contributes, in clip norms, in [-1, 1]. By default
-            -1 where batches have a fixed size, because the others then show who was
-            left out, and 0 elsewhere.
+        x_in_records: The levels whose losses read x, as in the problem of the plan, so
+            that the claim is that of the plan.
+        others: The contribution of everyone else, in clip norms, in [-1, 1]. By default
+            -1 if batches have a fixed size, because the others then show who was left
+            out, and 0 otherwise.
         coordinates: A pytree whose leaves have the shapes of the variables.
 
     Returns:
-        By kind of person as in the ledger: `"records"` for one level, `"upper"` and
-        `"lower"` for disjoint people, `"person"` otherwise.
+        A canary for each kind of person in the ledger: `"records"` for one level,
+        `"upper"` and `"lower"` for disjoint people, `"person"` otherwise.
 
     Raises:
         ValueError: The solver has no noise or sizes yet, or solves another kind of
@@ -85,7 +85,7 @@ def canaries(
     check_solver(solver, "canaries")
     if solver.sizes is None:
         raise ValueError(
-            f"canaries: {type(solver).__name__} is not bound to sizes; take it from "
+            f"canaries: {type(solver).__name__} is not bound to sizes. Take it from "
             "dpbilevel.calibrate(...).solver or call solver.with_sizes(sizes)."
         )
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
@@ -96,11 +96,11 @@ def canaries(
     others = (-1.0 if fixed else 0.0) if others is None else others
     everyone = fixed or others != 0 or any(scheme.numbered for scheme in schemes)
     everyone |= isinstance(solver, GradientInformativeBO)  # has a row for each of them
-    # At the planned sizes where they cost nothing: a defect may depend on them.
+    # At the planned sizes if they cost nothing: a defect may depend on them.
     alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
-    # Where upper records are clipped, a lower one moves what all of them count for.
+    # If upper records are clipped, a lower one moves the contributions of all of them.
     clips = getattr(solver, "upper_clip_norm", None) is not None
-    small = solver if alone else _reduced(solver)
+    small = solver if alone else _reduce(solver)
     everyone |= clips
     absent = -1.0 if solver.neighbours is Neighbours.REPLACE_ONE else 0.0
 
@@ -124,27 +124,27 @@ def canaries(
 
 
 def check_solver(solver: Any, owner: str) -> None:
-    """Raises `TypeError` if `solver` is a plan or no solver."""
+    """Raise `TypeError` if `solver` is a plan or no solver."""
     if isinstance(solver, Plan):
         raise TypeError(f"{owner}: got a Plan as solver; pass plan.solver.")
     _checks.instance(owner, AbstractSolver, solver=solver)
 
 
 def _sampling(solver: AbstractSolver) -> list[AbstractSampling]:
-    """Every sampling scheme among the fields of a solver and its inner ones."""
+    """Return all sampling schemes in the fields of a solver and its inner solvers."""
     parts = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, AbstractSampling))
     return [part for part in parts if isinstance(part, AbstractSampling)]
 
 
-def _reduced(solver: AbstractSolver) -> AbstractSolver:
-    """The solver at sizes and batch sizes divided by a common divisor."""
+def _reduce(solver: AbstractSolver) -> AbstractSolver:
+    """Return the solver at sizes and batch sizes divided by a common divisor."""
     sizes = solver.sizes
     counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]
     kinds = AbstractFixedBatch
     schemes = [s for s in _sampling(solver) if isinstance(s, kinds)]
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
-    # Alone in a batch, a clip of the batch would pass for a clip of the record.
+    # With one record in a batch, a clip of the batch would pass for one of the record.
     divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
     small = jax.tree.map(
         lambda v: type(v)(v.size // divisor) if isinstance(v, kinds) else v,

@@ -1,4 +1,4 @@
-"""What an audit holds a mechanism to: privacy profiles, and the curves they imply."""
+"""Claims of an audit: privacy profiles, and the trade-off curves they imply."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 1600)])
 
 
 def gaussian_claim(mu: float) -> Claim:
-    r"""The profile $\delta(\varepsilon)$ of $\mu$-Gaussian differential privacy.
+    r"""Return the profile $\delta(\varepsilon)$ of $\mu$-Gaussian differential privacy.
 
     Args:
         mu: $\mu \ge 0$.
@@ -36,7 +36,7 @@ def gaussian_claim(mu: float) -> Claim:
 
 
 def pure_claim(epsilon: float) -> Claim:
-    r"""The profile of pure $\varepsilon_0$-differential privacy.
+    r"""Return the profile of pure $\varepsilon_0$-differential privacy.
 
     Randomized response is the worst such mechanism, so $\delta(\varepsilon) =
     (e^{\varepsilon_0} - e^\varepsilon)_+ / (1 + e^{\varepsilon_0})$.
@@ -56,15 +56,15 @@ def pure_claim(epsilon: float) -> Claim:
 
 
 def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim:
-    """The profile that this library's accountant gives an event.
+    """Return the profile of an event by this library's accountant.
 
     Args:
         event: An event whose multipliers are relative to the relation's sensitivity.
         neighbours: The relation.
 
     Returns:
-        The profile. It is computed when first called, and then raises `ValueError` for
-        an event that the library does not account for.
+        The profile. It is computed when first called; it then raises `ValueError` if
+        the library does not account for the event.
     """
     mu = profiles.gaussian_mu(event)
     if mu is not None:
@@ -73,14 +73,13 @@ def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim
 
 
 def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
-    """The profile that a ledger promises each kind of person.
+    """Return the profile that a ledger promises each kind of person.
 
     Args:
         ledger: Every release of a run.
 
     Returns:
-        By kind of person, as `event_claim`; the chance of overflowing batches is in
-        each profile.
+        Profiles by kind of person. Each includes the chance of overflowing batches.
     """
     failure, neighbours = ledger.failure, ledger.neighbours
 
@@ -92,10 +91,10 @@ def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
 
 
 class TradeOffCurve:
-    r"""The largest true positive rate that a claim leaves to any test.
+    r"""Largest true positive rate that a claim leaves to any test.
 
     A test and its complement both obey the claim, so at false positive rate $\alpha$
-    that is
+    the rate is
 
     $$\inf_{\varepsilon \ge 0} \min\bigl(\delta(\varepsilon) + e^\varepsilon \alpha,\;
     1 - e^{-\varepsilon} (1 - \delta(\varepsilon) - \alpha)\bigr).$$
@@ -116,25 +115,25 @@ class TradeOffCurve:
         if np.isnan(self._deltas).any():
             raise ValueError(
                 "the claimed profile is NaN at some epsilons, which nothing could "
-                "violate; return deltas for all epsilons >= 0."
+                "violate. Return deltas for all epsilons >= 0."
             )
 
     def __call__(self, false_positives: Float[np.ndarray, " n"]) -> np.ndarray:
-        """The bound at these false positive rates, at most 1."""
+        """Return the bound at these false positive rates, at most 1."""
         rates = np.asarray(false_positives, np.float64)[..., None]
         direct = self._deltas + np.exp(_EPSILONS) * rates
         mirrored = 1 - np.exp(-_EPSILONS) * (1 - self._deltas - rates)
         return np.minimum(1.0, np.minimum(direct, mirrored).min(axis=-1))
 
     def least_false_positives(self, true_positives: float) -> float:
-        """The least false positive rate of a test with this true positive rate."""
+        """Return the least false positive rate at this true positive rate."""
         direct = np.exp(-_EPSILONS) * (true_positives - self._deltas)
         mirrored = 1 - self._deltas - np.exp(_EPSILONS) * (1 - true_positives)
         return float(max(0.0, direct.max(), mirrored.max()))
 
 
 def gaussian_mu_of(true_positives: float, false_positives: float) -> float:
-    r"""The $\mu$ between two unit normals that a test with these rates tells apart."""
-    # Rates of 0 and 1 have no quantile; none that runs can measure comes so near.
+    r"""Return the Gaussian $\mu$ of a test with these rates."""
+    # Rates of 0 and 1 have no quantile; no number of runs measures rates so near.
     rates = np.clip([true_positives, false_positives], 1e-16, 1 - 1e-16)
     return float(np.subtract(*scipy.special.ndtri(rates)))

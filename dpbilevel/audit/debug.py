@@ -39,7 +39,7 @@ __all__ = [
 def upper_objective(
     problem: BilevelProblem, x: PyTree, y: PyTree, data: Levels
 ) -> jax.Array:
-    r"""NON-PRIVATE. $f(x, y)$: the mean upper loss plus its public term.
+    r"""Return $f(x, y)$, the mean upper loss plus its public term. NON-PRIVATE.
 
     Args:
         problem: The problem.
@@ -53,7 +53,7 @@ def upper_objective(
 def lower_objective(
     problem: BilevelProblem, x: PyTree, y: PyTree, data: Levels
 ) -> jax.Array:
-    r"""NON-PRIVATE. $g(x, y)$: the mean lower loss plus its public term.
+    r"""Return $g(x, y)$, the mean lower loss plus its public term. NON-PRIVATE.
 
     Args:
         problem: The problem.
@@ -67,12 +67,12 @@ def lower_objective(
 def hyper_objective(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
 ) -> float:
-    r"""NON-PRIVATE. $F(x) = f(x, y^*(x))$ in float64.
+    r"""Return $F(x) = f(x, y^*(x))$ in float64. NON-PRIVATE.
 
     Args:
         problem: The problem.
         x: The upper variable.
-        y0: A starting point for the lower solution.
+        y0: An initial point for the lower solution.
         data: The records.
     """
     with jax.enable_x64(True):
@@ -89,14 +89,14 @@ def group_losses(
     *,
     group: Callable[[PyTree], jax.Array] = read_group,
 ) -> jax.Array:
-    """NON-PRIVATE. The mean loss of the records of each group.
+    """Return the mean loss of the records of each group. NON-PRIVATE.
 
     Args:
         loss: The loss of one record, as `loss(x, record)`.
         x: The model.
         data: The records.
         num_groups: The number of groups.
-        group: Reads a record's group.
+        group: A function that returns the group of a record.
 
     Returns:
         One mean per group; NaN for a group without records.
@@ -110,27 +110,24 @@ def group_losses(
 def random_search(
     problem: BlackBox, w0: np.ndarray, num_candidates: int, *, key: PRNGKey
 ) -> tuple[np.ndarray, float]:
-    """NON-PRIVATE. The uniform random point with the least mean loss, and that loss.
+    """Return the uniform random point of least mean loss, and the loss. NON-PRIVATE.
 
-    Choosing any setting of a private run by it voids that run's guarantee.
+    It must not choose any setting of a private run: that voids the guarantee.
 
     Args:
         problem: The black box.
         w0: A point of the box, for its shape.
-        num_candidates: How many points are evaluated.
+        num_candidates: The number of points.
         key: A typed key.
     """
     check_key(key)
     if problem.losses is None:
-        raise TypeError(
-            "random_search: the black box has losses=None; give a function of the "
-            "point."
-        )
+        raise TypeError("random_search: losses is None. Give a function of the point.")
     with jax.enable_x64(True):
         box = box_of("random_search", problem)
         like = start_of("random_search", problem, np.asarray(w0, np.float64))
         points = np.asarray(uniform(box, like, num_candidates, key=key))
-    # A copy: the losses are the user's Python, which may change its argument.
+    # A copy, because the user's function may change its argument.
     means = [np.mean(problem.losses(point.copy())) for point in points]
     best = int(np.nanargmin(means))
     return points[best], float(means[best])
@@ -139,21 +136,17 @@ def random_search(
 def operator_norms(
     problem: AbstractVariationalInequality, w: PyTree, data: PyTree
 ) -> jax.Array:
-    """NON-PRIVATE. How long the operator of every record is, before clipping.
+    """Return the norm of every record's operator before clipping. NON-PRIVATE.
 
-    Where most records of a group are longer than the clip norm, clipping undoes what
-    weighs them.
+    If most records of a group exceed the clip norm, clipping undoes the weights of the
+    group.
 
     Args:
         problem: A `SaddleProblem` or a `VariationalInequality`.
-        w: Where to look.
+        w: The point at which the operators are computed.
         data: The records.
 
     Returns:
         One norm per record.
     """
-
-    def length(record):
-        return optax.tree.norm(problem.record_operator(w, record))
-
-    return jax.vmap(length)(data)
+    return jax.vmap(lambda z: optax.tree.norm(problem.record_operator(w, z)))(data)

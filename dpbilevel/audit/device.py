@@ -1,4 +1,4 @@
-"""Tests of whether the arithmetic of a device is what the guarantee assumes."""
+"""Tests of the arithmetic of a device, which the guarantee rests on."""
 
 import dataclasses
 
@@ -14,10 +14,10 @@ class DeviceArithmetic:
     """Result of the device tests: errors of matrix products, and mixed records.
 
     Attributes:
-        device: Its name and platform.
-        versions: The releases of JAX and of the platform.
-        errors: The outcome for each kind of product.
-        mixed: The operations in which one record changes what is computed from others.
+        device: Name and platform of the device.
+        versions: Releases of JAX and of the platform.
+        errors: Outcome for each kind of product.
+        mixed: Operations in which one record changes the values of others.
     """
 
     device: str
@@ -27,7 +27,7 @@ class DeviceArithmetic:
 
     @property
     def passed(self) -> bool:
-        """Whether all products and operations passed, which is no proof."""
+        """Whether all products and operations passed; not a proof."""
         return not self.mixed and all(error.passed for error in self.errors)
 
     def __str__(self) -> str:
@@ -50,16 +50,16 @@ def device_arithmetic() -> DeviceArithmetic:
     r"""Test whether the default device rounds products coarsely or mixes records.
 
     Sums over records assume that a product of $m$ terms is off by no more than
-    floating-point multiply-adds in any order, $\gamma_m \sum_i |a_i b_i|$. Here
-    products of the shapes that the library uses are computed on the device, from fixed
-    factors made to break that bound, and compared with exact ones. In float32, and in
-    float64 where it is enabled. `solve` and `dpbilevel run` refuse a device on which a
-    short form of this fails. One record of NaN, infinity or large numbers must also
-    leave what is computed from all other records as it is, in a few operations.
+    floating-point multiply-adds in any order, $\gamma_m \sum_i |a_i b_i|$. The test
+    computes products of the library's shapes on the device, in float32 and, if it is
+    enabled, in float64. Their fixed factors are made to break the bound, and the
+    results are compared with exact ones. `solve` and `dpbilevel run` refuse a device
+    that fails a short form of this test. A few operations must also compute the same
+    from all other records if one record is NaN, infinite or large.
 
     Returns:
-        The largest errors over the bound: above 1 they refute it, below 1 they do not
-        prove it. And the operations that mixed records.
+        The largest errors over the bound, which refute it above 1 and do not prove it
+        below 1, and the operations that mixed records.
 
     Privacy:
         Touches no data.

@@ -1,4 +1,4 @@
-"""NON-PRIVATE lower solutions in float64, as exact as they can be had."""
+"""NON-PRIVATE lower solutions in float64, as a reference for other code."""
 
 import jax
 import jax.flatten_util
@@ -14,20 +14,20 @@ from ..oracles import objectives
 def lower_solution(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
 ) -> PyTree:
-    r"""NON-PRIVATE. $y^*(x)$ without a set, in float64, by L-BFGS on the host.
+    r"""Return $y^*(x)$ without a set, in float64, by L-BFGS on the host. NON-PRIVATE.
 
-    The check of `dpbilevel.oracles.lower_solution`: another implementation, in float64
-    whatever the setting of JAX, and without derivatives or `jax.jit`.
+    It checks `dpbilevel.oracles.lower_solution`: another implementation, in float64
+    for every setting of JAX, without derivatives and not inside `jax.jit`.
 
     Args:
         problem: The problem; `y_set` is not used.
         x: The upper variable.
-        y0: A starting point.
+        y0: An initial point.
         data: The records.
 
     Returns:
         A float64 pytree like `y0`, with a gradient norm of about 1e-8 where losses are
-        about 1: steps that change them less than rounding does are not seen.
+        about 1; smaller changes are lost in rounding.
     """
     with jax.enable_x64(True):
         x, y0, data = (as_float64(tree) for tree in (x, y0, data))
@@ -51,7 +51,7 @@ def lower_solution(
 
 
 def as_float64(tree: PyTree) -> PyTree:
-    """The same numbers in float64; other leaves as they are."""
+    """Return a pytree with its floating-point leaves in float64."""
 
     def convert(leaf):
         host = np.asarray(leaf)

@@ -1,4 +1,4 @@
-"""Observations of many runs of a mechanism, and refusals of runs that show nothing."""
+"""Observations of many runs of a mechanism; runs that show nothing are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,29 +17,23 @@ _AT_ONCE = 10_000  # runs per batch, to bound memory
 
 
 def check_arguments(run: Any, claim: Any, runs: Any) -> None:
-    """Raises unless an audit can call `run` and `claim`, and has enough runs."""
-    if not callable(run):
-        raise TypeError(
-            "trade_off: run must be a function run(data, *, key), got "
-            f"{type(run).__name__}."
-        )
+    """Check that an audit can call `run` and `claim`, and has enough runs."""
+    _checks.function("trade_off", run=run)
     if not callable(claim):
         raise TypeError(
             "trade_off: claim must be a profile, a function of epsilons, got "
-            f"{type(claim).__name__}; make one with audit.gaussian_claim(mu) or "
+            f"{type(claim).__name__}. Make one with audit.gaussian_claim(mu) or "
             "audit.pure_claim(epsilon)."
         )
     if not isinstance(runs, int | np.integer) or isinstance(runs, bool):
         got = _checks.shown(runs)
         raise TypeError(f"trade_off: runs must be an integer, got {got}.")
     if runs < _FEWEST:
-        raise ValueError(
-            f"trade_off: runs must be at least {_FEWEST} to show anything, got {runs}."
-        )
+        raise ValueError(f"trade_off: runs must be at least {_FEWEST}, got {runs}.")
 
 
 def check_pair(data: PyTree, neighbour: PyTree) -> None:
-    """Raises unless two datasets have equal structure and shapes and differ."""
+    """Check that two datasets have equal structures and shapes, and differ."""
     left, right = (str(jax.tree.structure(side)) for side in (data, neighbour))
     if left != right:
         raise ValueError(
@@ -53,14 +47,14 @@ def check_pair(data: PyTree, neighbour: PyTree) -> None:
             where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"trade_off: data{where} and neighbour{where} must have the same "
-                f"shape, got {np.shape(one)} and {np.shape(other)}; give an absent "
+                f"shape, got {np.shape(one)} and {np.shape(other)}. Give an absent "
                 "person a record that contributes nothing."
             )
         same &= np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
     if same:
         raise ValueError(
-            "trade_off: data and neighbour are equal, so that no run could tell them "
-            "apart; change one person's records in neighbour."
+            "trade_off: data and neighbour are equal. Change one person's records in "
+            "neighbour."
         )
 
 
@@ -72,10 +66,10 @@ def observe(
     key: PRNGKey,
     runs: int,
 ) -> tuple[Float[np.ndarray, "runs d"], Float[np.ndarray, "runs d"]]:
-    """The features of many runs on either dataset: flattened, float64 and finite.
+    """Return the features of many runs on either dataset: flat, float64 and finite.
 
     Raises:
-        ValueError: What runs show is the same in all of them, or in part not finite.
+        ValueError: All runs show the same, or some numbers are never finite.
         TypeError: `run` returns something else than real numbers.
     """
     if not isinstance(run, eqx.Module):
@@ -91,14 +85,12 @@ def observe(
     if lost.any():
         raise ValueError(
             f"trade_off: {lost.sum()} of {lost.size} observed numbers are not finite "
-            "in any run on either dataset, which shows nothing; use smaller steps or "
-            "records, or leave these numbers out of what run returns."
+            "in any run. Use smaller steps, or leave them out of the result of run."
         )
     if constant.all():
         raise ValueError(
-            "trade_off: every run on either dataset shows the same numbers, which "
-            "shows nothing; let run draw from its key and return what depends on "
-            "the data, and let the pair differ where run reads it."
+            "trade_off: every run on either dataset shows the same numbers. Let run "
+            "draw from its key and return values in which the pair differs."
         )
     return present, absent
 
@@ -106,7 +98,7 @@ def observe(
 def scores_of(
     statistic: Callable[[np.ndarray], np.ndarray], rows: np.ndarray
 ) -> Float[np.ndarray, " runs"]:
-    """The statistic of every run, if it is one number a run."""
+    """Return the statistic of every run, checked to be one number a run."""
     scores = np.asarray(statistic(rows), np.float64)
     if scores.shape != rows.shape[:1]:
         raise ValueError(
@@ -115,8 +107,7 @@ def scores_of(
         )
     if np.isnan(scores).any():
         raise ValueError(
-            "trade_off: statistic returned NaN, which is neither large nor small; "
-            "return numbers."
+            "trade_off: statistic returned NaN. Return numbers, which can be ordered."
         )
     return np.clip(scores, -1e300, 1e300)  # quantiles of infinities are NaN
 
@@ -133,7 +124,7 @@ def _features(
 
 
 def _numbers(shown: PyTree) -> list[Any]:
-    """The leaves of what a run returns, if these are real numbers."""
+    """Return the leaves of the result of a run, checked to be real numbers."""
     leaves = jax.tree.leaves(shown)
     groups = jnp.floating, jnp.integer, jnp.bool_
     for leaf in leaves:
@@ -146,7 +137,7 @@ def _numbers(shown: PyTree) -> list[Any]:
             )
     if not sum(np.size(leaf) for leaf in leaves):
         raise TypeError(
-            "trade_off: run must return a pytree of arrays, got one without any "
-            f"numbers ({type(shown).__name__}); return what an adversary would see."
+            "trade_off: run must return arrays with what an adversary would see, got "
+            f"{type(shown).__name__} without any numbers."
         )
     return leaves

@@ -1,4 +1,4 @@
-"""One-run audit: many canaries in one run, and how many of them can be guessed."""
+"""One-run audit: the number of canaries in one run that can be guessed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from .canaries import check_solver
 from .claims import Claim, TradeOffCurve, ledger_claims
 from .worst_cases import BEYOND
 
-# Of the claimed noise, up to which the least that is refuted is looked for.
+# Range of the search for the least refuted noise, in units of the claimed noise.
 _MOST_NOISE, _LEAST_NOISE = 2.0**8, 2.0**-4
 
 
 @dataclasses.dataclass(frozen=True)
 class OneRun:
-    r"""The outcome of a one-run audit.
+    r"""Outcome of a one-run audit.
 
     Attributes:
-        canaries: Coin flips hidden in the run.
-        guesses: How many of them were guessed; on the others the auditor abstained.
-        correct: How many guesses were right.
+        canaries: Number of coin flips hidden in the run.
+        guesses: Number of guesses; the auditor abstained on the other coins.
+        correct: Number of right guesses.
         delta: $\delta$.
-        significance: The chance that the bound is wrong.
+        significance: Chance that the bound is wrong.
         measured_epsilon: Lower bound on $\varepsilon$ at `delta`.
         claimed_epsilon: The accountant's $\varepsilon$ at `delta`.
     """
@@ -44,11 +44,11 @@ class OneRun:
 
     @property
     def passed(self) -> bool:
-        """Whether no violation was found: not a proof of privacy."""
+        """Whether no violation was found; not a proof of privacy."""
         return self.measured_epsilon <= self.claimed_epsilon
 
     def __str__(self) -> str:
-        """The outcome in a sentence."""
+        """Return the outcome in a sentence."""
         verdict = "no violation found" if self.passed else "VIOLATION"
         return (
             f"{verdict} in one run with {self.canaries} canaries: {self.correct} of "
@@ -68,18 +68,18 @@ def one_run(
     delta: float = 1e-5,
     significance: float = 0.05,
 ) -> OneRun:
-    r"""Guesses many coin flips from one run of noisy gradient descent.
+    r"""Guess many coin flips from one run of noisy gradient descent.
 
     Record $i$ is $\pm e_i$, by a fair coin, far beyond the clip norm. The auditor sees
     the answer, guesses the signs of the largest coordinates and abstains on the others.
-    A demonstration: far weaker than `trade_off`, which makes thousands of runs.
+    The audit is far weaker than `trade_off`, which makes thousands of runs.
 
     Args:
         solver: `NoisyGD` under replace-one, with noise. It is bound to `canaries`
             records here; its own sizes are not used.
         key: A typed key.
         canaries: The number of records and of coordinates.
-        guesses: How many signs to guess, fixed beforehand.
+        guesses: The number of signs to guess, fixed beforehand.
         delta: $\delta$ at which to bound $\varepsilon$.
         significance: The chance that the bound is wrong.
 
@@ -101,8 +101,7 @@ def one_run(
     _checks.fraction("one_run", delta=delta, significance=significance)
     if guesses > canaries:
         raise ValueError(
-            f"one_run: cannot guess {guesses} of {canaries} canaries; give fewer "
-            "guesses."
+            f"one_run: guesses must be at most canaries, got {guesses} of {canaries}."
         )
     key_signs, key_run = jax.random.split(key)
     signs = jax.random.rademacher(key_signs, (canaries,), float)
@@ -134,13 +133,9 @@ def one_run(
 
 
 def refutes(
-    correct: int,
-    guesses: int,
-    canaries: int,
-    significance: float,
-    claim: Claim,
+    correct: int, guesses: int, canaries: int, significance: float, claim: Claim
 ) -> bool:
-    r"""Whether so many right guesses of fair coins refute a privacy profile.
+    r"""Return whether so many right guesses of fair coins refute a privacy profile.
 
     Let $m$ coins be hidden, $r$ of them guessed, and $p_i$ the chance that $i$ guesses
     are right. With $\bar f(\beta)$ the largest chance under one of two neighbours of an
@@ -152,7 +147,7 @@ def refutes(
     \bar f\Bigl(\sum_{i \ge v - 1} \tfrac{r - i}{m} p_i\Bigr) .$$
 
     If $v$ or more are right with a chance of `significance`, this forces a least
-    $p_{v-1}$, then a least $p_{v-2}$, and so on. The claim is refuted where these sum
+    $p_{v-1}$, then a least $p_{v-2}$, and so on. The claim is refuted if these sum
     to more than 1 (`docs/audit.md`, "One run").
 
     Args:
@@ -187,7 +182,7 @@ def refutes(
 
 
 def _least_refuted(is_refuted: Callable[[float], bool]) -> float | None:
-    """The least factor of the noise with which a claim is refuted, to 2 %."""
+    """Return the least factor of the noise whose claim is refuted, to 2 %."""
     low, high = (_LEAST_NOISE, 1.0) if is_refuted(1.0) else (1.0, _MOST_NOISE)
     if high > 1 and not is_refuted(high):
         return None

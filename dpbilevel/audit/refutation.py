@@ -1,4 +1,4 @@
-"""NON-PRIVATE search for points and records at which declared constants fail."""
+"""NON-PRIVATE search for points and records that violate declared constants."""
 
 import dataclasses
 import math
@@ -23,13 +23,13 @@ _SOLUTIONS = 5
 
 @dataclasses.dataclass(frozen=True)
 class ConstantsSearch:
-    """The outcome of a search for violated constants. NON-PRIVATE.
+    """Outcome of a search for violated constants. NON-PRIVATE.
 
     Attributes:
-        tried: How many points were looked at.
-        ratios: By name, the largest value found over the declared one, and for
-            `strong_convexity` the declared one over the least found: above 1 is a
-            violation. 0 where both are 0, infinite where only the declared one is.
+        tried: Number of points.
+        ratios: Largest value found over the declared one, by name; for
+            `strong_convexity` the declared one over the least found. Above 1 is a
+            violation. 0 if both are 0, infinite if only the declared one is.
     """
 
     tried: int
@@ -37,16 +37,16 @@ class ConstantsSearch:
 
     @property
     def violated(self) -> tuple[str, ...]:
-        """The constants that do not hold."""
+        """Names of the constants that do not hold."""
         return tuple(k for k, v in self.ratios.items() if not v <= 1 + _ROUNDING)
 
     @property
     def passed(self) -> bool:
-        """Whether no violation was found: not a proof."""
+        """Whether no violation was found; not a proof."""
         return not self.violated
 
     def __str__(self) -> str:
-        """The outcome in a few lines."""
+        """Return the outcome in a few lines."""
         verdict = f"VIOLATED: {', '.join(self.violated)}" if self.violated else "none"
         lines = [f"constants violated at {self.tried} points: {verdict}"]
         lines += [
@@ -67,7 +67,7 @@ def refute_constants(
     tries: int = 500,
     spread: float = 1.0,
 ) -> ConstantsSearch:
-    r"""NON-PRIVATE. Looks for points at which the problem's constants do not hold.
+    r"""Search for points at which the problem's constants do not hold. NON-PRIVATE.
 
     Derivatives up to second order are formed densely, in float64, at random $x$ of the
     set, $y$ of the ball of `solution_radius` and single records; those of third order
@@ -76,12 +76,12 @@ def refute_constants(
 
     Args:
         problem: A problem whose `constants` are a certificate; its constants over all
-            x are tried.
-        w0: A point `(x, y)` around which to look.
+            x are tested.
+        w0: The center `(x, y)` of the search.
         records: Public or synthetic records, as different from each other as records
             can be.
         key: A typed key.
-        tries: How many points.
+        tries: The number of points.
         spread: The standard deviation of $x$ around `w0`, before projection.
 
     Returns:
@@ -95,8 +95,8 @@ def refute_constants(
     _checks.count("refute_constants", tries=tries)
     if not isinstance(problem.constants, AbstractCertificate):
         raise ValueError(
-            "refute_constants: problem.constants is no certificate but "
-            f"{type(problem.constants).__name__}; declare SecondOrderConstants(...)."
+            "refute_constants: problem.constants must be a certificate, got "
+            f"{type(problem.constants).__name__}. Declare SecondOrderConstants(...)."
         )
     declared = problem.constants.second_order
     random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
@@ -104,8 +104,8 @@ def refute_constants(
         w0, records = as_float64(w0), as_float64(records)
         radius = declared.solution_radius
         points = [_points(problem, w0, random, tries, spread, radius) for _ in range(2)]
-        datasets = [_drawn(records, random, tries) for _ in range(2)]
-        measure = jax.jit(lambda *points: _measured(problem, points))
+        datasets = [_draw_datasets(records, random, tries) for _ in range(2)]
+        measure = jax.jit(lambda *points: _measure(problem, points))
         found = {k: float(v.max()) for k, v in measure(*points, *datasets).items()}
         found["solution_radius"] = max(
             _solution_norm(problem, points[0], datasets[0], i)
@@ -120,7 +120,7 @@ def refute_constants(
 
 
 def _points(problem, w0, random, count: int, spread: float, radius: float):
-    """Random x of the set and y of the ball."""
+    """Draw x of the set and y of the ball."""
     (x0, unravel_x), (y0, unravel_y) = map(jax.flatten_util.ravel_pytree, w0)
     near = np.asarray(x0)[None] + spread * random.normal(size=(count, x0.size))
     project = jax.vmap(lambda v: problem.x_set.project(unravel_x(v)))
@@ -131,8 +131,8 @@ def _points(problem, w0, random, count: int, spread: float, radius: float):
     return project(jnp.asarray(near)), y
 
 
-def _drawn(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
-    """As many datasets of one record in each level."""
+def _draw_datasets(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
+    """Draw datasets of one record in each level."""
 
     def draw(level):
         rows = random.integers(_checks.leading_axis("records", level), size=count)
@@ -155,17 +155,17 @@ def _ratio(found: float, declared: float) -> float:
     return found / declared if declared > 0 else math.inf
 
 
-def _measured(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
-    """What the constants bound, point after point.
+def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
+    """Return the values that the constants bound, point after point.
 
-    Not with `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
-    the pool that it runs in and waits, on few cores for ever where several do.
+    Without `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
+    its own pool and waits for them, on few cores for ever.
     """
-    return jax.lax.map(lambda at: _measured_at(problem, *at), points)
+    return jax.lax.map(lambda at: _measure_at(problem, *at), points)
 
 
-def _measured_at(problem: BilevelProblem, w, w_other, z, z_other):
-    """What the constants bound, at one point; strong convexity with a minus sign."""
+def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
+    """Return the values that the constants bound at a point; minus strong convexity."""
     (x, y), (other_x, other_y) = w, w_other
     f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))
     g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))
@@ -194,7 +194,7 @@ def _measured_at(problem: BilevelProblem, w, w_other, z, z_other):
 
 
 def _derivatives(problem: BilevelProblem, role: str, x, y, record):
-    """First and second derivatives of one level at one record, flat and dense."""
+    """Return first and second derivatives of a level at one record, flat and dense."""
     flat_x, unravel_x = jax.flatten_util.ravel_pytree(x)
     flat_y, unravel_y = jax.flatten_util.ravel_pytree(y)
     loss, term = getattr(problem, role), getattr(problem, f"{role}_public")
@@ -216,7 +216,7 @@ def _derivatives(problem: BilevelProblem, role: str, x, y, record):
 
 
 def _both(found: dict[str, jax.Array], name: str) -> jax.Array:
-    """The larger of a derivative with the public term and of a record's alone."""
+    """Return the larger of the derivatives with and without the public term."""
     return jnp.maximum(_size(found[name]), _size(found[f"record_{name}"]))
 
 
@@ -225,5 +225,5 @@ def _flat(tree: PyTree) -> jax.Array:
 
 
 def _size(value: jax.Array) -> jax.Array:
-    """The Euclidean norm of a vector, the largest singular value of a matrix."""
+    """Return the Euclidean norm of a vector or the spectral norm of a matrix."""
     return jnp.linalg.norm(value, 2) if value.ndim == 2 else jnp.linalg.norm(value)

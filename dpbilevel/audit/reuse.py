@@ -1,4 +1,4 @@
-"""Whether all noise of a run is independent, which a trade-off audit cannot detect."""
+"""Search for noise that a run uses twice, which a trade-off audit cannot detect."""
 
 import contextlib
 import dataclasses
@@ -16,21 +16,20 @@ from ..privacy.mechanisms import AbstractNoise
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
 from .tradeoff import ALPHA, SolverRun
-from .unseal import opened
+from .unseal import open_value
 
 
 @dataclasses.dataclass(frozen=True)
 class NoiseReuse:
-    """The outcome of a search for noise that is used twice.
+    """Outcome of a search for noise that is used twice.
 
     Attributes:
-        streams: How many noise vectors were compared: one per release and leaf.
-        coordinates: The length of each.
-        left_out: How many were not compared, because they have another length.
-        correlation: The largest absolute correlation of two of them.
-        pair: The positions of these two, in the order they were drawn.
-        bound: What the largest correlation of fresh noise exceeds with probability
-            1e-4.
+        streams: Number of noise vectors that were compared: one per release and leaf.
+        coordinates: Length of each vector.
+        left_out: Number of vectors of other lengths, which were not compared.
+        correlation: Largest absolute correlation of two vectors.
+        pair: Positions of these two, in the order of the draws.
+        bound: Correlation that fresh noise exceeds with probability 1e-4.
     """
 
     streams: int
@@ -42,12 +41,12 @@ class NoiseReuse:
 
     @property
     def passed(self) -> bool:
-        """Whether no two noises are correlated beyond chance."""
-        # Not `>`: a correlation that is no number comes from noise that is constant.
+        """Whether no two noise vectors are correlated beyond chance."""
+        # Not `>`: constant noise has the correlation NaN.
         return self.correlation <= self.bound
 
     def __str__(self) -> str:
-        """The outcome in a sentence."""
+        """Return the outcome in a sentence."""
         verdict = "no reused noise found" if self.passed else "NOISE IS REUSED"
         others = f"; {self.left_out} of other lengths were not compared"
         return (
@@ -65,26 +64,26 @@ def noise_reuse(
     x_in_records: bool | tuple[str, ...] = True,
     coordinates: int = 2000,
 ) -> NoiseReuse:
-    """Compares the noises of all releases of one run, leaf by leaf.
+    """Compare the noise of all releases of one run, leaf by leaf.
 
-    Noise that is used twice cancels in a difference and protects nothing, yet it looks
-    right in every single release: only comparing releases shows it. The run is made
-    eagerly on canary records with two leaves per variable. Releases that do not have
-    the length of a leaf, such as scores of sources, are counted and not compared.
+    Noise that is used twice cancels in a difference and protects nothing. It looks
+    right in every single release, so releases are compared. The run is made eagerly on
+    canary records with two leaves per variable. Releases that do not have the length of
+    a leaf, such as scores of sources, are counted and not compared.
 
     Args:
         solver: A calibrated solver, bound to its sizes, with few steps.
         key: A typed key.
         x_in_records: As in `canaries`.
-        coordinates: Per leaf.
+        coordinates: The length of a leaf.
 
     Raises:
         ValueError: The run makes fewer than two noise vectors, or as in `canaries`.
         TypeError: A plan instead of its solver, or no solver.
 
     Privacy:
-        Reads no records: the data are canaries. It subtracts from every release the
-        value that was released.
+        Reads no records: the data are canaries. The noise is a release minus the sealed
+        value, which is opened.
     """
     check_key(key)
     check_solver(solver, "noise_reuse")
@@ -92,13 +91,13 @@ def noise_reuse(
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))
     run = SolverRun(canary.problem, canary.solver, canary.w0)
-    with _recorded() as tape, jax.disable_jit():
+    with _record_noise() as tape, jax.disable_jit():
         run(canary.data, key=key)
     streams = [stream for stream in tape if stream.size == coordinates]
     if len(streams) < 2:
         raise ValueError(
-            f"noise_reuse: {type(solver).__name__} drew {len(streams)} noise vectors; "
-            "at least two are needed to compare."
+            f"noise_reuse: {type(solver).__name__} drew {len(streams)} noise vectors, "
+            "and at least two are needed."
         )
     largest, pair = _largest_correlation(np.stack(streams))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
@@ -109,12 +108,14 @@ def noise_reuse(
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[list[Float[np.ndarray, " d"]]]:
+def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
     """Collect the noise of every release, by whatever kind of mechanism."""
     tape: list[Float[np.ndarray, " d"]] = []
     with contextlib.ExitStack() as stack:
         for kind in _kinds(AbstractNoise):
-            stack.enter_context(mock.patch.object(kind, "release", _taped(kind, tape)))
+            stack.enter_context(
+                mock.patch.object(kind, "release", _recording(kind, tape))
+            )
         yield tape
 
 
@@ -126,14 +127,14 @@ def _kinds(kind: type[AbstractNoise]) -> Iterator[type[AbstractNoise]]:
         yield from _kinds(other)
 
 
-def _taped(kind: type[AbstractNoise], tape: list):
+def _recording(kind: type[AbstractNoise], tape: list):
     release = kind.release
 
     def taped(self, bounded, *, key):
         before = len(tape)
         released = release(self, bounded, key=key)
-        del tape[before:]  # what a mechanism inside this one recorded
-        pairs = zip(jax.tree.leaves(released), opened(bounded), strict=True)
+        del tape[before:]  # records of a mechanism inside this one
+        pairs = zip(jax.tree.leaves(released), open_value(bounded), strict=True)
         tape.extend(np.ravel(noisy).astype(np.float64) - raw for noisy, raw in pairs)
         return released
 

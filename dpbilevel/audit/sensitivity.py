@@ -1,4 +1,4 @@
-"""NON-PRIVATE. Adversarial search for records that move a value beyond its bound."""
+"""NON-PRIVATE search for records that move a value beyond its bound."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from .. import _checks
 from ..privacy.budget import Neighbours
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.per_example.clipping import Bounded
-from .unseal import opened
+from .unseal import open_value
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
 _SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
@@ -24,15 +24,15 @@ _SURVIVORS = 8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SensitivitySearch:
-    """The outcome of a search for a violated sensitivity. NON-PRIVATE.
+    """Outcome of a search for a violated sensitivity. NON-PRIVATE.
 
     Attributes:
-        tried: How many pairs of neighbouring datasets were compared.
+        tried: Number of pairs of neighbouring datasets.
         neighbours: The relation.
-        ratio: The largest distance of two neighbours' values over the sensitivity that
-            they claim; infinite where a value is no number.
-        records: The records of the pair that reached it.
-        neighbour: Its neighbour: the last record replaced, or missing.
+        ratio: Largest distance of two neighbours' values over the sensitivity that
+            they claim; infinite if a value is NaN.
+        records: Records of the pair with the largest ratio.
+        neighbour: The same with the last record replaced, or missing.
     """
 
     tried: int
@@ -43,11 +43,11 @@ class SensitivitySearch:
 
     @property
     def passed(self) -> bool:
-        """Whether no pair exceeds its bound by more than noise covers: not a proof."""
+        """Whether no pair exceeds its bound by more than noise covers; not a proof."""
         return self.ratio <= 1 + _ROUNDING
 
     def __str__(self) -> str:
-        """The outcome in a sentence."""
+        """Return the outcome in a sentence."""
         verdict = "no violation found" if self.passed else "VIOLATION"
         return (
             f"{verdict} in {self.tried} pairs under {self.neighbours.value}: the "
@@ -64,22 +64,23 @@ def sensitivity_search(
     tries: int = 2000,
     rounds: int = 20,
 ) -> SensitivitySearch:
-    """NON-PRIVATE. Looks for neighbours whose values differ by more than is claimed.
+    """Search for neighbours whose values differ by more than is claimed. NON-PRIVATE.
 
-    Datasets start as rows of `records` in which numbers are replaced by extreme ones:
-    zeros, denormals, values up to 3e38, NaN and infinities; the pair differs in the
-    last record, which is often the opposite of another. The worst pairs are then
-    changed entry by entry as long as they get worse.
+    Datasets are rows of `records` in which some numbers are replaced by extreme ones:
+    zeros, denormals, values up to 3e38, NaN and infinities. The pair differs in the
+    last record, which is often the opposite of another. In further rounds entries of
+    the worst pairs are changed.
 
     Args:
-        query: Maps records (a pytree with a leading axis, one row fewer where a record
-            is removed) to a `Bounded`; traced and mapped over datasets.
+        query: A function of records (a pytree with a leading axis, one row fewer if a
+            record is removed) that returns a `Bounded`; traced and mapped over
+            datasets.
         records: Two or more rows. Public or synthetic. Floating-point leaves are made
             extreme; others keep values found in their column.
         neighbours: The relation. Add-or-remove-one needs a public denominator.
         key: A typed key.
-        tries: Datasets in the first round.
-        rounds: Rounds of refinement, of `tries / 10` datasets each.
+        tries: The number of datasets in the first round.
+        rounds: The number of further rounds, of `tries / 10` datasets each.
 
     Raises:
         ValueError: Fewer than two rows; or `query` divides by the private number of
@@ -96,13 +97,13 @@ def sensitivity_search(
     random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     rows = jax.tree.map(np.asarray, records)
     compare = _comparison(query, neighbours)
-    pairs = _stack([_hostile(rows, random) for _ in range(tries)])
+    pairs = _stack([_hostile_dataset(rows, random) for _ in range(tries)])
     ratios, tried = compare(pairs), tries
     for _ in range(rounds):
         best = np.argsort(-ratios)[:_SURVIVORS]
         parents = [jax.tree.map(lambda v, i=i: v[i], pairs) for i in best]
         chosen = itertools.islice(itertools.cycle(parents), max(tries // 10, 1))
-        children = [_mutated(parent, rows, random) for parent in chosen]
+        children = [_mutate(parent, rows, random) for parent in chosen]
         tried += len(children)
         found = _stack(children)
         pairs = jax.tree.map(lambda *v: np.concatenate(v), _stack(parents), found)
@@ -113,7 +114,7 @@ def sensitivity_search(
 
 
 def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
-    """Two datasets from one array of records and, in the last row, the replacement."""
+    """Return two datasets; the last row of `pair` replaces the one before it."""
     left = jax.tree.map(lambda v: v[:-1], pair)
     if neighbours is Neighbours.ADD_OR_REMOVE_ONE:  # the replacement is not used
         return left, jax.tree.map(lambda v: v[:-2], pair)
@@ -126,7 +127,7 @@ def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
 
 
 def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
-    """The ratios of distance over sensitivity of many pairs, in float64."""
+    """Return a function that computes distance over sensitivity of many pairs."""
 
     @jax.jit
     @jax.vmap
@@ -144,7 +145,7 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
     def compare(pairs):
         (left, right), claimed = values(jax.tree.map(jnp.asarray, pairs))
         count = len(claimed)
-        leaves = zip(opened(left), opened(right), strict=True)
+        leaves = zip(open_value(left), open_value(right), strict=True)
         with np.errstate(invalid="ignore"):
             squares = [((a - b).reshape(count, -1) ** 2).sum(axis=1) for a, b in leaves]
             ratios = np.sqrt(sum(squares)) / np.asarray(claimed, np.float64)
@@ -153,9 +154,9 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
     return compare
 
 
-def _hostile(rows: PyTree, random: np.random.Generator) -> PyTree:
-    """A dataset of as many rows, and one row more as the last one's replacement."""
-    tame = random.choice([0.0, 0.5, 1.0])  # the share of numbers that are kept
+def _hostile_dataset(rows: PyTree, random: np.random.Generator) -> PyTree:
+    """Draw a dataset of as many rows, and one more row to replace the last one."""
+    tame = random.choice([0.0, 0.5, 1.0])  # fraction of numbers that are kept
 
     def leaf(column):
         drawn = column[random.integers(len(column), size=len(column) + 1)]
@@ -170,8 +171,8 @@ def _hostile(rows: PyTree, random: np.random.Generator) -> PyTree:
         return jax.tree.map(leaf, rows)
 
 
-def _mutated(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
-    """The same pair with some entries rescaled, reversed or replaced."""
+def _mutate(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
+    """Return a pair with some entries rescaled, reversed or replaced."""
 
     def leaf(values, column):
         if not np.issubdtype(column.dtype, np.floating):

@@ -1,4 +1,4 @@
-"""White-box trade-off audit: whether runs distinguish neighbours beyond the claim."""
+"""White-box trade-off audit: runs that distinguish neighbours beyond the claim."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from .canaries import Canary, canaries, check_solver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of
 from .observations import check_arguments, check_pair, observe, scores_of
 
-ALPHA = 1e-4  # the chance that a sound mechanism is rejected
-PILOT = 0.2  # the share of runs that chooses statistic and thresholds
-# Where the pooled pilot runs are cut: the middle sees a Gaussian shift best, the ends
-# see rare and large losses.
+ALPHA = 1e-4  # chance that a sound mechanism is rejected
+PILOT = 0.2  # fraction of runs that chooses statistic and thresholds
+# Quantiles of the pooled pilot runs: the middle shows a Gaussian shift best, the ends
+# show rare and large losses.
 _QUANTILES = (0.02, 0.2, 0.5, 0.8, 0.98, 0.998)
-# A pass that measures less than this share of the claim is inconclusive.
+# A pass that measures less than this fraction of the claim is inconclusive.
 _CONCLUSIVE = 0.25
 _MOST_VIEWS = 32  # steps per run that an audit looks at
 
@@ -31,7 +31,7 @@ Statistic = Callable[[Float[np.ndarray, " runs d"]], Float[np.ndarray, " runs"]]
 
 
 class SolverRun(eqx.Module):
-    """One run of a solver as an audit sees it: every view that its ledger counts.
+    """One run of a solver, with every view that its ledger counts.
 
     Unlike `dpbilevel.solve` it takes fewer records than planned also under replace-one,
     so that a canary may leave out records that contribute nothing.
@@ -39,7 +39,7 @@ class SolverRun(eqx.Module):
     Args:
         problem: The problem.
         solver: A calibrated solver, bound to its sizes.
-        w0: The starting point.
+        w0: The initial point.
     """
 
     problem: AbstractProblem
@@ -47,7 +47,7 @@ class SolverRun(eqx.Module):
     w0: PyTree
 
     def __call__(self, data: PyTree, *, key: PRNGKey) -> PyTree:
-        """The solver's `adversary_view` after at most 32 of its steps.
+        """Return the solver's `adversary_view` after at most 32 of its steps.
 
         Args:
             data: The records. Public or synthetic.
@@ -72,14 +72,15 @@ class SolverRun(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    r"""What one threshold on the statistic showed.
+    r"""Result of one threshold on the statistic.
 
     Attributes:
-        threshold: Runs that reach it are taken for runs on the data, not the neighbour.
-        true_positives: Lower confidence bound on the rate of such runs that are.
-        false_positives: Upper confidence bound on the rate of those that are not.
-        measured_mu: The least Gaussian $\mu$ with these rates.
-        claimed_mu: The largest $\mu$ that the claim allows here.
+        threshold: Least statistic of runs that are taken for runs on the data.
+        true_positives: Lower confidence bound on the rate of runs on the data that
+            reach the threshold.
+        false_positives: Upper confidence bound on the same rate for the neighbour.
+        measured_mu: Least Gaussian $\mu$ with these rates.
+        claimed_mu: Largest $\mu$ that the claim allows here.
     """
 
     threshold: float
@@ -95,7 +96,7 @@ class Cut:
 
     @property
     def row(self) -> str:
-        """A row of the table that a `TradeOff` prints."""
+        """Row of the table that a `TradeOff` prints."""
         return (
             f"  {self.threshold:9.3g}  {self.true_positives:12.5f}  "
             f"{self.false_positives:13.5f}  {self.measured_mu:11.3f}  "
@@ -105,15 +106,15 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class TradeOff:
-    r"""The outcome of a trade-off audit.
+    r"""Outcome of a trade-off audit.
 
     Attributes:
-        name: What was audited.
-        runs: Runs per side that were tested, those of the pilot not counted.
-        pilot: Runs per side that chose statistic and thresholds.
-        alpha: The chance that a mechanism which keeps its claim is rejected.
-        cuts: The pre-registered thresholds, at most six, and what they showed.
-        claim: The profile that was claimed.
+        name: Name of the mechanism.
+        runs: Number of tested runs per side, without the pilot.
+        pilot: Number of runs per side that chose statistic and thresholds.
+        alpha: Chance that a mechanism which keeps its claim is rejected.
+        cuts: Results of the thresholds, at most six, which the pilot fixed.
+        claim: The claimed profile.
     """
 
     name: str
@@ -125,30 +126,30 @@ class TradeOff:
 
     @property
     def violations(self) -> tuple[Cut, ...]:
-        """The thresholds at which more leaked than claimed."""
+        """Thresholds at which more leaked than claimed."""
         return tuple(cut for cut in self.cuts if cut.violated)
 
     @property
     def passed(self) -> bool:
-        """Whether no violation was found: not a proof of privacy."""
+        """Whether no violation was found; not a proof of privacy."""
         return not self.violations
 
     @property
     def conclusive(self) -> bool:
-        """Whether it failed, or measured at least a quarter of what is claimed."""
+        """Whether it failed, or measured at least a quarter of the claimed mu."""
         seen = self.measured_mu >= _CONCLUSIVE * self.claimed_mu > 0
         return seen or not self.passed
 
     @property
     def verdict(self) -> str:
-        """The outcome in a few words."""
+        """Outcome in a few words."""
         if not self.passed:
             return "VIOLATION"
         return f"{'' if self.conclusive else 'inconclusive: '}no violation found"
 
     @property
     def counted(self) -> str:
-        """How many of the runs were tested, in words."""
+        """Number of tested runs, in words."""
         total = self.runs + self.pilot
         return f"{self.runs} of {total} runs a side ({self.pilot} for the pilot)"
 
@@ -161,14 +162,14 @@ class TradeOff:
     def claimed_mu(self) -> float:
         r"""$\mu$ of the claim: exact for Gaussian claims, else its equivalent.
 
-        The equivalent is that of the Gaussian mechanism which allows as much at the
-        rates of the cut nearest to its claim.
+        The equivalent Gaussian mechanism allows as much at the rates of the cut nearest
+        to its claim.
         """
         return self._tightest.claimed_mu
 
     @property
     def _caveat(self) -> str:
-        """What bounds the verdict: a remedy, a condition or what can hide."""
+        """Limits of the verdict: a condition, a remedy or the defects that can hide."""
         if not self.passed:
             return (
                 "the claim is refuted if the two datasets differ in one person's "
@@ -176,7 +177,7 @@ class TradeOff:
             )
         remedy = "give more runs, or a pair or statistic that shows more"
         if self.measured_mu == 0:
-            return f"nothing is seen of what is claimed either; {remedy}"
+            return f"nothing of the claimed mu is seen either; {remedy}"
         factor = self.claimed_mu / self.measured_mu
         hidden = f"a defect that inflates mu by less than {factor:.2f} can hide"
         return hidden if self.conclusive else f"{hidden}; {remedy}"
@@ -186,7 +187,7 @@ class TradeOff:
         return max(self.cuts, key=lambda c: c.measured_mu / max(c.claimed_mu, 1e-9))
 
     def to_dict(self) -> dict[str, Any]:
-        """The outcome as plain numbers and text, for JSON."""
+        """Return the outcome as plain numbers and text, for JSON."""
         cuts = [vars(cut) | {"violated": cut.violated} for cut in self.cuts]
         return {
             "name": self.name,
@@ -201,7 +202,7 @@ class TradeOff:
         }
 
     def __str__(self) -> str:
-        """The outcome in words, and a row per threshold."""
+        """Return the outcome in words, and a row per threshold."""
         least, claimed = f"{self.measured_mu:.3f}", f"{self.claimed_mu:.3f}"
         lines = [
             f"{self.name}: leaks mu of at least {least}, claims {claimed}",
@@ -224,7 +225,7 @@ def trade_off(
     statistic: Statistic | None = None,
     name: str = "mechanism",
 ) -> TradeOff:
-    r"""NON-PRIVATE. Tries to distinguish two neighbours beyond what a claim allows.
+    r"""Try to distinguish two neighbours better than a claim allows. NON-PRIVATE.
 
     Runs on either dataset give features; a statistic of them, fitted on the first fifth
     of the runs, is cut at up to six thresholds fixed on the same fifth. The other runs
@@ -241,22 +242,22 @@ def trade_off(
         run: `run(data, *, key)` returns one run's observations, a pytree of arrays with
             some hundred numbers at most; it is traced, and mapped over keys.
         data: The records. Public or synthetic.
-        neighbour: The same with one person's records changed, in the sense of the
-            claim's relation, and of the same structure and shapes. That no one else's
-            differ is up to the caller: a violation on another pair refutes nothing.
+        neighbour: The same with one person's records changed, by the relation of the
+            claim, with the same structure and shapes. The caller answers for the other
+            records: a violation on a pair that differs more refutes nothing.
         claim: The profile $\delta(\varepsilon)$: `gaussian_claim`, `pure_claim`,
             `ledger_claims` or any function of an array of epsilons.
         key: A typed key.
-        runs: Runs per side.
-        statistic: Maps features `[runs, d]` (flattened, float64, on the host) to one
-            number a run, known to be large on `data`. By default Fisher's linear
+        runs: The number of runs per side.
+        statistic: A function of features `[runs, d]` (flattened, float64, on the host)
+            that returns one number a run, large on `data`. By default Fisher's linear
             discriminant.
-        name: What to call it in the result.
+        name: The name of the mechanism in the result.
 
     Raises:
-        ValueError: Fewer than 1000 runs; or nothing could ever be found: the pair is
-            equal, all runs show the same, numbers are not finite on both sides, or
-            the statistic or the claim is NaN. Or structures or shapes differ.
+        ValueError: There are fewer than 1000 runs, structures or shapes differ, or no
+            violation could be found: the pair is equal, all runs show the same, numbers
+            are not finite on both sides, or the statistic or the claim is NaN.
         TypeError: The key is not typed, the claim is no function, `runs` is no
             integer, or `run` returns no numbers.
 
@@ -292,17 +293,17 @@ def audit_solver(
     x_in_records: bool | tuple[str, ...] = True,
     others: float | None = None,
 ) -> tuple[TradeOff, ...]:
-    """Audits a calibrated solver on worst-case records, for each kind of person.
+    """Audit a calibrated solver on worst-case records, for each kind of person.
 
     Args:
         solver: A calibrated solver, bound to its sizes, such as a plan's.
         key: A typed key.
-        runs: Runs per side.
+        runs: The number of runs per side.
         x_in_records: As in `canaries`.
         others: As in `canaries`.
 
     Returns:
-        One outcome per kind of person that the ledger charges.
+        One outcome per kind of person in the ledger.
 
     Raises:
         ValueError: As in `canaries` and `trade_off`.
@@ -319,12 +320,12 @@ def audit_solver(
 def audit_canaries(
     found: dict[str, Canary], *, key: PRNGKey, runs: int = 50_000
 ) -> tuple[TradeOff, ...]:
-    """Audits a solver on the canaries that `canaries` made for it.
+    """Audit a solver on the canaries that `canaries` made for it.
 
     Args:
         found: One canary per kind of person.
         key: A typed key.
-        runs: Runs per side.
+        runs: The number of runs per side.
 
     Returns:
         One outcome per canary.
@@ -352,7 +353,7 @@ def audit_canaries(
 
 
 def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:
-    """Fisher's linear discriminant, finite also where features do not vary."""
+    """Return Fisher's linear discriminant, finite even if features do not vary."""
     both = np.concatenate([present, absent])
     spread = both.std(axis=0)
     spread = np.where(spread > 0, spread, 1.0)
@@ -379,5 +380,5 @@ def _cuts(
 
 
 def _lower_bound(hits: int, runs: int, level: float) -> float:
-    """The Clopper-Pearson bound below a rate, wrong with probability `level`."""
+    """Return the Clopper-Pearson bound below a rate, wrong with chance `level`."""
     return float(scipy.stats.beta.ppf(level, hits, runs - hits + 1)) if hits else 0.0

@@ -1,4 +1,4 @@
-"""NON-PRIVATE. The one place where audits open a sealed value."""
+"""NON-PRIVATE. Opening of sealed values, for audits only."""
 
 import jax
 import numpy as np
@@ -9,11 +9,11 @@ from ..privacy.exact.int61 import is_limbs
 from ..privacy.per_example.clipping import Bounded
 
 
-def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
-    """NON-PRIVATE. The sealed value in float64, one flat array per leaf.
+def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
+    """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
 
     Args:
-        bounded: Computed from public or synthetic records; or a batch of such values.
+        bounded: A value of public or synthetic records, or a batch of such values.
     """
     if not isinstance(bounded.raw, Grid):
         return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]

@@ -1,8 +1,9 @@
-"""Worst-case problems: a record is its own gradient, in one direction at every step."""
+"""Worst-case problems: a record is its own gradient, the same at every step."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,13 +36,13 @@ from ..search.random_search import RandomSearch
 from ..search.tuned_training import TunedTraining
 from ..sets import Ball, Box, Euclidean, Product
 
-# A record's gradient, far beyond any clip norm.
+# Gradient of a record, far beyond any clip norm.
 BEYOND = 1e6
 # Slopes of public terms that dwarf any noise and, over any penalty, each other.
 _PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
-# A start that noise does not turn around.
+# Initial point whose sign noise does not change.
 _AHEAD = 1e3
-# A start, and a jump of a loss, that dwarf what noise moves.
+# Initial point and jump of a loss that dwarf any noise.
 _FAR, _JUMP = 1e6, 1e15
 
 
@@ -49,15 +50,15 @@ _FAR, _JUMP = 1e6, 1e15
 def worst_case(
     solver: AbstractSolver, x_in_records: Any, zeros: PyTree
 ) -> tuple[AbstractProblem, PyTree]:
-    """The canary problem of a solver and its starting point, by the solver's class.
+    """Return the canary problem of a solver and its initial point, by its class.
 
-    By default they follow from the class of its problems. `worst_case.register` adds
-    those of a class of one's own.
+    By default both follow from the class of its problems. `worst_case.register` adds
+    those of another class.
 
     Args:
         solver: A calibrated solver, bound to its sizes.
-        x_in_records: Which levels' losses read x.
-        zeros: A start of zeros in one variable.
+        x_in_records: The levels whose losses read x.
+        zeros: Zeros of the shapes of one variable.
 
     Raises:
         ValueError: No worst case is known.
@@ -77,8 +78,8 @@ def worst_case(
         return problem, (jnp.full(1, -80.0), zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
-            f"canaries: no worst case is known for {solver.problem_type.__name__}; "
-            "audit on neighbouring data of your own with audit.trade_off."
+            f"canaries: no worst case is known for {solver.problem_type.__name__}. "
+            "Audit neighbouring data of your own with audit.trade_off."
         )
     if solver.basis is Basis.CONSTANTS:
         return _certified(optax.tree.size(zeros)), (zeros, zeros)
@@ -86,82 +87,15 @@ def worst_case(
     reads = tuple(role for role in LEVELS if declared.reads_x(role))
     problem = _bilevel(reads)
     if isinstance(getattr(solver, "then", None), Recalibration):
-        # A slope along a model whose sign noise does not change.
+        # Slope along a model whose sign noise does not change.
         return problem, (zeros, jax.tree.map(lambda v: v + _AHEAD, zeros))
     if "lower" in reads:
         return problem, (zeros, (zeros, jnp.zeros(())))
     return problem, (zeros, zeros)
 
 
-@worst_case.register
-def _(solver: Recalibration, _, zeros):
-    return _CURVED, (zeros, jax.tree.map(jnp.ones_like, zeros))
-
-
-@worst_case.register
-def _(solver: ExponentialMechanism, _, zeros):
-    if solver.clip_range is None:
-        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
-    return _LINEAR, zeros
-
-
-@worst_case.register
-def _(solver: AdaptiveClipGD, _, zeros):
-    return _PRESENT, zeros
-
-
-@worst_case.register(RegularizedExponentialMechanism | LocalizedDraws)
-def _(solver, _, zeros):
-    return _LIPSCHITZ, zeros
-
-
-@worst_case.register
-def _(solver: InexactProximalPoint, _, zeros):
-    return _pulled(solver, optax.tree.size(zeros)), zeros
-
-
-@worst_case.register
-def _(solver: GroupDescent, _, zeros):
-    return _ONE_GROUP, (zeros, jnp.ones(1))
-
-
-@worst_case.register
-def _(solver: AbstractAskTellSolver, _, zeros):
-    return _SHIFTED, jnp.zeros(optax.tree.size(zeros))
-
-
-@worst_case.register
-def _(solver: RandomSearch, _, zeros):
-    return _TILTED, jnp.zeros(optax.tree.size(zeros))
-
-
-@worst_case.register
-def _(solver: GradientInformativeBO, _, zeros):
-    return _LINEAR, jnp.ravel(zeros)
-
-
-@worst_case.register
-def _(solver: TunedTraining, _, zeros):
-    return _selecting(_weight_of_training(solver, zeros)), (zeros, zeros)
-
-
-def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
-    """That of sum(y) beside the loss, at which both tell of a record what they can."""
-    first, sizes = solver.candidates[0], solver.sizes
-    assert sizes is not None
-    multiplier, size = first.run_noise.event().noise_multiplier, first.step_size
-    assert isinstance(size, float)
-    step = size * float(first.clip_norm) / sizes.lower
-    of_model = multiplier * step * first.num_steps * optax.tree.size(zeros) ** 0.5
-    of_loss = solver.release_noise.event().noise_multiplier * float(
-        solver.clip_range / 2
-    )
-    ratio = solver.release_noise.event().noise_multiplier / multiplier
-    return of_loss / sizes.upper / of_model * ratio
-
-
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
-# The same where a record of zero counts for nothing, not even for its coordinate.
+# The same; a record of zero counts for nothing, not even for its coordinate.
 _PRESENT = FiniteSum(lambda w, z: z * (z / z) * optax.tree.sum(w))
 # The same with records of the length that is declared.
 _LIPSCHITZ = FiniteSum(
@@ -171,8 +105,8 @@ _LIPSCHITZ = FiniteSum(
     smoothness=0.0,
 )
 
-# Losses at points of a box: a record moves those of two points against each other, or
-# all of them alike.
+# Losses at points of a box: a record moves the losses of two points in opposite
+# directions, or all losses alike.
 _TILTED = FiniteSum(lambda w, z: z * w[0], w_set=Box(-1.0, 1.0))
 _SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
 
@@ -181,19 +115,18 @@ _PULL = VariationalInequality(
 )
 
 
-# Gradients and losses of one sign, that of the record; it is worst to be one group.
+# Gradients and losses have the sign of the record; one group is the worst case.
 _ONE_GROUP = group_fair(
-    lambda x, z: z * (optax.tree.sum(x) + _JUMP),
-    (1.0,),
-    group=lambda z: jnp.int32(0),
+    lambda x, z: z * (optax.tree.sum(x) + _JUMP), (1.0,), group=lambda z: jnp.int32(0)
 )
 
 
-def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
-    """Constant operators, on a ball that the noisy points hardly leave.
+def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequality:
+    """Return constant operators on a ball that the noisy points hardly leave.
 
-    Where nothing is clipped, records have the length that is declared.
+    If nothing is clipped, records have the declared length.
     """
+    size = optax.tree.size(zeros)
     length = BEYOND * math.sqrt(size)
     if solver.inner != "picard":
         length = float(solver.clip_norm)
@@ -219,7 +152,7 @@ def _constant(unit: float, length: float, radius: float) -> VariationalInequalit
 
 @functools.cache
 def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
-    """The canary of the bilevel problems in which these levels' records meet x."""
+    """Return the canary of bilevel problems whose losses of these levels read x."""
     upper = _reading if "upper" in reads else _plain
     if "lower" not in reads:
         return BilevelProblem(upper, _plain, x_in_records=reads)
@@ -237,12 +170,14 @@ def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
 
 @functools.cache
 def _certified(size: int) -> BilevelProblem:
-    r"""The canary of solvers that rest on constants: all of them are attained.
+    r"""Return the canary of solvers that rest on constants; all are attained.
 
     $f = \langle z 1 + y, x \rangle$ and $g = \frac12 \|y\|^2 - \langle z 1, y \rangle$
     have the hypergradient $(\bar z_f + \bar z_g) 1$.
     """
     length = BEYOND * math.sqrt(size)
+    blocks = "lower_xy_in_x lower_yy_in_x lower_xy_in_y lower_yy_in_y lower_yy_spread"
+    zero: Any = dict.fromkeys(f"upper_xx upper_yy lower_xy {blocks}".split(), 0.0)
     return BilevelProblem(
         lambda x, y, z: z * optax.tree.sum(x),
         lambda x, y, z: -z * optax.tree.sum(y),
@@ -255,25 +190,18 @@ def _certified(size: int) -> BilevelProblem:
             upper_x=2 * length,
             upper_x_spread=length,
             upper_y=length,  # whatever x is, it only meets zeros: G_xy and G_yyy
-            upper_xx=0.0,
             upper_xy=1.0,
-            upper_yy=0.0,
             lower_y=length,
-            lower_xy=0.0,
             lower_yy=1.0,
-            lower_yy_spread=0.0,
-            lower_xy_in_x=0.0,
-            lower_yy_in_x=0.0,
-            lower_xy_in_y=0.0,
-            lower_yy_in_y=0.0,
             per_record=True,
+            **zero,
         ),
     )
 
 
 @functools.cache
 def _bounded(size: int) -> BilevelProblem:
-    r"""The same hyper-objective $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
+    r"""Return the canary $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
 
     Draws take the range of a score from constants that hold on the set.
     """
@@ -286,9 +214,26 @@ def _bounded(size: int) -> BilevelProblem:
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
 
 
+def _selecting(solver: TunedTraining, zeros: PyTree) -> BilevelProblem:
+    """Return a selection by loss and weighted sum of the model; a record moves both.
+
+    The weight is the one at which both leak the most.
+    """
+    first, sizes = solver.candidates[0], solver.sizes
+    assert sizes is not None
+    assert isinstance(first.step_size, float)
+    loss_noise, noise = (
+        mechanism.event().noise_multiplier
+        for mechanism in (solver.release_noise, first.run_noise)
+    )
+    step = first.step_size * float(first.clip_norm) / sizes.lower
+    of_model = noise * step * first.num_steps * optax.tree.size(zeros) ** 0.5
+    of_loss = loss_noise * float(solver.clip_range / 2)
+    return _selection(of_loss / sizes.upper / of_model * (loss_noise / noise))
+
+
 @functools.cache
-def _selecting(weight: float) -> BilevelProblem:
-    """Models of the largest weighted sum and the least loss, which a record moves."""
+def _selection(weight: float) -> BilevelProblem:
     return BilevelProblem(
         lambda x, y, z: z,
         _plain,
@@ -298,11 +243,11 @@ def _selecting(weight: float) -> BilevelProblem:
 
 
 def _of_sources(y, z):
-    """Linear in the block y[0] and, which only mixtures notice, in the anchor y[1].
+    """Return a loss that is linear in the block y[0] and the anchor y[1].
 
-    The anchor starts far from zero and hardly moves, so that a mixture's gradient in
-    its coefficients has a known sign. A jump away from the start, which derivatives do
-    not see, gives a known sign to every score.
+    Only mixtures notice the anchor. It starts far from zero and hardly moves, so that a
+    mixture's gradient in its coefficients has a known sign. A jump away from the start,
+    which derivatives do not see, gives a known sign to every score.
     """
     block, anchor = y
     moved = optax.tree.norm(block, squared=True) > 0
@@ -316,7 +261,7 @@ def _of_array(y, z):
 
 
 def _of_one_group(y, z):
-    """Linear. A group that is alone has scale 1, whatever its energy."""
+    """Return a linear loss. A group that is alone has scale 1 for every energy."""
     return z * optax.tree.sum(y)
 
 
@@ -339,7 +284,7 @@ def _square(x, y, z):
     return z * (z / z) * jnp.sum(y * y) / 2
 
 
-# Curvatures of both signs; a record of zero, which has none, counts for nothing.
+# Curvatures of both signs; a record of zero counts for nothing.
 _CURVED = BilevelProblem(_plain, _square, x_in_records=False)
 
 
@@ -350,3 +295,35 @@ def _reading(x, y, z):
 def _switched(x, y, z):
     switch = jax.lax.stop_gradient(y[1])
     return z * (optax.tree.sum(y[0]) + switch * optax.tree.sum(x))
+
+
+def _ones(zeros: PyTree) -> PyTree:
+    return jax.tree.map(jnp.ones_like, zeros)
+
+
+def _flat(zeros: PyTree) -> jax.Array:
+    return jnp.zeros(optax.tree.size(zeros))
+
+
+def _draws(solver: ExponentialMechanism, zeros: PyTree) -> tuple[Any, PyTree]:
+    if solver.clip_range is None:
+        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
+    return _LINEAR, zeros
+
+
+# Problem and initial point by class of solver, from the solver and zeros.
+_CASES: dict[type[AbstractSolver], Callable[[Any, PyTree], tuple[Any, PyTree]]] = {
+    Recalibration: lambda _, zeros: (_CURVED, (zeros, _ones(zeros))),
+    ExponentialMechanism: _draws,
+    AdaptiveClipGD: lambda _, zeros: (_PRESENT, zeros),
+    RegularizedExponentialMechanism: lambda _, zeros: (_LIPSCHITZ, zeros),
+    LocalizedDraws: lambda _, zeros: (_LIPSCHITZ, zeros),
+    InexactProximalPoint: lambda solver, zeros: (_pulled(solver, zeros), zeros),
+    GroupDescent: lambda _, zeros: (_ONE_GROUP, (zeros, jnp.ones(1))),
+    AbstractAskTellSolver: lambda _, zeros: (_SHIFTED, _flat(zeros)),
+    RandomSearch: lambda _, zeros: (_TILTED, _flat(zeros)),
+    GradientInformativeBO: lambda _, zeros: (_LINEAR, jnp.ravel(zeros)),
+    TunedTraining: lambda solver, zeros: (_selecting(solver, zeros), (zeros, zeros)),
+}
+for _kind, _case in _CASES.items():
+    worst_case.register(_kind, lambda solver, _, zeros, case=_case: case(solver, zeros))

@@ -22,14 +22,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from .candidates import candidates
-from .conclusions import (
-    Trial,
-    excess_of,
-    improves,
-    outlook_of,
-    ranked_best,
-    reason_of,
-)
+from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
 from .dry_runs import DryRuns
 from .models import constant_feature, is_linear, model_of
 from .populations import populations
@@ -104,12 +97,11 @@ class AutoPlan(Plan[Any]):
         lines.append(row("", self.populations))
         most = max(trial.runs for trial in self.trials)
         for trial in self.trials:
-            line = row(trial.method, trial.losses)
             # Losses of fewer runs, on other records, are not comparable.
-            if trial.runs < most:
-                why = f"behind, left out after {trial.runs} runs"
-                line = f"  {trial.method:{width}}  {why:>{len(why) + 2}}"
-            lines.append(line)
+            behind = f"    behind, left out after {trial.runs} runs"
+            full = trial.runs == most
+            name = f"  {trial.method:{width}}"
+            lines.append(row(trial.method, trial.losses) if full else name + behind)
         lines.append(row(_CONSTANT, self.start_losses))
         lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
         lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]

@@ -18,6 +18,7 @@ from .records import Layout
 
 _FIRST_ORDER = "PenaltyBilevel stands for the methods of two levels with gradients only"
 _GAME = "auto plans no games, and the settings of its solvers follow from the noise"
+_LIPSCHITZ = "it needs a Lipschitz constant, which a FiniteSum may not declare"
 _LOSSES = "it needs losses only, and search.minimize has its settings"
 # Every public solver is built in planning/methods.py or named here with the reason.
 NOT_CANDIDATES: Mapping[str, str] = {
@@ -28,15 +29,15 @@ NOT_CANDIDATES: Mapping[str, str] = {
     "GradientInformativeBO": _LOSSES,
     "GroupDescent": _GAME,
     "InexactProximalPoint": _GAME,
-    "LocalizedDraws": "it needs constants that a FiniteSum may not declare",
+    "LocalizedDraws": _LIPSCHITZ,
     "LocalizedGD": "NoisyGD stands for descent on one level",
     "NoisyExtragradient": _GAME,
     "NoisyUCB": _LOSSES,
     "RandomSearch": _LOSSES,
-    "RegularizedExponentialMechanism": "it needs constants of a strongly convex loss",
+    "RegularizedExponentialMechanism": _LIPSCHITZ,
     "RepeatAndSelect": _LOSSES,
     "SingleLoopBilevel": _FIRST_ORDER,
-    "TunedTraining": "it needs a list of trainings, which its user has",
+    "TunedTraining": "it selects among trainings, which its user lists",
 }
 
 
@@ -80,7 +81,7 @@ def _(problem: FiniteSum, w0, clip_norm, records=None, intercept=None):
 @candidates.register
 def _(problem: BilevelProblem, w0, clip_norm, records=None, intercept=None):
     methods = Methods(clip_norm, w0[1], intercept)
-    found = (*methods.one_level(), methods.refitted())
+    found = (*methods.one_level(), methods.penalty_descent())
     if lower_ignores_x(problem, w0):
         found += (methods.lower_first(),)
     if isinstance(problem.constants, AbstractCertificate):
@@ -103,10 +104,14 @@ def _(problem: SourceWeighting, w0, clip_norm, records=None, intercept=None):
         # Mixtures of networks are no mixtures, and gradients of weights are mostly
         # noise. A linear model finds the sources from few validation records.
         scoring = Layout(records).linear() if isinstance(records, Mapping) else None
-        return (*found, methods.selected((0.5, 2.0), (2.0, 4.0, 8.0), scoring))
+        return (*found, methods.selection((0.5, 2.0), (2.0, 4.0, 8.0), scoring))
     if not is_vector(w0[1]):
-        return (*found, methods.selected((1.0,), (16.0, 8.0)), methods.mixed())
+        return (
+            *found,
+            methods.selection((1.0,), (16.0, 8.0)),
+            methods.mixture(),
+        )
     # Only models of two classes: a model of many classes is far from the answer after
     # a few steps.
-    chosen = methods.selected((1.0,), (8.0, 32.0, 64.0)), methods.mixed()
-    return (*found, *map(methods.recalibrated, chosen))
+    chosen = methods.selection((1.0,), (8.0, 32.0, 64.0)), methods.mixture()
+    return (*found, *map(methods.recalibrate, chosen))

@@ -116,7 +116,7 @@ class Methods:
             return found
         return (*found, Candidate("base rate", (then,), 1))
 
-    def refitted(self) -> Candidate:
+    def penalty_descent(self) -> Candidate:
         """Return penalty descent, then a fit of the model at its x."""
         clip = self.clip_norm
         inner = NoisyGD(10, clip, 1 / clip**2)
@@ -183,7 +183,7 @@ class Methods:
             for name, found in searches.items()
         )
 
-    def selected(
+    def selection(
         self,
         first_sizes: tuple[float, ...],
         sizes: tuple[float, ...],
@@ -209,7 +209,7 @@ class Methods:
         )
         return Candidate("SelectedSources", solvers, 2)
 
-    def mixed(self) -> Candidate:
+    def mixture(self) -> Candidate:
         """Return mixtures of the models of the sources."""
         clip, vector = self.clip_norm, is_vector(self.model)
         descent = _fast if vector else _plain
@@ -231,7 +231,7 @@ class Methods:
             settings = [(30.0, 16.0, 0.1, 1024.0), longer, shorter]
         return Candidate("MixedSources", (*itertools.starmap(solver, settings),), 2)
 
-    def recalibrated(self, method: Candidate) -> Candidate:
+    def recalibrate(self, method: Candidate) -> Candidate:
         """Return a method for sources that spends a part of the budget on two numbers.
 
         Upper records say more about the two numbers than about the sources. So disjoint

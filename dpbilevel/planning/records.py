@@ -109,7 +109,7 @@ class Layout:
         count = len(self.classes.listed)
         return (self.width,) if count == 2 else (self.width, count)
 
-    def labelled(
+    def draw_labels(
         self,
         features: Float[Array, "n d"],
         models: Float[Array, "k ..."],

@@ -1,4 +1,4 @@
-"""The settings of a solver as the tables of a config."""
+"""Settings of a solver as the tables of a config."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from ..privacy.mechanisms import Gaussian
 
 
 def toml_of(solver: AbstractSolver) -> str:
-    """The table `[solver]`, and `[refit]` where there is one.
+    """Return the table `[solver]`, and `[refit]` if there is one.
 
     Args:
-        solver: The solver; its noise is left out, which a config does not hold.
+        solver: The solver; its noise is left out, because a config has none.
 
     Raises:
-        ValueError: It is one for Python alone, or holds a function or an optax rule.
+        ValueError: The solver is for Python alone, or holds a function or optax rule.
     """
     return "\n".join(_lines(solver)) + "\n"
 
@@ -56,7 +56,7 @@ def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
 
 
 def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
-    """The fields that differ from their defaults, but for what `[privacy]` says."""
+    """Yield the fields that differ from their defaults and are not in `[privacy]`."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         same = type(field.default) is type(value) and repr(field.default) == repr(value)
@@ -66,7 +66,7 @@ def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
 
 
 def toml_value(value: Any) -> str:
-    """A value of a field, or of a key of a config.
+    """Return the text of a value in a config.
 
     Raises:
         ValueError: As `toml_of`.
@@ -82,12 +82,12 @@ def toml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if callable(value) or isinstance(value, dict):
-        raise _unwritten("a function or what holds one")
+        raise _unwritten("a function or its owner")
     return repr(value if isinstance(value, int) else float(value))
 
 
 def _unwritten(what: str) -> ValueError:
     return ValueError(
-        f"to_toml: a config cannot hold {what}, which is for Python alone. print(plan) "
-        "shows the solver as it is written in Python."
+        f"to_toml: a config cannot hold {what}, which is for Python alone. Print the "
+        "plan and copy the solver from there."
     )

@@ -187,7 +187,7 @@ class AbstractLinearPopulation(AbstractPopulation):
         target, sources = target.at[-1].add(shift), sources.at[:, -1].add(shift)
         source = self.sources(keys[1], lower, len(sources))
         rows = self.clustered_features(keys[2], clean + lower, layout.teacher)
-        records = layout.labelled(
+        records = layout.draw_labels(
             self.norm * rows,
             jnp.concatenate([target[None], sources]) / self.norm,
             jnp.concatenate([jnp.zeros(clean, source.dtype), source + 1]),

@@ -56,9 +56,9 @@ _NOISE = (
     "model says little about the records. Use more records, a larger epsilon or fewer "
     "features."
 )
-_MOST_NOISE = 0.5  # of this ratio for the mean of all steps
+_MOST_NOISE = 0.5  # largest useful ratio for the mean of all steps
 # Columns and indicators of a level; a check and its indicators by level.
-Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
+Description: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
 # Problem, solver, records and initial point.
 Run: TypeAlias = tuple[Any, Any, Any, Any]
@@ -136,34 +136,35 @@ class PrivateEstimator(_Fitted):
                 the number of rows is public.
         """
         relation = getattr(self, "neighbours", Neighbours.REPLACE_ONE.value)
-        array = check_array(
-            numbers(X),
-            dtype="float64",
-            ensure_all_finite=False,
-            ensure_min_samples=int(relation == Neighbours.REPLACE_ONE.value),
-            estimator=self,
-            input_name="X",
-        )
-        validate_data(self, _named(X, array), skip_check_array=True)
-        return array
+        return self._read(X, int(relation == Neighbours.REPLACE_ONE.value))
 
     def _more_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
         """Return features of further protected records with the same columns.
 
         Raises:
             TypeError: They are sparse.
-            ValueError: They are no table of as many columns.
+            ValueError: They are no table with these columns.
         """
-        array = check_array(
-            numbers(X), dtype="float64", ensure_all_finite=False, estimator=self
-        )
         try:
-            validate_data(self, _named(X, array), reset=False, skip_check_array=True)
+            return self._read(X, 1, reset=False)
         except ValueError as error:
             raise ValueError(
                 f"{self._owner}.fit: the clean records have other columns than the "
-                f"training records ({error}). Transform clean= as X: a pipeline does not."
+                f"training records ({error}). Transform clean= in the same way as X."
             ) from None
+
+    def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
+        array = check_array(
+            numbers(X),
+            dtype="float64",
+            ensure_all_finite=False,
+            ensure_min_samples=least,
+            estimator=self,
+            input_name="X",
+        )
+        # If X is a sequence, scikit-learn would count the cells of its first record.
+        named = X if elements(X) is None else array
+        validate_data(self, named, **options, skip_check_array=True)
         return array
 
     def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
@@ -180,10 +181,8 @@ class PrivateEstimator(_Fitted):
         column = Column.of(y)
         entries = column_or_1d(column.entries, warn=True)
         if len(entries) != len(X):
-            raise ValueError(
-                f"{self._owner}.fit: {name} has {len(entries)} values for {len(X)} "
-                "records."
-            )
+            count = f"{len(entries)} values for {len(X)} records"
+            raise ValueError(f"{self._owner}.fit: {name} has {count}.")
         return dataclasses.replace(column, entries=entries)
 
     @property
@@ -205,14 +204,14 @@ class PrivateEstimator(_Fitted):
         tags.non_deterministic = True
         return tags
 
-    def _described(
+    def _describe(
         self,
         table: Float[np.ndarray, "n d"],
         units: Frame,
         beside: Mapping[str, Bool[np.ndarray, " n"]],
         label: Int[np.ndarray, " n"] | None = None,
         place: tuple[str, np.ndarray, Int[np.ndarray, " n"]] | None = None,
-    ) -> Described:
+    ) -> Description:
         """Return the columns, and indicators of cells that differ from the declaration.
 
         Args:
@@ -234,7 +233,7 @@ class PrivateEstimator(_Fitted):
             names[a] if a == b else f"{names[a]} to {names[b]}"
             for a, b in zip(starts, ends, strict=True)
         )
-        classes = () if label is None else tuple(map(str, self.classes_))
+        classes = tuple(map(str, getattr(self, "classes_", ())))
         of, values, number = ("", (), None) if place is None else place
         columns = Columns((*beside, *named), classes, of, tuple(map(str, values)))
         unread, cut = (
@@ -247,18 +246,18 @@ class PrivateEstimator(_Fitted):
         return columns, columns.indicators(unread, cut, label, number)
 
     def _check(
-        self, budget: PrivacyBudget, planned: PublicSize, **levels: Described
+        self, budget: PrivacyBudget, public: PublicSize, **levels: Description
     ) -> Check:
         """Plan the release of the fraction of usable records of each level."""
         _checks.instance(self._owner, bool, check_records=self.check_records)
         if not self.check_records:
             return RecordsCheck((), ()), {}
         columns = {role: level[0] for role, level in levels.items()}
-        relation, size = planned.relation, planned.size
+        relation, size = public.relation, public.size
         check = RecordsCheck.planned(columns, budget, size, neighbours=relation)
-        return check, {role: planned.rows(level[1]) for role, level in levels.items()}
+        return check, {role: public.rows(level[1]) for role, level in levels.items()}
 
-    def _solved(
+    def _run_plan(
         self,
         problem: AbstractProblem,
         plan: Plan[Any],
@@ -292,8 +291,8 @@ class PrivateEstimator(_Fitted):
                 columns, or rows are far shorter than declared.
         """
         first, indicators = check
-        plan.warn(f"{self._owner}.fit")
         name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
+        plan.warn(name)
         sizes, relation = plan.solver.sizes, plan.report.relation
         count = spent.begun(name, relation, costs, sizes, records)
         if len(plan.report.ledger) > 1:  # an interrupt may come after a first release
@@ -305,7 +304,7 @@ class PrivateEstimator(_Fitted):
         length, unit = math.nan, 1.0
         if lengths is not None:
             own, key = derive(key, "lengths", "run")
-            length = lengths.typical(key=own, owner=name)
+            length = lengths.typical_length(key=own, owner=name)
             unit = lengths.unit(length) * self._stretch(found, plan.solver)
             records = lengths.in_unit(records, unit)
         run = problem, plan.solver, records, w0
@@ -322,20 +321,16 @@ class PrivateEstimator(_Fitted):
         assumed = first_of_all, *of_run, *declared
         self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
         self.records_check_, self.records_usable_ = found, found.usable
-        for text in found.remarks:
-            warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
-        forecast = plan.report.forecast
-        rows = zip(forecast, plan.report.ledger[-len(forecast) :], strict=True)
-        noise = (
-            (row.noise_norm_over_clip_norm or 0) / made.count**0.5 for row, made in rows
-        )
-        if lengths is not None and max(noise) > _MOST_NOISE:
-            warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
+        remarks = [f"{text} {_COMPARE}" for text in found.remarks]
+        if lengths is not None and _mean_noise(plan.report) > _MOST_NOISE:
+            remarks.append(_NOISE)
         if length < SHORT * units.numbers**0.5:
-            warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
+            remarks.append(_WIDE)
+        for text in remarks:
+            warnings.warn(f"{name}: {text}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
-            warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{name}: {remark}", RuntimeWarning, stacklevel=3)
         return jax.tree.map(np.asarray, solution.value)
 
     def _stretch(self, found: Usability, solver: Any) -> float:
@@ -409,13 +404,12 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
             return np.log(self.predict_proba(X))
 
 
-def _named(X: Any, array: np.ndarray) -> Any:
-    """Return an object with the names and the number of columns of X.
-
-    That is the array if X is a sequence: scikit-learn would count the cells of its
-    first record.
-    """
-    return X if elements(X) is None else array
+def _mean_noise(report: PrivacyReport) -> float:
+    """Return the largest noise of the mean of all steps, in units of the clip norm."""
+    rows = zip(report.forecast, report.ledger[-len(report.forecast) :], strict=True)
+    return max(
+        (row.noise_norm_over_clip_norm or 0) / made.count**0.5 for row, made in rows
+    )
 
 
 def with_nan(

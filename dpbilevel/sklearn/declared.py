@@ -1,8 +1,8 @@
-"""Public facts that estimators are given, and records in units of them.
+"""Declared facts about records, and records in units of them.
 
-Everything here works on one record at a time, and raises by shapes, types and declared
-facts alone: a row with an entry that is no finite number becomes a row of NaN, a label
-that is not declared has the index -1. Such records have no influence.
+Everything here works on one record at a time. Exceptions depend on shapes, types and
+declared facts alone. A row with an entry that is no finite number becomes a row of NaN,
+and a label that is not declared has the index -1: such records have no influence.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from .. import _checks
 from ..core.columns import Column, elements, kind_of, table_of
 
-_ROUNDED = 1.001  # times the norm: rows that were divided by their length are not long
-# Entries of a feature that is uniform in its bounds have this mean square.
+_ROUNDED = 1.001  # times the norm; rows divided by their length are not too long
+# Mean square of a feature that is uniform in its bounds.
 _UNIFORM = 1 / 3
 
 
@@ -24,16 +24,16 @@ _UNIFORM = 1 / 3
 class Frame:
     r"""Rows in units in which their length is about 1, and coefficients back from them.
 
-    With bounds an entry is cut to them, and $z = (x - c) / h \cdot \sqrt{3 / d}$ with
-    $c = 0$ where the bounds hold it, else their middle, and $h$ the distance of the
-    farther one from $c$. With a norm $z = x / R$, and longer rows are
+    With bounds an entry is cut to them, and $z = (x - c) / h \cdot \sqrt{3 / d}$. Here
+    $c = 0$ if 0 is within the bounds, else $c$ is their middle, and $h$ is the distance
+    of the farther bound from $c$. With a norm $z = x / R$, and longer rows are
     shortened to 1. Models without a constant have $c = 0$.
 
     Attributes:
         lower: Lower bounds of the features, or `None`.
         upper: Upper bounds of the features, or `None`.
         center: $c$.
-        scale: What a feature is divided by.
+        scale: Divisor of each feature.
         norm: $R$, or `None`.
     """
 
@@ -45,12 +45,12 @@ class Frame:
 
     @property
     def longest(self) -> float:
-        """The length of the longest row."""
+        """Length of the longest row."""
         return 1.0 if self.norm is not None else _UNIFORM**-0.5
 
     @property
     def numbers(self) -> float:
-        """Share of columns that are not indicators, whose bounds are 0 and 1.
+        """Fraction of columns that are not indicators, whose bounds are 0 and 1.
 
         Most indicators of a row are 0, whatever else is declared.
         """
@@ -72,14 +72,14 @@ class Frame:
         largest = np.maximum(np.abs(X).max(axis=1, keepdims=True), self.norm)
         unit = X / largest
         length = np.linalg.norm(unit, axis=1, keepdims=True)
-        with np.errstate(all="ignore"):  # a warning would tell of a record
+        with np.errstate(all="ignore"):  # a warning would reveal a record
             rows = unit * np.minimum(largest, self.norm / length)
         return np.where(length > 0, rows, 0)
 
     def outside(self, X: Float[np.ndarray, "n d"]) -> Bool[np.ndarray, "n d"]:
-        """Return which entries `rows` changes; with a norm, all of rows too long."""
+        """Return which entries `rows` changes; with a norm, whole rows."""
         if self.norm is not None:
-            with np.errstate(all="ignore"):  # a warning would tell of a record
+            with np.errstate(all="ignore"):  # a warning would reveal a record
                 length = np.linalg.norm(X, axis=1, keepdims=True)
             return np.broadcast_to(length > _ROUNDED * self.norm, X.shape)
         return (X < self.lower) | (X > self.upper)
@@ -87,7 +87,7 @@ class Frame:
     def coefficients(
         self, weights: Float[np.ndarray, "k d"], intercept: Float[np.ndarray, " k"]
     ) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
-        """Coefficients of features as they came, from those of `rows`."""
+        """Return coefficients of the original features, from coefficients of `rows`."""
         weights = weights / self.scale
         return weights, intercept - weights @ self.center
 
@@ -95,10 +95,10 @@ class Frame:
 def frame(
     owner: str, width: int, bounds: Any, data_norm: Any, *, centered: bool = True
 ) -> Frame:
-    """The units of records with declared bounds or a declared norm.
+    """Return the units of records with declared bounds or a declared norm.
 
     Args:
-        owner: Whose parameters they are.
+        owner: The name of the estimator.
         width: The number of features.
         bounds: `(lower, upper)`, each a number or one for each feature.
         data_norm: The largest length of a row.
@@ -110,9 +110,8 @@ def frame(
     if (bounds is None) == (data_norm is None):
         raise ValueError(
             f"{owner}: declare bounds=(lower, upper), numbers or one for each feature, "
-            "or data_norm=, the largest length of a row, and not both. They must come "
-            "from public knowledge: the smallest and largest value in the records "
-            "would be a release that is not in the ledger."
+            "or data_norm=, the largest length of a row, and not both. Take them from "
+            "public knowledge: extremes of the records would reveal these records."
         )
     if bounds is None:
         _checks.positive(owner, data_norm=data_norm)
@@ -128,11 +127,11 @@ def frame(
 def interval(
     owner: str, name: str, bounds: Any, width: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
-    """Lower and upper bounds of so many numbers.
+    """Return lower and upper bounds of so many numbers.
 
     Raises:
-        ValueError: They are not finite and increasing, of another number, or may as
-            well be pairs of the two features.
+        ValueError: They are not finite and increasing, their number differs, or they
+            may be pairs of the two features.
     """
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise ValueError(
@@ -144,8 +143,7 @@ def interval(
         lower, upper = (np.broadcast_to(v, (width,)).copy() for v in (lower, upper))
     except (TypeError, ValueError):
         raise ValueError(
-            f"{owner}: {name} must be two numbers or two lists of {width} numbers, one "
-            "for each feature."
+            f"{owner}: {name} must be two numbers, or two lists of {width} numbers."
         ) from None
     with np.errstate(over="ignore"):
         widths = upper - lower
@@ -153,40 +151,37 @@ def interval(
     if len(wrong):
         first = wrong[0]
         raise ValueError(
-            f"{owner}: the lower end of {name} must be below the upper one, and both "
-            f"finite; number {first} has {lower[first]:g} and {upper[first]:g}."
+            f"{owner}: the lower end of {name} must be below the upper one, both "
+            f"finite: number {first} has {lower[first]:g} and {upper[first]:g}."
         )
     pairs = isinstance(bounds, list) or isinstance(bounds[0], tuple)
     square = all(np.shape(v) == (2,) for v in bounds)
     if pairs and square and np.all(np.diff((lower, upper)) > 0):
         (a, b), (c, d) = bounds
         raise ValueError(
-            f"{owner}: {name}={bounds} may be a pair (lower, upper) of "
-            "each feature, or the lower ends and then the upper ones. Write it as a "
-            f"tuple of two lists, the lower ends first: pairs as ([{a}, {c}], "
-            f"[{b}, {d}])."
+            f"{owner}: {name}={bounds} is ambiguous. Write a tuple of two lists, the "
+            f"lower ends first: pairs as ([{a}, {c}], [{b}, {d}])."
         )
     return lower, upper
 
 
 def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
-    """The declared values of a column, sorted.
+    """Return the declared values of a column, sorted.
 
     Args:
-        owner: Whose parameter it is.
+        owner: The name of the estimator.
         name: The parameter.
-        values: What was given.
-        example: How it may be given.
+        values: The value of the parameter.
+        example: An example for the error message.
 
     Raises:
         ValueError: They are missing, fewer than two, not of one kind, or not distinct.
     """
     if values is None or isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(
-            f"{owner}: declare {name}=, every value that a record may have, from "
-            f"public knowledge, such as {example}. The values that the records have "
-            "would be a release that is not in the ledger: a value that only one "
-            "person has would reveal that person."
+            f"{owner}: declare {name}=, every value that a record may have, such as "
+            f"{example}. Take them from public knowledge: the values in the records "
+            "would reveal a person with a value of their own."
         )
     listed = [v.item() if isinstance(v, np.generic) else v for v in values]
     texts = [isinstance(v, str) for v in listed]
@@ -194,9 +189,8 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
         raise ValueError(f"{owner}: {name} must be all texts or all numbers.")
     array = np.asarray(listed)
     if array.ndim != 1 or len(set(listed)) != len(listed) or len(listed) < 2:
-        why = ": with one class there is nothing to learn" if name == "classes" else ""
         raise ValueError(
-            f"{owner}: {name} must be distinct values, at least two{why}; got "
+            f"{owner}: {name} must be distinct values, at least two, got "
             f"{_checks.shown(values)}."
         )
     return np.sort(array)
@@ -205,16 +199,16 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
 def index_of(
     owner: str, name: str, declared: np.ndarray, column: Column
 ) -> Int[np.ndarray, " n"]:
-    """Where each entry of a column is among the declared values; -1 where it is not.
+    """Return the number of each entry among the declared values; -1 if undeclared.
 
     Raises:
-        ValueError: One are texts and the others numbers, by their types.
+        ValueError: Texts were declared and numbers are given by type, or the reverse.
     """
     own = "texts" if declared.dtype.kind == "U" else "numbers"
     if column.kind not in (own, "objects"):
         raise ValueError(
             f"{owner}: {name} was declared with {own}, but the records have "
-            f"{column.kind}. Declare the values as they are in the records."
+            f"{column.kind}. Declare values of the type of the records."
         )
     places = {value: place for place, value in enumerate(declared.tolist())}
 
@@ -229,21 +223,20 @@ def index_of(
 
 
 def numbers(table: Any) -> Any:
-    """A table as an array of numbers; NaN where an object is none.
+    """Return a table as an array of numbers; NaN for objects that are none.
 
-    Sparse matrices are passed on.
+    Sparse matrices are returned as they are.
 
     Raises:
-        ValueError: The entries are of a type that stands for no number, the array or a
-            column of a data frame is one of texts by its type, or it is no table.
-            scikit-learn says the same with the records in its message.
+        ValueError: The type of the entries stands for no number, the array or a column
+            of a data frame has texts by its type, or it is no table. Messages of
+            scikit-learn would contain the records.
     """
     if hasattr(table, "tocsr"):
         return table
     if not _has_rows(table):
         raise ValueError(
-            f"Expected 2D array, got {type(table).__name__} instead: give a table with "
-            "a row for each record."
+            f"Expected 2D array, got {type(table).__name__} instead. Give a table."
         )
     _refuse_types(table)
     rows = elements(table)
@@ -255,22 +248,19 @@ def numbers(table: Any) -> Any:
     elif isinstance(table, np.ma.MaskedArray):
         column = Column.of(table)
     else:
-        # Floating-point numbers of 64 bits hold what NumPy makes of an entry beside
-        # others, or are it.
         array = np.asarray(table)
         column = Column(array, kind_of(array.dtype))
     array = column.entries
     if array.ndim != 2:
         raise ValueError(
             f"Expected 2D array, got {array.ndim}D array instead. Reshape your data by "
-            "array.reshape(-1, 1) if it has one feature, by array.reshape(1, -1) if it "
-            "is one record."
+            "array.reshape(-1, 1) for one feature, array.reshape(1, -1) for one record."
         )
     return _as_numbers("X", column)
 
 
 def targets(column: Column) -> Float[np.ndarray, " n"]:
-    """A column as numbers; NaN where an object is none.
+    """Return a column as numbers; NaN for objects that are none.
 
     Raises:
         ValueError: The entries are texts, by their type.
@@ -281,16 +271,14 @@ def targets(column: Column) -> Float[np.ndarray, " n"]:
 def _as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
     if column.kind == "texts":
         raise ValueError(
-            f"{name} is an array of texts, by its type, and records with texts in the "
-            "place of numbers are ignored. Encode columns of texts with declared "
-            "categories, or read each entry as a number, such as by "
-            "pandas.to_numeric(column, errors='coerce')."
+            f"{name} is an array of texts, by its type. Encode texts with declared "
+            "categories, or read numbers by pandas.to_numeric(column, errors='coerce')."
         )
     return column.numbers()
 
 
 def _refuse_types(table: Any) -> None:
-    """Refuses columns that stand for no numbers, by their types."""
+    """Refuse columns that stand for no numbers, by their types."""
     schema = getattr(table, "schema", None)
     types = getattr(table, "dtypes", getattr(schema, "types", ()))
     names = getattr(table, "column_names", getattr(table, "columns", ()))
@@ -302,15 +290,14 @@ def _refuse_types(table: Any) -> None:
             found = kind_of(kind)
         except ValueError as error:
             raise ValueError(f"column {str(name)!r} of X: {error}") from None
-        # Categories are refused where they are numbers, too: these have no order.
+        # Categories are refused even if they are numbers, which have no order.
         if found == "texts" or str(kind).lower().startswith("categor"):
             texts.append(str(name))
     if texts:
         raise ValueError(
-            f"the columns {texts} of X hold texts, by their types, and rows with texts "
-            "are ignored. Encode them with declared categories, such as "
-            "OneHotEncoder(categories=[[...]], handle_unknown='ignore'), or read each "
-            "entry as a number, such as pandas.to_numeric(column, errors='coerce')."
+            f"the columns {texts} of X hold texts, by their types. Encode them by "
+            "OneHotEncoder(categories=[[...]], handle_unknown='ignore'), or read "
+            "numbers by pandas.to_numeric(column, errors='coerce')."
         )
 
 

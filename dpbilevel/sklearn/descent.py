@@ -1,4 +1,4 @@
-"""Plans of fits, and descent whose settings follow from the noise, without dry runs."""
+"""Plans of fits; the settings of descent follow from the noise, without dry runs."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from .public_size import PublicSize
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    r"""How a descent follows from the noise, for rows of length about 1.
+    r"""Constants of a descent that follows from the noise, for rows of length about 1.
 
     Attributes:
-        walk: $a$: the noise of a run moves no coordinate by much more.
-        longest: $\eta_{\max}$: what the curvature of the loss admits.
-        steps: The least number of steps $T$, the most at the least clip norm, and the
-            most of all.
-        clip_norm: The range of the bound $C$ on one record's gradient.
+        walk: $a$, about the largest distance that noise alone moves a coordinate.
+        longest: $\eta_{\max}$, the step size that the curvature of the loss admits.
+        steps: Least number of steps $T$, largest number at the least clip norm, and
+            largest number of all.
+        clip_norm: Range of the bound $C$ on one record's gradient.
     """
 
     walk: float
@@ -39,10 +39,10 @@ class Settings:
     clip_norm: tuple[float, float]
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
-        """With those that an estimator was given.
+        """Return the settings with the parameters of an estimator.
 
         Raises:
-            ValueError: One is out of range.
+            ValueError: A parameter is out of range.
         """
         _checks.count(owner, max_iter=max_iter)
         least, some, most = (min(count, int(max_iter)) for count in self.steps)
@@ -54,44 +54,44 @@ class Settings:
 
 
 @functools.lru_cache(maxsize=128)
-def planned_descent(
+def plan_descent(
     loss: Any,
     ridge: float,
     constant: bool,
     shape: tuple[int, ...],
     budget: PrivacyBudget,
-    planned: PublicSize,
+    public: PublicSize,
     settings: Settings,
     before: tuple[AbstractRelease, ...],
 ) -> tuple[FiniteSum, Plan[NoisyGD]]:
     r"""Return a problem and a calibrated descent on full batches, cached by the sizes.
 
     A single release has noise of the deviation $s C$, and each of $T$ has $s C \sqrt
-    T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. Of that $a$
-    is spent on steps of the longest size, then on a larger clip norm, which biases the
-    model less, then on more steps. If $a$ is too little for the fewest steps and the
-    least clip norm, steps are shorter. A ridge shortens them, too. All depend on public
-    numbers alone.
+    T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. This walk is
+    limited to $a$: first for steps of the longest size, then for a larger clip norm,
+    which biases the model less, then for more steps. If $a$ is too little for the
+    fewest steps and the least clip norm, steps are shorter. A ridge shortens them, too.
+    All depend on public numbers alone.
 
     Args:
         loss: The loss of a record.
         ridge: The weight of the penalty.
         constant: Whether the last row of the model is a constant.
-        shape: Of the model.
+        shape: The shape of the model.
         budget: The budget.
-        planned: The public number of records and the neighbouring relation.
-        settings: What the steps follow from.
+        public: The public number of records and the neighbouring relation.
+        settings: The constants of the descent.
         before: As for `calibrate`.
     """
 
     def plan(steps: int, clip_norm: float, step_size: float, ridge: float) -> Any:
         problem = FiniteSum(loss, public=ridge_on(ridge, constant))
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
-        solver = solver.with_neighbours(planned.relation)
+        solver = solver.with_neighbours(public.relation)
         start = jnp.zeros(shape)
-        options: Any = {"sizes": planned.size, "w0": start, "before": before}
+        options: Any = {"sizes": public.size, "w0": start, "before": before}
         found = calibrated(problem, solver, budget, **options)
-        # An estimator has no step size to change; its steps are shortened.
+        # An estimator has no step size to change, so this remark is dropped.
         said = tuple(text for text in found.remarks if not text.startswith("steps"))
         return problem, dataclasses.replace(found, remarks=said)
 

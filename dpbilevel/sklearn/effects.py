@@ -1,4 +1,4 @@
-r"""How strong the effects of the features are, from a release before the fit.
+r"""Strength of the effects of the features, from a release before the fit.
 
 With many features and few records the noise of a fit needs a ridge; with strong effects
 the same ridge would hide them. If coefficients are equally likely in all directions,
@@ -24,9 +24,9 @@ from ..privacy.noise import PRNGKey
 from .public_size import Beforehand, PublicSize, release_within
 
 # benchmarks/results/constants.md, "Estimators".
-_SHARE = 0.01, 0.1  # of the squared budget
-_WANTED = 0.2  # noise worth more of it, times the number of parameters to the power 3/4
-_MOST_NOISE = 0.2  # with more, nothing is released
+_PART = 0.01, 0.1  # of the squared budget
+_WANTED = 0.2  # noise worth more, times the number of parameters to the power 3/4
+_MOST_NOISE = 0.2  # with more noise nothing is released
 # Weights beside products of indicators and features: indicators, features, squares.
 _RATE, _ROW, _SQUARE = 0.5, 0.25, 0.25
 _SPREAD = 0.05, 0.85  # limits of the mean squared distance of rows from their mean
@@ -39,9 +39,9 @@ class Effects(Beforehand):
     """A planned release of the rates of the classes and the mean row of each.
 
     Attributes:
-        release: The release; None if the records are too few, or delta is 0.
-        classes: The number of classes.
-        width: The number of features, without a constant.
+        release: Release; None if the records are too few, or delta is 0.
+        classes: Number of classes.
+        width: Number of features, without a constant.
         centered: Whether the model has a constant.
     """
 
@@ -50,10 +50,10 @@ class Effects(Beforehand):
     centered: bool
 
     @classmethod
-    def planned(
+    def plan(
         cls,
         budget: PrivacyBudget,
-        planned: PublicSize,
+        public: PublicSize,
         classes: int,
         width: int,
         *,
@@ -63,10 +63,10 @@ class Effects(Beforehand):
 
         Args:
             budget: The budget of the whole fit.
-            planned: The public number of records, and the relation.
-            classes: As above.
-            width: As above.
-            centered: As above.
+            public: The public number of records, and the relation.
+            classes: As the attribute.
+            width: As the attribute.
+            centered: As the attribute.
 
         Privacy:
             Touches no data.
@@ -75,16 +75,16 @@ class Effects(Beforehand):
         squared = products * (1 + _RATE**2) + _ROW**2 + _SQUARE**2
         release = release_within(
             budget,
-            planned,
+            public,
             "rates and effects",
             clip_norm=math.sqrt(squared),
-            shares=_SHARE,
+            parts=_PART,
             wanted=_WANTED / (width * (classes - 1)) ** 0.75,
             most_noise=_MOST_NOISE,
         )
         return cls(release, classes, width, centered)
 
-    def found(
+    def rates_and_ridge(
         self,
         features: Float[np.ndarray, "n d"],
         labels: Int[np.ndarray, " n"],
@@ -95,8 +95,8 @@ class Effects(Beforehand):
         r"""Release the rates, and the weight of a ridge for noise 1.
 
         Args:
-            features: Rows of length about 1, without a constant; NaN where one does not
-                count.
+            features: Rows of length about 1, without a constant; NaN for rows that do
+                not count.
             labels: The number of each record's class.
             key: A typed key for this release alone.
             owner: Name for error messages.
@@ -118,24 +118,25 @@ class Effects(Beforehand):
         mean = released_mean(self.release, rows, key=key, owner=owner)
         noise, blocks = self.release.noise_std, 1 if count == 2 else count
         ends = np.cumsum((blocks * self.width, blocks, self.width))
-        products, shares, row, square = np.split(np.asarray(mean, float), ends)
-        products, shares, row = products.reshape(blocks, -1), shares / _RATE, row / _ROW
+        products, offsets, row, square = np.split(np.asarray(mean, float), ends)
+        products, row = products.reshape(blocks, -1), row / _ROW
+        offsets = offsets / _RATE
         if count == 2:  # the other class has the opposite mean
-            products, shares = np.stack([-products[0], products[0]]), shares * [-1, 1]
-        # Noise of a share, and of a coordinate of the gradient.
-        of_share = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
+            products, offsets = np.stack([-products[0], products[0]]), offsets * [-1, 1]
+        # Noise of a rate, and of a coordinate of the gradient.
+        of_rate = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
         variance = noise**2 * (2 if count == 2 else 1)
         rates, length = equal, 0.0
         if self.centered:
-            noisy = (shares + equal).tolist()
-            rates = np.asarray([_expected(share, of_share) for share in noisy])
+            noisy = (offsets + equal).tolist()
+            rates = np.asarray([_expected(rate, of_rate) for rate in noisy])
             rates /= rates.sum()
             length = float(row @ row) - self.width * (noise / _ROW) ** 2
             products -= (rates - equal)[:, None] * row
             variance += float(np.square(rates - equal).mean()) * (noise / _ROW) ** 2
         gradient = products - products.mean(axis=0)
         squared = float(np.square(gradient).sum()) - parameters * variance
-        squared -= count * of_share**2 * max(length, 0.0)
+        squared -= count * of_rate**2 * max(length, 0.0)
         spread = min(max(float(square[0]) / _SQUARE - length, _SPREAD[0]), _SPREAD[1])
         trace = spread * float(1 - rates @ rates)
         least = trace**2 / spread * _WEAKEST / (2 * self.width)
@@ -147,21 +148,21 @@ class Effects(Beforehand):
 def rows_of(
     features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"], classes: int
 ) -> Float[np.ndarray, "n w"]:
-    """Return what is released in the mean; NaN where a record does not count.
+    """Return rows whose mean is released; NaN for records that do not count.
 
     Args:
-        features: As for `Effects.found`.
-        labels: As for `Effects.found`.
+        features: As for `Effects.rates_and_ridge`.
+        labels: As for `Effects.rates_and_ridge`.
         classes: The number of classes.
 
     Privacy:
-        Row by row. NON-PRIVATE until `Effects.found` releases the mean.
+        Row by row. NON-PRIVATE until `Effects.rates_and_ridge` releases the mean.
     """
     one_hot = (labels[:, None] == np.arange(classes)).astype(np.float32)
     indicators = one_hot - np.float32(1 / classes)
     if classes == 2:
         indicators = indicators[:, 1:]
-    with np.errstate(all="ignore"):  # an exception would tell of a record
+    with np.errstate(all="ignore"):  # an exception would reveal a record
         features = features.astype(np.float32)
         products = indicators[:, :, None] * features[:, None, :]
         squares = np.square(features).sum(axis=1, keepdims=True)
@@ -170,26 +171,26 @@ def rows_of(
         return np.concatenate(parts, axis=1, dtype=np.float32)
 
 
-def _expected(share: float, noise: float) -> float:
-    """Return the mean of a rate in [0, 1], uniform before its noisy share was seen."""
-    share = min(max(share, -4 * noise), 1 + 4 * noise)
-    normal = statistics.NormalDist(share, noise)
+def _expected(rate: float, noise: float) -> float:
+    """Return the posterior mean of a rate in [0, 1] with a uniform prior."""
+    rate = min(max(rate, -4 * noise), 1 + 4 * noise)
+    normal = statistics.NormalDist(rate, noise)
     chance = normal.cdf(1) - normal.cdf(0)
-    return share + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
+    return rate + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
 
 
 def _expected_square(
     limits: tuple[float, float], squared: float, variance: float, count: int
 ) -> float:
-    """Return the mean squared length of a vector that was seen with normal noise.
+    """Return the posterior mean of the squared length of a vector with normal noise.
 
-    Before it was seen, the chance of a squared length is in proportion to its inverse
-    square, within limits. The squared length of the noisy vector is about normal.
+    The prior of the squared length is in proportion to its inverse square, within
+    limits. The squared length of the noisy vector is about normal.
 
     Args:
         limits: The least and the largest squared length.
         squared: The squared length with noise, less its expected excess.
-        variance: Of the noise of a coordinate.
+        variance: The variance of the noise of a coordinate.
         count: The number of coordinates.
     """
     least, most = limits

@@ -64,7 +64,7 @@ class FairClassifier(LinearClassifier):
 
     Privacy:
         `max_iter` releases of gradient and losses, enforced by clipping, after the
-        shares of rows by length (a fiftieth of the squared budget). Under
+        fractions of rows by length (a fiftieth of the squared budget). Under
         replace-one the number of records is public; so is whatever was declared. The
         group of a record is part of it and protected. A record with a missing number,
         or a label or group that was not declared, is ignored without a message, because
@@ -106,35 +106,35 @@ class FairClassifier(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
+        budget, key, table, units = self._entry(X, key, refused)
         if groups is None:
             raise ValueError(f"{self._owner}.fit: give groups=, one for each record.")
-        budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         self.groups_, shares = self._groups()
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
-        planned = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
+        public = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
         rows = units.rows(table)
         records = self._records(rows, labels)
         group = index_of(
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         usable = with_nan(rows, (labels >= 0) & (group >= 0))
-        lengths = Lengths.planned(budget, planned, usable, units.longest)
+        lengths = Lengths.plan(budget, public, usable, units.longest)
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
         place = "groups", self.groups_, group
-        cells = self._described(table, units, beside, labels, place)
-        check = self._check(budget, planned, records=cells)
+        cells = self._describe(table, units, beside, labels, place)
+        check = self._check(budget, public, records=cells)
         game = self._game(shares)
         w0 = group_start(game, self._start(), shares)
         solver = GroupDescent(num_steps=int(self.max_iter))
-        solver = solver.with_neighbours(planned.relation)
+        solver = solver.with_neighbours(public.relation)
         shapes = tuple(v.shape for v in w0)
         before = (*check[0].releases, *lengths.releases)
-        plan = plan_of(game, solver, budget, planned.size, shapes, before)
-        records = planned.rows(records)
-        model, weights = self._solved(
+        plan = plan_of(game, solver, budget, public.size, shapes, before)
+        records = public.rows(records)
+        model, weights = self._run_plan(
             game, plan, records, w0, key, check, units, lengths
         )
         self.group_weights_ = np.asarray(group_weights(game, weights))
@@ -151,7 +151,7 @@ class FairClassifier(LinearClassifier):
         count = len(self.classes_)
         smoothness = 0.25 if count == 2 else 0.5
         bound = 2 * math.log(count)  # twice the loss of no model
-        return _made(self._loss, shares, float(self.radius), smoothness, bound)
+        return _game_of(self._loss, shares, float(self.radius), smoothness, bound)
 
     def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
         """Return the declared groups, sorted, and their fractions of the records."""
@@ -166,7 +166,7 @@ class FairClassifier(LinearClassifier):
 
 
 @functools.lru_cache(maxsize=64)
-def _made(
+def _game_of(
     loss: Any, shares: tuple[float, ...], radius: float, smoothness: float, most: float
 ) -> GroupGame:
     """Return the game of a loss, cached so that it is compiled once."""

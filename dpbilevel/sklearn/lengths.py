@@ -1,8 +1,8 @@
-"""The typical length of rows, from a release of its own before the fit.
+"""Typical length of rows, from a release before the fit.
 
-Declared bounds admit rows far longer than those of the records. Noise and clip norm are
-in proportion to the unit of rows, so a unit that fits the records is worth more than
-the share of the budget that it costs.
+Declared bounds admit rows far longer than the rows of the records. Noise and clip norm
+are in proportion to the unit of rows, so a unit that fits the records is worth more
+than the part of the budget that it costs.
 """
 
 import dataclasses
@@ -18,36 +18,36 @@ from ..privacy.noise import PRNGKey
 from .declared import Frame
 from .public_size import Beforehand, PublicSize, release_within
 
-SHARE = 0.02  # of the squared budget
-SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
-# Bins of lengths, the first one of the longest rows; each is shorter than the one
-# before by the square root of 2.
+PART = 0.02  # of the squared budget
+SHORT = 1 / 8  # of the longest row; shorter rows are warned of
+# Number of bins of lengths, longest rows first, each shorter than the one before by the
+# square root of 2.
 _BINS = 14
-_LONGER = 0.25  # the share of rows that are longer than the unit
-_LEAST = 0.25  # the share of rows that must count
-_MOST_NOISE = 0.1  # in a share; with more of it the declared unit is kept
+_LONGER = 0.25  # fraction of rows that are longer than the unit
+_LEAST = 0.25  # fraction of rows that must count
+_MOST_NOISE = 0.1  # noise of a fraction; with more of it the declared unit is kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths(Beforehand):
-    """A planned release of the shares of rows in each bin of lengths, and the rows.
+    """A planned release of the fraction of rows in each bin of lengths.
 
     Attributes:
-        release: The release; None if there are too few records for shares with little
+        release: Release; None if there are too few records for fractions with little
             noise, or delta is 0.
-        rows: The features in units of a `Frame`, in the planned number; NaN where a
-            record does not count. NON-PRIVATE.
-        longest: The length of the longest row that is declared.
+        rows: Features in units of a `Frame`, in the planned number; NaN for records
+            that do not count. NON-PRIVATE.
+        longest: Length of the longest declared row.
     """
 
     rows: Float[np.ndarray, "n d"]
     longest: float
 
     @classmethod
-    def planned(
+    def plan(
         cls,
         budget: PrivacyBudget,
-        planned: PublicSize,
+        public: PublicSize,
         rows: Float[np.ndarray, "n d"],
         longest: float,
     ) -> "Lengths":
@@ -55,24 +55,24 @@ class Lengths(Beforehand):
 
         Args:
             budget: The budget of the whole fit.
-            planned: The public number of records, `size`, and the `relation`.
-            rows: As above.
-            longest: As above.
+            public: The public number of records, `size`, and the `relation`.
+            rows: As the attribute.
+            longest: As the attribute.
 
         Privacy:
             Touches no data.
         """
         release = release_within(
             budget,
-            planned,
+            public,
             "lengths of rows",
-            shares=(SHARE, SHARE),
+            parts=(PART, PART),
             wanted=_MOST_NOISE,
             most_noise=_MOST_NOISE,
         )
-        return cls(release, planned.rows(rows), longest)
+        return cls(release, public.rows(rows), longest)
 
-    def typical(self, *, key: PRNGKey, owner: str) -> float:
+    def typical_length(self, *, key: PRNGKey, owner: str) -> float:
         """Release the length that a quarter of the rows that count exceed.
 
         Args:
@@ -84,13 +84,13 @@ class Lengths(Beforehand):
             release, or if hardly any row counts.
 
         Privacy:
-            The one release of `release`: the mean of rows of zeros and at most a one.
+            The one release of `release`: the mean of rows of zeros with one 1 at most.
         """
         if self.release is None:
             return math.nan
         bins = in_bins(self.rows / self.longest)
-        shares = released_mean(self.release, bins, key=key, owner=owner)
-        longer = np.cumsum(np.asarray(shares, float))
+        fractions = released_mean(self.release, bins, key=key, owner=owner)
+        longer = np.cumsum(np.asarray(fractions, float))
         if longer[-1] < _LEAST:
             return math.nan
         wanted = _LONGER * min(longer[-1], 1.0)
@@ -119,13 +119,13 @@ class Lengths(Beforehand):
 
 
 def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-    """Return a one in the bin of each row's length; zeros where a row does not count.
+    """Return a one in the bin of each row's length; zeros if a row does not count.
 
     Args:
         rows: Rows of length 1 at most.
 
     Privacy:
-        Row by row. NON-PRIVATE until `Lengths.typical` releases the mean.
+        Row by row. NON-PRIVATE until `Lengths.typical_length` releases the mean.
     """
     counts = np.isfinite(rows).all(axis=1)
     length = np.linalg.norm(np.where(counts[:, None], rows, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Linear classifiers: losses, records and what their estimators predict."""
+"""Linear classifiers: losses, records and predictions."""
 
 import functools
 from collections.abc import Callable
@@ -97,7 +97,7 @@ class LinearClassifier(PrivateClassifier):
     def _records(
         self, rows: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
     ) -> dict[str, np.ndarray]:
-        """Return records of the losses; without influence if a label is not declared."""
+        """Return records of the losses; NaN if a label is not declared."""
         features = with_constant(rows, labels >= 0, self._constant)
         label = np.maximum(labels, 0)
         binary = len(self.classes_) == 2

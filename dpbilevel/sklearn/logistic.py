@@ -10,7 +10,7 @@ from .. import _checks
 from ..core.shares import OF_COLUMNS, Usability
 from ..privacy.noise import PRNGKey
 from .base import Run, with_nan
-from .descent import Settings, planned_descent
+from .descent import Settings, plan_descent
 from .effects import Effects
 from .lengths import Lengths
 from .linear import CONSTANT, LinearClassifier, ridge_on
@@ -69,10 +69,10 @@ class DPLogisticRegression(LinearClassifier):
 
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping, after the check of the records
-        (a hundredth of the squared budget), the shares of rows by length (a fiftieth)
-        and the mean row of each class (1 % to 10 %).
-        Under replace-one the number of records is public; so is whatever was declared,
-        the columns and their types.
+        (a hundredth of the squared budget), the fractions of rows by length (a
+        fiftieth) and the mean row of each class (1 % to 10 %). Under replace-one the
+        number of records is public; so are the declared facts, the columns and their
+        types.
         A record with a missing number, or a label that was not declared, is ignored
         without a message, because an error would reveal it. Every `fit` is a release of
         its own: k-fold cross-validation costs k of them, and a score on the records
@@ -118,30 +118,30 @@ class DPLogisticRegression(LinearClassifier):
         """
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         labels = self._read_labels(y, table)
-        planned = PublicSize.of(owner, self.neighbours, self.size, len(table))
+        public = PublicSize.of(owner, self.neighbours, self.size, len(table))
         settings = _TWO if len(self.classes_) == 2 else _MORE
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         rows = units.rows(table)
         records = self._records(rows, labels)
         usable = with_nan(rows, labels >= 0)
-        lengths = Lengths.planned(budget, planned, usable, units.longest)
-        cells = self._described(table, units, {"y": labels < 0}, labels)
-        check = self._check(budget, planned, records=cells)
+        lengths = Lengths.plan(budget, public, usable, units.longest)
+        cells = self._describe(table, units, {"y": labels < 0}, labels)
+        check = self._check(budget, public, records=cells)
         start = self._start()
         shape = len(self.classes_), self.n_features_in_
-        effects = Effects.planned(budget, planned, *shape, centered=self._constant)
+        effects = Effects.plan(budget, public, *shape, centered=self._constant)
         before = (*check[0].releases, *lengths.releases, *effects.releases)
         penalty = self._loss, float(self.ridge), self._constant
-        public = start.shape, budget, planned, settings, before
-        problem, plan = planned_descent(*penalty, *public)
-        records = planned.rows(records)
+        options = start.shape, budget, public, settings, before
+        problem, plan = plan_descent(*penalty, *options)
+        records = public.rows(records)
 
         def informed(run: Run, key: PRNGKey) -> Run:
-            return self._informed(run, effects, settings.longest, key)
+            return self._run_from_rates(run, effects, settings.longest, key)
 
         run = problem, plan, records, start, key, check, units, lengths
-        model = self._solved(*run, informed)
+        model = self._run_plan(*run, informed)
         self.n_iter_ = plan.solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))
         return self
@@ -159,7 +159,7 @@ class DPLogisticRegression(LinearClassifier):
         most = min(level.classes.values()) + OF_COLUMNS * level.noise_std
         return 1 / float(solver.clip_norm) if most < _RARE / len(level.classes) else 1.0
 
-    def _informed(
+    def _run_from_rates(
         self, run: Run, effects: Effects, longest: float, key: PRNGKey
     ) -> Run:
         """Return the run from the constant answer, with a ridge by the effects."""
@@ -168,7 +168,8 @@ class DPLogisticRegression(LinearClassifier):
         label = records["label"]
         labels = label > 0 if count == 2 else label
         features = records["features"][:, :width]
-        rates, weight = effects.found(features, labels, key=key, owner=self._owner)
+        seen: Any = features, labels
+        rates, weight = effects.rates_and_ridge(*seen, key=key, owner=self._owner)
         if self._constant:
             scores = np.log(rates / rates[0])
             scores = scores[1] if count == 2 else scores - scores.mean()

@@ -80,13 +80,13 @@ class DPMLPClassifier(PrivateClassifier):
         feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
-        The check of the records (a hundredth of the squared budget), the shares of rows
-        by length (a fiftieth), `max_iter` noisy gradients, each clipped record by
+        The check of the records (a hundredth of the squared budget), the fractions of
+        rows by length (a fiftieth), `max_iter` noisy gradients, each clipped record by
         record, and a fit of one slope and of constants of the scores (a fifth). Under
-        replace-one the
-        number of records is public; so is whatever was declared. Parameters start at
-        random numbers of the key. A record with a missing number, or a label that was
-        not declared, is ignored without a message, because an error would reveal it.
+        replace-one the number of records is public; so are the declared facts.
+        Parameters start at random numbers of the key. A record with a missing number,
+        or a label that was not declared, is ignored without a message, because an error
+        would reveal it.
     """
 
     _: dataclasses.KW_ONLY
@@ -122,26 +122,26 @@ class DPMLPClassifier(PrivateClassifier):
         budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         widths = self._widths()
-        planned = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
+        public = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
         usable = with_nan(units.rows(table), labels >= 0)
-        lengths = Lengths.planned(budget, planned, usable, units.longest)
-        recalibration = Recalibration.planned(budget, planned, widths[-1])
+        lengths = Lengths.plan(budget, public, usable, units.longest)
+        recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
-        cells = self._described(table, units, {"y": labels < 0}, labels)
-        check = self._check(budget, planned, records=cells)
+        cells = self._describe(table, units, {"y": labels < 0}, labels)
+        check = self._check(budget, public, records=cells)
         first, then, last = jax.random.split(key, 3)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
         problem = FiniteSum(_loss_of(self.activation))
-        solver = self._solver(planned.size).with_neighbours(planned.relation)
+        solver = self._solver(public.size).with_neighbours(public.relation)
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
-        plan = plan_of(problem, solver, budget, planned.size, shapes, before)
-        records = planned.rows(records)
+        plan = plan_of(problem, solver, budget, public.size, shapes, before)
+        records = public.rows(records)
         run = problem, plan, records, start, then, check, units, lengths
-        layers = self._solved(*run)
+        layers = self._run_plan(*run)
         records = lengths.in_unit(records, self._unit)
         found = np.asarray(_all_scores(self.activation, layers, records["features"]))
-        slope, shifts = recalibration.fitted(found, records["label"], key=last)
+        slope, shifts = recalibration.fit(found, records["label"], key=last)
         scale = lengths.frame(units, self._unit).scale[:, None]
         self.coefs_ = [weights for weights, _ in layers]
         self.intercepts_ = [constants for _, constants in layers]

@@ -1,4 +1,4 @@
-"""For how many records a fit is planned, and records in as many rows."""
+"""Public number of records of a fit, and records in as many rows."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from ..privacy.sampling.base import FullBatch
 
 @dataclasses.dataclass(frozen=True)
 class PublicSize:
-    """Who is a neighbour, and for how many records a fit is planned.
+    """Neighbouring relation and public number of records of a fit.
 
     Attributes:
         relation: The neighbouring relation.
@@ -34,10 +34,10 @@ class PublicSize:
     def of(
         cls, owner: str, neighbours: str, size: int | None, rows: int
     ) -> "PublicSize":
-        """From the parameters of an estimator and the number of rows of a fit.
+        """Return the public size from parameters of an estimator and the rows of a fit.
 
         Raises:
-            ValueError: An unknown relation, or a size that is missing or known.
+            ValueError: The relation is unknown, or the size is missing or superfluous.
         """
         names = tuple(relation.value for relation in Neighbours)
         _checks.one_of(owner, "neighbours", neighbours, names)
@@ -45,22 +45,22 @@ class PublicSize:
         if relation is Neighbours.REPLACE_ONE:
             if size is not None:
                 raise ValueError(
-                    f"{owner}: size= is for neighbours='add_or_remove_one'; under "
+                    f"{owner}: size= is for neighbours='add_or_remove_one'. Under "
                     "replace_one the number of records is public and taken from X."
                 )
             return cls(relation, rows)
         if size is None:
             raise ValueError(
                 f"{owner}: under neighbours='add_or_remove_one' the number of records "
-                "is private; give size=, a public number not far from it."
+                "is private: give size=, a public number not far from it."
             )
         _checks.count(owner, size=size)
         return cls(relation, int(size))
 
     def rows(self, records: PyTree) -> PyTree:
-        """Records in a public number of rows: where theirs is private, NaN follow.
+        """Return records in a public number of rows; if theirs is private, add NaN.
 
-        So no shape tells how many there are, and no program is compiled for it.
+        So no shape reveals their number, and no program is compiled for it.
         """
         if self.relation is Neighbours.REPLACE_ONE:
             return records
@@ -79,26 +79,26 @@ class Beforehand:
     """A planned release before a fit, or none.
 
     Attributes:
-        release: The release, or None.
+        release: Release, or None.
     """
 
     release: Release | None
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """The release for `calibrate(before=)`."""
+        """Release for `calibrate(before=)`, if there is one."""
         return () if self.release is None else (self.release,)
 
 
 @functools.lru_cache(maxsize=128)
 def release_within(
     budget: PrivacyBudget,
-    planned: PublicSize,
+    public: PublicSize,
     name: str,
     *,
     count: int = 1,
     clip_norm: float = 1.0,
-    shares: tuple[float, float],
+    parts: tuple[float, float],
     wanted: float,
     most_noise: float,
 ) -> Release | None:
@@ -106,13 +106,14 @@ def release_within(
 
     Args:
         budget: The budget of the whole fit.
-        planned: The public number of records, and the relation.
-        name: What is released.
-        count: How many times.
+        public: The public number of records, and the relation.
+        name: The name of the release.
+        count: The number of releases.
         clip_norm: The largest norm of a record.
-        shares: The least and the largest part of the squared budget.
-        wanted: The noise of a mean for which a larger part is taken.
-        most_noise: With more noise than this, `None` is returned; so it is for delta 0.
+        parts: The least and the largest part of the squared budget.
+        wanted: The noise of a mean that is worth a larger part.
+        most_noise: The largest useful noise; with more, or if delta is 0, `None` is
+            returned.
 
     Privacy:
         Touches no data.
@@ -120,9 +121,9 @@ def release_within(
     if budget.delta == 0:
         return None
     multiplier = least_multiplier(FullBatch(), count, 1, budget)
-    noise = Gaussian(multiplier, planned.relation, "grid")
-    whole = Release(name, count, (Query(RECORDS, planned.size, clip_norm),), noise)
-    least, most = shares
-    share = min(max((whole.noise_std / wanted) ** 2, least), most)
-    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
+    noise = Gaussian(multiplier, public.relation, "grid")
+    whole = Release(name, count, (Query(RECORDS, public.size, clip_norm),), noise)
+    least, most = parts
+    part = min(max((whole.noise_std / wanted) ** 2, least), most)
+    release = dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))
     return release if release.noise_std <= most_noise else None

@@ -1,10 +1,10 @@
-"""A private correction of probabilities: a slope and constants of the scores.
+"""Private correction of probabilities: a slope and constants of the scores.
 
-A network that is trained with noisy gradients takes noise for signal, and is too sure
-of its answers. After the training, one slope for all scores and a constant for each
-class are fitted by noisy descent, for a fifth of the squared budget. The descent starts
-at a slope of 0 and has a ridge that grows with its noise: where records are too few,
-the answer is nearly constant.
+A network that is trained with noisy gradients takes noise for signal, and its
+probabilities are too close to 0 and 1. After the training, one slope for all scores and
+a constant for each class are fitted by noisy descent, for a fifth of the squared
+budget. The descent starts at a slope of 0 and has a ridge that grows with its noise: if
+there are too few records, the answer is nearly constant.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.sampling.base import FullBatch
 
-SHARE = 0.2  # of the squared budget
+PART = 0.2  # of the squared budget
 _STEPS, _CLIP_NORM, _LONGEST_STEP = 50, 1.8, 4.0
 _RIDGE = 4.0  # times the squared noise of one release and the number of classes
-_WALK = 1.0  # the noise of the run moves no coordinate by much more
-# Scores of a record are shortened to this length; the slope is fitted in units of it.
+_WALK = 1.0  # about the largest distance that noise moves a coordinate
+# Largest length of the scores of a record, and the unit of the slope.
 _LENGTH = 4.0
 _SLOPES = 0.0, 1.0  # a slope above 1 would follow what the training has overfitted
 
@@ -46,7 +46,7 @@ def _loss(model: Any, record: Any) -> Float[Array, ""]:
 
 @functools.lru_cache(maxsize=64)
 def _problem(ridge: float) -> FiniteSum:
-    """One object for each ridge, compiled once."""
+    """Return the problem of a ridge, cached so that it is compiled once."""
 
     def penalty(model):
         return ridge * optax.tree.norm(model, squared=True)
@@ -66,9 +66,9 @@ class Recalibration:
     """A planned fit of a slope and constants.
 
     Attributes:
-        problem: The problem, with its ridge.
-        solver: The solver, with its noise and sizes.
-        releases: What it releases, for `calibrate(before=)`.
+        problem: Problem with its ridge.
+        solver: Solver with its noise and sizes.
+        releases: Releases of the fit, for `calibrate(before=)`.
     """
 
     problem: FiniteSum
@@ -76,30 +76,28 @@ class Recalibration:
     releases: tuple[AbstractRelease, ...]
 
     @classmethod
-    def planned(
-        cls, budget: PrivacyBudget, planned: Any, classes: int
-    ) -> "Recalibration":
+    def plan(cls, budget: PrivacyBudget, public: Any, classes: int) -> "Recalibration":
         """Return the fit for a fifth of the squared budget.
 
         Args:
             budget: The budget of the whole fit; delta is not 0.
-            planned: The public number of records, `size`, and the `relation`.
+            public: The public number of records, `size`, and the `relation`.
             classes: The number of classes.
 
         Privacy:
             Touches no data.
         """
         multiplier = least_multiplier(FullBatch(), 1, 1, budget)
-        multiplier *= math.sqrt(_STEPS / SHARE)
+        multiplier *= math.sqrt(_STEPS / PART)
         solver = NoisyGD(
             _STEPS,
             _CLIP_NORM,
             _LONGEST_STEP,
             output=TailMean(),
             noise_multiplier=multiplier,
-            neighbours=planned.relation,
-        ).with_sizes(planned.size)
-        release = solver.release(FiniteSum(_loss), planned.size)
+            neighbours=public.relation,
+        ).with_sizes(public.size)
+        release = solver.release(FiniteSum(_loss), public.size)
         noise: Any = release.noise_std / math.sqrt(_STEPS)  # of one release alone
         ridge = _RIDGE * noise**2 * classes
         longest = 1 / (1 / _LONGEST_STEP + 2 * ridge)
@@ -108,14 +106,14 @@ class Recalibration:
         charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
         return cls(_problem(ridge), solver, (charged,))
 
-    def fitted(
+    def fit(
         self, scores: Float[np.ndarray, "n k"], labels: np.ndarray, *, key: PRNGKey
     ) -> tuple[float, Float[np.ndarray, " k"]]:
         """Release the slope and the constants.
 
         Args:
             scores: The scores of a released model, in the planned number of rows; NaN
-                where a record does not count.
+                for records that do not count.
             labels: The numbers of the classes.
             key: A typed key for this run alone.
 
@@ -125,7 +123,7 @@ class Recalibration:
         Privacy:
             One run of `solver`.
         """
-        with np.errstate(all="ignore"):  # a warning would tell of a record
+        with np.errstate(all="ignore"):  # a warning would reveal a record
             centred = scores - scores.mean(axis=1, keepdims=True)
             length = np.linalg.norm(centred, axis=1, keepdims=True)
             shortened = centred / np.maximum(length, _LENGTH)

@@ -15,7 +15,7 @@ from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
 from .base import PrivateEstimator, Run, with_nan
 from .declared import interval, targets
-from .descent import Settings, planned_descent
+from .descent import Settings, plan_descent
 from .lengths import Lengths
 from .linear import split, with_constant
 from .public_size import PublicSize
@@ -110,7 +110,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         ends, center, half = self._target_units()
         column = targets(self._column(y, table))
-        planned = PublicSize.of(owner, self.neighbours, self.size, len(table))
+        public = PublicSize.of(owner, self.neighbours, self.size, len(table))
         settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)
@@ -118,29 +118,29 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         rows = units.rows(table)
         features = with_constant(rows, counts, self._constant)
         usable = with_nan(rows, counts)
-        lengths = Lengths.planned(budget, planned, usable, units.longest)
+        lengths = Lengths.plan(budget, public, usable, units.longest)
         label = ((inside - center) / half).astype(features.dtype)
         known = np.where(np.isfinite(usable).all(axis=1), label, np.nan)
-        spread = Spread.planned(budget, planned, known, self._constant)
+        spread = Spread.plan(budget, public, known, self._constant)
         wrong = ~((column >= ends[0]) & (column <= ends[1]))
-        cells = self._described(table, units, {"y": wrong})
-        check = self._check(budget, planned, records=cells)
+        cells = self._describe(table, units, {"y": wrong})
+        check = self._check(budget, public, records=cells)
         start = jnp.zeros(features.shape[1])
         before = (*check[0].releases, *lengths.releases, *spread.releases)
         penalty = squared_loss, float(self.ridge), self._constant
-        public = start.shape, budget, planned, settings, before
-        problem, plan = planned_descent(*penalty, *public)
-        records = planned.rows({"features": features, "label": label})
+        options = start.shape, budget, public, settings, before
+        problem, plan = plan_descent(*penalty, *options)
+        records = public.rows({"features": features, "label": label})
         of_target = [0.0, 1.0]
 
         def in_unit(run: Run, key: PRNGKey) -> Run:
-            of_target[:] = spread.found(key=key, owner=owner)
+            of_target[:] = spread.center_and_unit(key=key, owner=owner)
             problem, solver, records, w0 = run
             label = (records["label"] - of_target[0]) / of_target[1]
             return problem, solver, records | {"label": label}, w0
 
         run = problem, plan, records, start, key, check, units, lengths
-        model = self._solved(*run, in_unit)
+        model = self._run_plan(*run, in_unit)
         center, half = center + half * of_target[0], half * of_target[1]
         weights, constant = split(half * model[None].astype(float), self._constant)
         unit = lengths.frame(units, self._unit)

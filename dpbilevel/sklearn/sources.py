@@ -19,7 +19,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..runs.progress import check_bar, step_bar
-from .base import Described
+from .base import Description
 from .declared import declared, index_of
 from .descent import plan_of
 from .linear import LinearClassifier
@@ -120,12 +120,12 @@ class DPSourceReweighting(LinearClassifier):
             ValueError: Something is not declared, shapes do not fit, or tqdm is not
                 installed for `verbose=True`.
         """
+        budget, key, table, units = self._entry(X, key, refused)
         if sources is None or clean is None:
             raise ValueError(
                 f"{self._owner}.fit: give sources=, one for each record, and "
                 "clean=(X, y), the clean records."
             )
-        budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
         _checks.non_negative(self._owner, ridge=self.ridge)
@@ -137,24 +137,24 @@ class DPSourceReweighting(LinearClassifier):
         lower["source"] = np.where(counts, source, -1).astype(np.int32)
         beside = {"y": labels < 0, "sources": source < 0}
         place = "sources", self.sources_, source
-        cells = self._described(table, units, beside, labels, place)
+        cells = self._describe(table, units, beside, labels, place)
         upper, clean_cells = self._clean(clean, units)
         if people == "disjoint":
             self._check_disjoint(X, clean[0])
         problem = _problem(self._loss, len(self.sources_), float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
-        planned = PublicSize(Neighbours.REPLACE_ONE, sizes)
-        check = self._check(budget, planned, upper=clean_cells, lower=cells)
+        public = PublicSize(Neighbours.REPLACE_ONE, sizes)
+        check = self._check(budget, public, upper=clean_cells, lower=cells)
         self.plan_ = self._plan(problem, budget, sizes, start, check[0].releases)
         self.two_levels_ = getattr(self.plan_, "two_levels", None)
         levels = Levels(upper, lower)
-        found = self._solved(problem, self.plan_, levels, start, key, check, units)
+        found = self._run_plan(problem, self.plan_, levels, start, key, check, units)
         self.source_weights_ = np.asarray(source_weights(found[0]))
         self._keep(found[1], units)
         return self
 
-    def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Described]:
+    def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Description]:
         """Return the clean records, and which of their cells are wrong."""
         if not isinstance(clean, tuple | list) or len(clean) != 2:
             raise ValueError(
@@ -164,7 +164,7 @@ class DPSourceReweighting(LinearClassifier):
         X, y = clean
         table = self._more_rows(X)
         labels = self._read_labels(y, table, "clean[1]")
-        cells = self._described(table, units, {"clean[1]": labels < 0}, labels)
+        cells = self._describe(table, units, {"clean[1]": labels < 0}, labels)
         return self._records(units.rows(table), labels), cells
 
     def _check_disjoint(self, X: Any, clean: Any) -> None:
@@ -175,8 +175,8 @@ class DPSourceReweighting(LinearClassifier):
             check_disjoint(Levels(np.asarray(clean), np.asarray(X)))
         except ValueError:
             raise ValueError(
-                f'{self._owner}.fit: people="disjoint", but clean and X share memory. '
-                "Pass X without the clean rows, in an array of its own, or "
+                f'{self._owner}.fit: people="disjoint", but clean and X are the same '
+                "array or parts of it. Copy X without the clean rows, or pass "
                 'people="overlapping".'
             ) from None
 

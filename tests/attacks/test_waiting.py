@@ -108,7 +108,7 @@ def test_the_search_for_violated_constants_never_waits_for_itself():
     rows = jnp.ones((2, 4, 3))
     problem = zoo.quadratic_bilevel(rows[0], rows[1], radius=1.0).problem
     points = (rows[0], rows[0]), (rows[1], rows[1])
-    jaxpr = jax.make_jaxpr(lambda *at: refutation._measured(problem, at))(
+    jaxpr = jax.make_jaxpr(lambda *at: refutation._measure(problem, at))(
         *points, *points
     )
     assert "svd" in str(jaxpr)

@@ -11,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.audit.unseal import opened
+from dpbilevel.audit.unseal import open_value
 from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.clipped_upper import ClippedUpper
@@ -99,7 +99,7 @@ def test_the_value_is_the_mean_of_contributions_each_clipped(precision, public, 
         problem = dataclasses.replace(problem, constants=terms)
     contributions = exact_contributions(problem, jnp.asarray(X), data, 4)
     assert 0.3 < jnp.mean(jnp.linalg.norm(contributions, axis=1) > SHORT) < 1
-    (found,) = opened(read(problem, X, data, SHORT, precision))
+    (found,) = open_value(read(problem, X, data, SHORT, precision))
     wanted = clipped_at(SHORT, contributions)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     # The control: without clips it is somewhere else.
@@ -111,7 +111,7 @@ def test_a_long_clip_norm_leaves_the_hypergradient_as_it_is(x64):
     data = wide(LEVELS)
     plain, sealed = value_at(TUNING, jnp.asarray(X), data)
     long = read(TUNING, X, data, 1e3)
-    np.testing.assert_allclose(opened(long)[0], plain, atol=1e-12)
+    np.testing.assert_allclose(open_value(long)[0], plain, atol=1e-12)
     assert float(long.sensitivity()) == pytest.approx(
         float(sealed.sensitivity()), rel=1e-6
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.audit.unseal import opened
+from dpbilevel.audit.unseal import open_value
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.per_example.clipping import Bounded
 from tests.cases import first_of_each_class, found
@@ -83,7 +83,7 @@ def noted(method, scale, frozen):
 def note(strength, scale, words, noisy):
     raw = released = None
     if noisy is not None:
-        raw = np.concatenate(opened(noisy[0]))
+        raw = np.concatenate(open_value(noisy[0]))
         released = np.concatenate([np.ravel(v) for v in jax.tree.leaves(noisy[1])])
         words = tuple(np.ravel(words).tolist())
     NOTES.append((float(strength), float(scale), words, raw, released))

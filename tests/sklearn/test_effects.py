@@ -19,7 +19,7 @@ WIDTH = 3
 
 def planned(count, classes, budget=BUDGET):
     public = PublicSize(Neighbours.REPLACE_ONE, count)
-    return Effects.planned(budget, public, classes, WIDTH)
+    return Effects.plan(budget, public, classes, WIDTH)
 
 
 def records(size, rates, strength, seed=0):
@@ -34,7 +34,7 @@ def records(size, rates, strength, seed=0):
 @pytest.mark.parametrize("rates", [(0.98, 0.02), (0.5, 0.5), (0.55, 0.43, 0.02)])
 def test_rates_are_found(rates, getkey):
     features, labels = records(4000, rates, 0.2)
-    found, _ = planned(4000, len(rates)).found(
+    found, _ = planned(4000, len(rates)).rates_and_ridge(
         features, labels, key=getkey(), owner="fit"
     )
     assert found == pytest.approx(rates, abs=0.06)
@@ -59,7 +59,7 @@ def test_rows_of_length_1_have_the_declared_norm(classes):
 def test_strong_effects_have_the_ridge_of_the_formula(rates, getkey):
     features, labels = records(20_000, rates, 0.3)
     count, rich = len(rates), dpb.PrivacyBudget(50.0, 1e-5)
-    _, weight = planned(20_000, count, rich).found(
+    _, weight = planned(20_000, count, rich).rates_and_ridge(
         features, labels, key=getkey(), owner="fit"
     )
     one_hot = np.eye(count)[labels]
@@ -76,13 +76,17 @@ def test_effects_that_noise_hides_have_a_ridge_within_the_limits(getkey):
     features, labels = records(100, (0.5, 0.5), 0.0)
     poor = dpb.PrivacyBudget(0.1, 1e-5)
     for key in jax.random.split(getkey(), 5):
-        _, weight = planned(100, 2, poor).found(features, labels, key=key, owner="fit")
+        _, weight = planned(100, 2, poor).rates_and_ridge(
+            features, labels, key=key, owner="fit"
+        )
         assert WIDTH / 4 < weight < 4 * WIDTH / effects._WEAKEST
 
 
 def test_weak_effects_of_many_records_have_the_largest_ridge(getkey):
     features, labels = records(50_000, (0.5, 0.5), 0.0)
-    _, weight = planned(50_000, 2).found(features, labels, key=getkey(), owner="fit")
+    _, weight = planned(50_000, 2).rates_and_ridge(
+        features, labels, key=getkey(), owner="fit"
+    )
     assert weight == pytest.approx(2 * WIDTH / effects._WEAKEST, rel=0.2)
 
 
@@ -91,7 +95,7 @@ def test_without_delta_or_enough_records_nothing_is_released(budget, getkey):
     found = planned(50, 2, dpb.PrivacyBudget(*budget))
     assert not found.releases
     features, labels = records(50, (0.5, 0.5), 0.0)
-    rates, weight = found.found(features, labels, key=getkey(), owner="fit")
+    rates, weight = found.rates_and_ridge(features, labels, key=getkey(), owner="fit")
     assert rates.tolist() == [0.5, 0.5]
     assert weight == 2 * WIDTH
 
@@ -101,7 +105,7 @@ def test_a_record_that_does_not_count_moves_nothing(getkey):
     features[0] = np.nan
     key = getkey()
     found = [
-        planned(600, 2).found(
+        planned(600, 2).rates_and_ridge(
             features,
             labels ^ (np.arange(600) == 0) * other,
             key=jax.random.clone(key),
@@ -170,7 +174,7 @@ def test_the_ridge_is_the_weight_times_squared_noise_and_the_one_that_was_asked_
     weight, monkeypatch
 ):
     monkeypatch.setattr(
-        Effects, "found", lambda *_, **__: (np.asarray([0.5, 0.5]), weight)
+        Effects, "rates_and_ridge", lambda *_, **__: (np.asarray([0.5, 0.5]), weight)
     )
     tables = [records(600, (0.7, 0.3), 0.2)]
     ((_, without, step),) = runs_with_fixed_answers(monkeypatch, tables)
@@ -195,7 +199,7 @@ def noise_of_release(monkeypatch, share):
     with monkeypatch.context() as patch:
         patch.setattr(usability, "_released", spy)
         for key in jax.random.split(jax.random.key(0), 600):
-            found.found(features, labels, key=key, owner="fit")
+            found.rates_and_ridge(features, labels, key=key, owner="fit")
     assert found.release is not None
     return np.std(seen, axis=0).mean() / found.release.noise_std
 

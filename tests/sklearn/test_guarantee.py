@@ -364,7 +364,7 @@ def test_a_fit_counts_from_its_first_release_on(monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spread.Spread, "found", interrupted)
+    monkeypatch.setattr(spread.Spread, "center_and_unit", interrupted)
     before = sum(run.times for run in dpb.spent().runs)
     with pytest.raises(KeyboardInterrupt):
         releases_of(KINDS["target"](), pytest.MonkeyPatch())

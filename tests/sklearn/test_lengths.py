@@ -11,7 +11,7 @@ from dpbilevel.core import usability
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
-from dpbilevel.sklearn.lengths import SHARE, Lengths, in_bins
+from dpbilevel.sklearn.lengths import PART, Lengths, in_bins
 from dpbilevel.sklearn.public_size import PublicSize
 
 N = 2000
@@ -26,26 +26,28 @@ def rows_of(scale, seed=0):
 
 
 def planned(rows, budget=BUDGET, neighbours=Neighbours.REPLACE_ONE, longest=1.0):
-    return Lengths.planned(budget, PublicSize(neighbours, len(rows)), rows, longest)
+    return Lengths.plan(budget, PublicSize(neighbours, len(rows)), rows, longest)
 
 
 @pytest.mark.parametrize("scale", [0.9, 0.3, 0.05])
 def test_a_quarter_of_the_rows_is_longer(scale, getkey):
     rows = rows_of(scale)
-    found = planned(rows).typical(key=getkey(), owner="fit")
+    found = planned(rows).typical_length(key=getkey(), owner="fit")
     exact = np.quantile(np.linalg.norm(rows, axis=1), 0.75)
     assert found == pytest.approx(exact, rel=0.25)
     # Of half the records, the length is that of the usable ones.
     rows[::2] = np.nan
-    found = planned(rows).typical(key=getkey(), owner="fit")
+    found = planned(rows).typical_length(key=getkey(), owner="fit")
     assert found == pytest.approx(exact, rel=0.35)
 
 
 @pytest.mark.reuses_keys
 def test_rows_in_another_unit_have_the_same_fraction(getkey):
     rows, key = rows_of(0.3), getkey()
-    one = planned(rows).typical(key=key, owner="fit")
-    two = planned(3.0 * rows, longest=3.0).typical(key=jax.random.clone(key), owner="")
+    one = planned(rows).typical_length(key=key, owner="fit")
+    two = planned(3.0 * rows, longest=3.0).typical_length(
+        key=jax.random.clone(key), owner=""
+    )
     assert one == pytest.approx(two, rel=1e-6)
     assert planned(rows, longest=3.0).unit(0.5) == 1.5
 
@@ -55,7 +57,7 @@ def test_the_declared_unit_is_kept_without_records_enough(getkey):
     unusable = planned(np.full((N, 3), np.nan))
     pure = planned(rows_of(0.5), dpb.PrivacyBudget(1.0, 0.0))
     for lengths in (few, unusable, pure):
-        length = lengths.typical(key=getkey(), owner="fit")
+        length = lengths.typical_length(key=getkey(), owner="fit")
         assert math.isnan(length)
         assert lengths.unit(length) == 1.0
     assert not few.releases
@@ -69,7 +71,7 @@ def test_a_fiftieth_of_the_squared_budget_is_charged():
     _, row, _, _ = model.privacy_report_.ledger
     assert row.release == "lengths of rows"
     whole = least_multiplier(dpb.privacy.FullBatch(), 1, 1, BUDGET)
-    assert row.noise_multiplier == pytest.approx(whole / SHARE**0.5, rel=1e-6)
+    assert row.noise_multiplier == pytest.approx(whole / PART**0.5, rel=1e-6)
     assert row.roles["records"].sensitivity == pytest.approx(2 / N)
     assert model.privacy_report_.epsilon <= 1
 
@@ -110,7 +112,7 @@ def spread_of(lengths, monkeypatch, share=1.0):
 
     monkeypatch.setattr(usability, "_released", less)
     for key in jax.random.split(jax.random.key(3), 400):
-        lengths.typical(key=key, owner="fit")
+        lengths.typical_length(key=key, owner="fit")
     monkeypatch.undo()
     return np.std(seen) / lengths.release.noise_std
 

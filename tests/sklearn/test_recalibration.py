@@ -12,7 +12,7 @@ from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
 from dpbilevel.sklearn.public_size import PublicSize
-from dpbilevel.sklearn.recalibration import SHARE, Recalibration
+from dpbilevel.sklearn.recalibration import PART, Recalibration
 
 N = 20_000
 BUDGET = dpb.PrivacyBudget(3.0, 1e-6)
@@ -28,20 +28,20 @@ def drawn(slope, shift):
 
 
 def planned(size=N, neighbours=Neighbours.REPLACE_ONE):
-    return Recalibration.planned(BUDGET, PublicSize(neighbours, size), 3)
+    return Recalibration.plan(BUDGET, PublicSize(neighbours, size), 3)
 
 
 @pytest.mark.parametrize("slope", [0.4, 0.8])
 def test_slope_and_constants_are_found(slope, getkey):
     scores, labels = drawn(slope, [1.0, 0.0, -1.0])
-    found, constants = planned().fitted(scores, labels, key=getkey())
+    found, constants = planned().fit(scores, labels, key=getkey())
     assert found == pytest.approx(slope, abs=0.12)
     np.testing.assert_allclose(constants - constants.mean(), [1, 0, -1], atol=0.2)
 
 
 def test_scores_are_never_made_surer(getkey):
     scores, labels = drawn(3.0, [0.0, 0.0, 0.0])
-    found, _ = planned().fitted(scores, labels, key=getkey())
+    found, _ = planned().fit(scores, labels, key=getkey())
     assert found == 1.0
 
 
@@ -49,7 +49,7 @@ def test_records_without_scores_have_no_influence(getkey):
     scores, labels = drawn(0.5, [0.0, 0.0, 0.0])
     labels[::2] = 1 - labels[::2]
     scores[::2] = np.nan
-    found, constants = planned().fitted(scores, labels, key=getkey())
+    found, constants = planned().fit(scores, labels, key=getkey())
     assert found == pytest.approx(0.5, abs=0.2)
     assert np.isfinite(constants).all()
 
@@ -59,7 +59,7 @@ def test_scores_that_overflow_raise_no_warning(getkey):
     scores[0], scores[1], scores[2] = 3e38, np.inf, [3e38, -3e38, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, _ = planned().fitted(scores, labels, key=getkey())
+        found, _ = planned().fit(scores, labels, key=getkey())
     assert found == pytest.approx(0.5, abs=0.2)
 
 
@@ -71,7 +71,7 @@ def test_the_run_is_what_is_charged_and_a_fifth_of_the_squared_budget(relation):
     assert charged.epsilon(1e-6) == pytest.approx(ran.epsilon(1e-6), rel=1e-9)
     one = dataclasses.replace(found.releases[0], count=1)  # a broken copy
     assert Ledger((one,)).epsilon(1e-6) < 0.5 * ran.epsilon(1e-6)
-    whole = found.releases[0].mechanism.scaled((SHARE / 50) ** 0.5)
+    whole = found.releases[0].mechanism.scaled((PART / 50) ** 0.5)
     all_of_it = dataclasses.replace(found.releases[0], count=1, mechanism=whole)
     assert Ledger((all_of_it,)).epsilon(1e-6) == pytest.approx(3, rel=1e-4)
 
@@ -91,7 +91,7 @@ def test_scores_of_noise_leave_an_answer_that_is_nearly_constant():
     rng = np.random.default_rng(0)
     scores = 8 * rng.normal(size=(600, 3)).astype(np.float32)
     labels = rng.integers(0, 3, 600).astype(np.int32)
-    found = Recalibration.planned(BUDGET, PublicSize(Neighbours.REPLACE_ONE, 600), 3)
-    slope, constants = found.fitted(scores, labels, key=jax.random.key(2))
+    found = Recalibration.plan(BUDGET, PublicSize(Neighbours.REPLACE_ONE, 600), 3)
+    slope, constants = found.fit(scores, labels, key=jax.random.key(2))
     assert slope < 0.1
     assert np.abs(constants - constants.mean()).max() < 0.5

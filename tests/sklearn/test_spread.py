@@ -13,7 +13,7 @@ from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPRidge, spread
 from dpbilevel.sklearn.public_size import PublicSize
-from dpbilevel.sklearn.spread import Spread, compared
+from dpbilevel.sklearn.spread import Spread, comparisons
 
 N = 4000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -27,27 +27,27 @@ def records(seed=0):
 
 def planned(targets, size=None, neighbours=Neighbours.REPLACE_ONE, budget=BUDGET):
     public = PublicSize(neighbours, len(targets) if size is None else size)
-    return Spread.planned(budget, public, targets, centered=True)
+    return Spread.plan(budget, public, targets, centered=True)
 
 
 @pytest.mark.parametrize("middle", [-0.9, 0.0, 0.6])
 def test_center_and_deviations_are_found_in_a_far_wider_range(middle, getkey):
     targets = middle + 0.005 * np.random.default_rng(0).normal(size=N)
     targets[::5] = np.nan  # records that do not count move nothing
-    center, unit = planned(targets).found(key=getkey(), owner="fit")
+    center, unit = planned(targets).center_and_unit(key=getkey(), owner="fit")
     assert center == pytest.approx(middle, abs=0.01)
     assert unit == pytest.approx(4 * 0.005, rel=0.4)
 
 
 def test_a_range_that_fits_is_kept(getkey):
     targets = np.random.default_rng(0).uniform(-1, 1, N)
-    assert planned(targets).found(key=getkey(), owner="fit") == (0.0, 1.0)
+    assert planned(targets).center_and_unit(key=getkey(), owner="fit") == (0.0, 1.0)
 
 
 def test_the_declared_range_is_kept_without_records_enough(getkey):
     few, pure = np.zeros(50), dpb.PrivacyBudget(1.0, 0.0)
     for found in (planned(few), planned(np.zeros(N), budget=pure)):
-        assert found.found(key=getkey(), owner="fit") == (0.0, 1.0)
+        assert found.center_and_unit(key=getkey(), owner="fit") == (0.0, 1.0)
         assert not found.releases
 
 
@@ -70,7 +70,7 @@ def test_one_record_moves_a_comparison_by_what_is_charged(relation, share):
     for strange in ([], [np.nan], [1.0], [-1.0], [0.0]):
         if strange or relation is Neighbours.ADD_OR_REMOVE_ONE:
             values = np.asarray([*strange, *np.zeros(60)])
-            rows = public.rows(compared(values, 0.5, share))
+            rows = public.rows(comparisons(values, 0.5, share))
             found.append(float(np.nansum(rows)))  # rows of NaN contribute 0
     (release,) = planned(np.zeros(64), budget=dpb.PrivacyBudget(9, 1e-5)).releases
     most = relation.contributions * release.queries[0].clip_norm
@@ -89,7 +89,7 @@ def rows_read(targets, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(usability, "_released", spy)
-        planned(targets).found(key=jax.random.key(0), owner="fit")
+        planned(targets).center_and_unit(key=jax.random.key(0), owner="fit")
     return np.concatenate(seen, axis=1)
 
 
@@ -108,10 +108,10 @@ def test_one_record_moves_its_own_comparisons_alone(monkeypatch):
     assert 0 < own <= 1
     assert of_others == 0
     # A copy that compares with a statistic of all records, the largest target.
-    compare = spread.compared
+    compare = spread.comparisons
     monkeypatch.setattr(
         spread,
-        "compared",
+        "comparisons",
         lambda values, value, share: compare(
             values, value * np.nanmax(np.abs(values)), share
         ),
@@ -121,7 +121,7 @@ def test_one_record_moves_its_own_comparisons_alone(monkeypatch):
 
 def test_if_most_targets_are_equal_the_declared_range_is_kept(getkey):
     targets = np.where(np.arange(N) % 13, 0.0, 0.7)
-    assert planned(targets).found(key=getkey(), owner="fit") == (0.0, 1.0)
+    assert planned(targets).center_and_unit(key=getkey(), owner="fit") == (0.0, 1.0)
 
 
 def test_every_comparison_has_the_noise_of_the_ledger_and_its_own_key(monkeypatch):
@@ -135,7 +135,7 @@ def test_every_comparison_has_the_noise_of_the_ledger_and_its_own_key(monkeypatc
     monkeypatch.setattr(usability, "_released", spy)
     found = planned(records()[1] / 10)
     for key in jax.random.split(jax.random.key(1), 60):
-        found.found(key=key, owner="fit")
+        found.center_and_unit(key=key, owner="fit")
     assert len(set(seen)) == len(seen) == 60 * 18
     assert found.release is not None
     # The standard error is 2 %; a copy with nine tenths of the noise is rejected.

@@ -151,7 +151,7 @@ def of_indicators(checks):
     Comparisons of targets, which do, release one number a record.
     """
     planned = PublicSize(base.Neighbours.REPLACE_ONE, 64)
-    effects = Effects.planned(base.PrivacyBudget(200.0, 1e-5), planned, 2, 3).release
+    effects = Effects.plan(base.PrivacyBudget(200.0, 1e-5), planned, 2, 3).release
     assert effects is not None
     (query,) = effects.queries
     return [
