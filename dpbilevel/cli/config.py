@@ -163,7 +163,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
         )
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
-    reader = Reader({}, {})  # for tables without solvers
+    reader = Reader({}, {}, frozenset())  # tables without solvers
     kind, where = TASKS[task_name], place.child("data")
     privacy, task, data = collect_errors(
         lambda: reader.build(Privacy, tables["privacy"], place.child("privacy")),
@@ -232,7 +232,8 @@ def _solver(
     asked = solvers.get(str(tables["solver"].get("type")))
     if asked is not None and not asked.in_config:
         raise where.error(
-            f"type is for Python only. Choose from {', '.join(sorted(fitting))}."
+            f'type = "{tables["solver"]["type"]}" is for Python only. Choose from '
+            f"{', '.join(sorted(fitting))}."
         )
     solver = reader.build_named(fitting, tables["solver"], where)
     if "refit" not in tables:
@@ -267,25 +268,25 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
 
 def _check_levels(config: Config) -> None:
     """Check that people and numbers of records fit the levels of the task."""
-    privacy, where = config.place.child("privacy"), config.place.child("data")
-    data, people, two = config.data, config.privacy.people, config.task.two_levels()
-    if two and people is None:
-        raise privacy.error(
+    place, data, task = config.place, config.data, config.task
+    people = config.privacy.people
+    one = f'is for tasks of two levels; task = "{config.task_name}" has one. Remove it.'
+    if task.two_levels() and people is None:
+        raise place.child("privacy").error(
             "missing key 'people', which says where one person may have records: "
             '"disjoint", "overlapping" or "shared".'
         )
-    of_two = (privacy, "people", people), (where, "validation", data.validation)
-    for place, name, value in of_two:
-        if value and not two:
-            raise place.error(
-                f'{name} is for tasks of two levels; task = "{config.task_name}" has '
-                "one. Remove it."
-            )
-    for name in ("training", "validation")[: 1 + two]:
+    if not task.two_levels() and people is not None:
+        raise place.child("privacy").error(f"people {one}")
+    if not task.two_levels() and data.validation:
+        raise place.child("data").error(
+            f"validation {one} Keep records for evaluation in another file."
+        )
+    for name in ("training", "validation") if task.two_levels() else ("training",):
         if getattr(data, name) < 1:
-            raise where.error(f"{name} must be at least 1.")
+            raise place.child("data").error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
-        raise where.error(
+        raise place.child("data").error(
             'training and validation must be equal if people = "shared", got '
             f"{data.training} and {data.validation}."
         )
@@ -308,9 +309,12 @@ def _check_test(config: Config) -> None:
     if test is None:
         return
     if not config.task.has_model:
-        raise where.error(f'task = "{config.task_name}" has no model; remove it.')
-    private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
-    if test.accuracy == "counted" and private_count:
+        raise where.error(
+            f'task = "{config.task_name}" releases no model to test; remove it.'
+        )
+    if test.accuracy == "counted" and config.privacy.neighbours is not (
+        Neighbours.REPLACE_ONE
+    ):
         raise where.error(
             'accuracy = "counted" is for neighbours = "replace_one": it divides by the '
             'number of records. Use a file of public records, accuracy = "public".'
