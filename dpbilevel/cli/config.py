@@ -208,12 +208,11 @@ def public_classes(base: type) -> dict[str, type]:
     packages = [value for value in top.values() if inspect.ismodule(value)]
     for package in packages:
         top |= {name: getattr(package, name) for name in package.__all__}
+    classes = {name: value for name, value in top.items() if isinstance(value, type)}
     return {
         name: value
-        for name, value in top.items()
-        if isinstance(value, type)
-        and issubclass(value, base)
-        and not inspect.isabstract(value)
+        for name, value in classes.items()
+        if issubclass(value, base) and not inspect.isabstract(value)
     }
 
 
@@ -311,10 +310,9 @@ def _check_levels(config: Config) -> None:
 
 def _check_corruption(config: Config) -> None:
     """Refuse corruption by row number if the number of records is private."""
-    sources = config.data.sources
+    sources, source = config.data.sources, config.data.source
     private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
-    generated = config.data.source == "generated"
-    if sources is not None and sources.flip and private_count and not generated:
+    if sources and sources.flip and private_count and source != "generated":
         raise config.place.child("data.sources").error(
             "flip corrupts labels by row number, which moves when a record is added or "
             'removed. Use neighbours = "replace_one", or column and values.'

@@ -599,7 +599,7 @@ def load_test(data: AbstractData, base: Path, *others: Path | None) -> Records |
         _check_classes(plain.label, records, file)
     if not test.records:
         return records
-    return records.take(_chosen(len(records), data, {"records": test.records})[0])
+    return records.take(_chosen(len(records), data, {"test.records": test.records})[0])
 
 
 def as_levels(records: Mapping[str, Records]) -> PyTree:

@@ -11,6 +11,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
+
 from .._extras import missing
 from .columns import Table
 
@@ -145,21 +147,23 @@ def read_csv(path: Path, separator: str = ",") -> Table:
     cell = rf'(?:"(?:[^"]|"")*+" *|[^"{separator}][^{separator}]*|)'
     closed = re.compile(f"{cell}(?:{separator}{cell})*")
     # The number in front of a row says where it belongs: pyarrow skips malformed rows.
-    text = f"-1{separator * len(names)}\n" + "".join(
+    # It refuses an empty text, so an empty row comes first.
+    text = f"0{separator * len(names)}\n" + "".join(
         f"{i}{separator}{line}\n"
         for i, line in enumerate(lines)
         if len(line) <= _LONGEST and ('"' not in line or closed.fullmatch(line))
     )
     columns = [str(j) for j in range(len(names) + 1)]
-    order, *cells = arrow.read_csv(
+    places, *cells = arrow.read_csv(
         io.BytesIO(text.encode()),
         arrow.ReadOptions(use_threads=False, block_size=_BLOCK, column_names=columns),
         arrow.ParseOptions(delimiter=separator, invalid_row_handler=lambda _: "skip"),
         arrow.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
     ).columns
-    places = [int(i) for i in order.to_pylist()]
+    order = places.cast(pa.int64()).to_numpy()[1:]
     table = {}
     for name, column in zip(names, cells, strict=True):
-        found = dict(zip(places, column.to_pylist(), strict=True))
-        table[name] = [found.get(i, MALFORMED).strip() for i in range(len(lines))]
+        found = np.full(len(lines), MALFORMED, object)
+        found[order] = column.to_numpy()[1:]
+        table[name] = [cell.strip() for cell in found]
     return Table(str(path), table, len(lines))

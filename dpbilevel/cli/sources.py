@@ -1,4 +1,4 @@
-"""Where records belong: to sources that may be corrupted, to groups to be fair to."""
+"""Sources of records, which may be corrupted, and groups, to be fair to."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,11 +16,10 @@ class Sources:
     source $s$ are flipped with probability `flip[s]`: a benchmark with a known answer.
 
     Args:
-        flip: The flip probability of each source.
-        label_seed: The public seed of that corruption. Not a privacy seed.
+        flip: Flip probability of each source.
+        label_seed: Public seed of the corruption. Not a privacy seed.
         column: The column that holds the source.
-        values: The public list of its values; another value makes a record without
-            influence.
+        values: Public list of the sources; a record of another one has no influence.
     """
 
     choice: ClassVar[str] = (
@@ -43,11 +42,11 @@ class Sources:
 
     @property
     def count(self) -> int:
-        """The number of sources."""
+        """Number of sources."""
         return len(self.flip or self.values)
 
     def corrupted(self, records: Records) -> Records:
-        """Draws a source for each training record and flips labels accordingly."""
+        """Return training records with random sources, and labels flipped by source."""
         rng = np.random.default_rng(self.label_seed)
         source = rng.integers(0, self.count, len(records.label))  # uniform
         flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
@@ -66,10 +65,9 @@ class Groups:
 
     Args:
         column: The column that holds the group.
-        values: The public list of its values; another value makes a record without
-            influence.
-        frequency: The chance of each group, for generated records.
-        turn: The angle of each group, in degrees, for generated records.
+        values: Public list of the groups; a record of another one has no influence.
+        frequency: Probability of each group, for generated records.
+        turn: Angle of each group, in degrees, for generated records.
     """
 
     choice: ClassVar[str] = (
@@ -97,25 +95,25 @@ class Groups:
 
     @property
     def count(self) -> int:
-        """The number of groups."""
+        """Number of groups."""
         return len(self.values or self.frequency)
 
     def generated(
         self, rng: np.random.Generator, features: np.ndarray, truth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws a group for each record, and its margin under the group's coefficients.
+        """Return the group and the margin of each record, drawn at random.
 
         Args:
-            rng: The generator of the public records.
+            rng: Generator of the public records.
             features: One row per record.
-            truth: The coefficients of a group that is not turned.
+            truth: Coefficients of a group that is not turned.
         """
         group = rng.choice(self.count, len(features), p=self.frequency)
         length = float(np.linalg.norm(truth))
         along = truth / max(length, 1e-12)
         side = rng.standard_normal(len(truth))
         side -= (side @ along) * along  # at right angles to the truth
-        side *= length / max(float(np.linalg.norm(side)), 1e-12)  # as long as it
+        side *= length / max(float(np.linalg.norm(side)), 1e-12)  # of the same length
         angle = np.deg2rad(self.turn)[:, None]
         turned = np.cos(angle) * truth + np.sin(angle) * side
         margin = np.sum(features * turned[group], axis=1)

@@ -226,7 +226,10 @@ def test_a_misspelt_class_is_found_in_public_records_before_anything_is_spent(fo
     ("change", "said"),
     [
         (("records = 40", "records = 0"), "records must be at least 1"),
-        (("records = 40", "records = 41"), "there are 40 records in"),
+        (
+            ("records = 40", "records = 41"),
+            "[data] asks for test.records = 41",
+        ),
         (("test.csv", "people.csv"), "is also the file of training or"),
         (("test.csv", "no.csv"), "no file of test records at"),
         (("replace_one", "add_or_remove_one"), "it divides by the number of records"),

@@ -206,6 +206,28 @@ def test_a_damaged_file_is_refused_in_the_same_words_whatever_it_holds(tmp_path)
     assert len(said) == 1
 
 
+def test_without_pyarrow_a_file_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("pay\n1\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="needs pyarrow: run pip install"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_a_malformed_record_is_unusable_and_stays_a_record(file, tmp_path):
+    write_csv(tmp_path, rows_of(60))
+    data = auto.read_for_run(str(file))[0].data
+    path = tmp_path / "people.csv"
+    plain, lines = data.load(path), path.read_text().splitlines()
+    for line in ('"', "1,Ulm", "1,Ulm,A,yes,1", "x" * 2**25):
+        path.write_text("\n".join([*lines[:7], line, *lines[8:]]))
+        found = data.load(path)
+        assert np.isnan(found.features[6]).all()
+        assert np.isnan(found.label[6])
+        rest = np.delete(np.arange(60), 6)
+        assert [*found.take(rest).as_bytes()] == [*plain.take(rest).as_bytes()]
+        np.testing.assert_array_equal(found.marks[rest], plain.marks[rest])
+
+
 def test_a_delta_that_allows_to_publish_a_record_is_refused(file, tmp_path, capsys):
     write_csv(tmp_path, rows_of(60))
     text = file.read_text().replace("1e-5", "0.02")
