@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from markupsafe import Markup, escape
 
 from ..privacy.report import Status, rounded_up
 from . import figure
-from .attack import FALSE_ALARMS
+from .prepared import FALSE_ALARMS
 from .rendering import environment
 from .results import Result
 
@@ -54,6 +55,7 @@ TERMS = {
     "FullBatch": "every record is read, each time",
     "Poisson": "each record is read with the same chance, drawn anew each time",
     "FixedSize": "so many records are read, drawn anew each time",
+    "SinglePass": "each record is read once at most, in one of the batches",
     "RandomAllocation": "each record is read once a pass, in a batch drawn anew",
     "usable records": "how many records fit what the config declares",
     "usable records of the upper level": "the same of the validation records",
@@ -153,9 +155,14 @@ def _terms(result: Result) -> list[tuple[str, str]]:
     """Return the words in the ledger with their meaning."""
     words, meanings = [], TERMS | {**result.declared.terms}
     for row in result.report.ledger:
-        words += [row["release"].split(": ")[0], *row["roles"]]
-        words += [part["sampling"].split("(")[0] for part in row["roles"].values()]
+        words += [word_of(row["release"]), *row["roles"]]
+        words += [word_of(part["sampling"]) for part in row["roles"].values()]
     return [(w, meanings[w]) for w in dict.fromkeys(words) if w in meanings]
+
+
+def word_of(name: str) -> str:
+    """Return the first word of a name such as `refit: gradient` or `Poisson(0.1)`."""
+    return re.split(r": | ?\(", name)[0]
 
 
 def _lines(table: dict[str, Any]) -> str:

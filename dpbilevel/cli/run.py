@@ -1,11 +1,11 @@
-"""One run of a config: planned, in chunks, resumable, ending in a result folder."""
+"""One run of a planned config, in chunks, from records to a result folder."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 from ..core.loop import all_steps, bound_to, planned_rows
 from ..core.shares import Usability
 from ..privacy.exact.matmul_check import check_products
-from ..privacy.ledger import Ledger
 from ..privacy.noise import derive, root_key
 from ..privacy.report import PrivacyReport, rounded_up
 from ..privacy.untested import check_release
@@ -31,7 +30,7 @@ from ..runs.resume import (
     run_in_parts,
     solution_of,
 )
-from . import attack, evaluation, folder, results
+from . import evaluation, folder, results
 from .columns import Records
 from .config import Config
 from .data import as_levels, check_files, indicators, load, load_test
@@ -88,7 +87,7 @@ def run(
         before = checkpoint.read(out) if resume else None
         levels, rows, test = _load(prepared, data, validation)
         read = levels, rows, None if test is None else test.tree()
-        fingerprint = _fingerprint(prepared, read, _chunk(prepared, chunk, before))
+        fingerprint = _fingerprint(prepared, read, chunk, before)
         first = first_checkpoint(
             prepared.problem,
             prepared.solver,
@@ -150,8 +149,14 @@ def refuse(
     check_delta(config)
     with _opened(out, chunk, resume, restart), _data_errors(config):
         privacy = config.privacy
-        places = _places(config, data, validation)
-        check_files(config.data, privacy.people, privacy.neighbours, **places)
+        check_files(
+            config.data,
+            privacy.people,
+            privacy.neighbours,
+            base=config.folder,
+            override=data,
+            validation=validation,
+        )
 
 
 def check_delta(config: Config) -> None:
@@ -174,7 +179,7 @@ def check_delta(config: Config) -> None:
 
 @contextlib.contextmanager
 def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
-    """Locks the folder of a run with these options, if one may go on or start in it."""
+    """Lock the folder of a run, if one may start or go on in it with these options."""
     if resume and restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
     if chunk is not None and chunk < 1:
@@ -194,7 +199,7 @@ def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
 
 @contextlib.contextmanager
 def _data_errors(config: Config):
-    """Errors name the table of the config that says where the records are."""
+    """Name the table `[data]` of the config in errors."""
     try:
         yield
     except ValueError as error:
@@ -294,7 +299,7 @@ def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
 
 
 def _begin(first: Checkpoint, out: Path) -> Checkpoint:
-    """Numbers a run and writes it into its folder; an earlier result moves away."""
+    """Return a run with its number, written into its folder; move an earlier result."""
     with uninterruptible():
         number = results.set_aside(out, spending.read(out).last) + 1
         fingerprint = first.fingerprint | {"run": number}
@@ -304,7 +309,7 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 
 
 def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Result:
-    """What the run releases, from its last state, and on its test records."""
+    """Return what the run releases, from its last state and its test records."""
     config = prepared.config
     found = solution_of(prepared.problem, prepared.solver, saved)
     usability = results.usability_of(saved.fingerprint)
@@ -328,23 +333,9 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         config=config.tables,
         rejected_updates=int(found.rejected_updates),
         test=tested,
-        power=attack.largest_power(*_ledgers(prepared)),
+        power=prepared.power,
         usability=usability,
     )
-
-
-def _ledgers(prepared: Prepared) -> Iterator[Ledger]:
-    """What people are charged: those of the run, and those of a counted test file."""
-    config = prepared.config
-    yield prepared.ledger
-    if config.data.test is not None and config.data.test.accuracy == "counted":
-        yield evaluation.ledger_of(config)
-
-
-def _places(
-    config: Config, data: Path | None, validation: Path | None
-) -> dict[str, Any]:
-    return {"base": config.folder, "override": data, "validation": validation}
 
 
 def _load(
@@ -356,7 +347,7 @@ def _load(
     """
     config = prepared.config
     neighbours, people = config.privacy.neighbours, config.privacy.people
-    places = _places(config, data, validation)
+    places: Any = {"base": config.folder, "override": data, "validation": validation}
     with _data_errors(config):
         records = load(config.data, people, neighbours, **places)
         columns = dict(prepared.check.columns)
@@ -369,25 +360,25 @@ def _load(
     return jax.tree.map(jnp.asarray, levels), rows, test
 
 
-def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> int:
-    """Steps per chunk: as asked, as before, or a divisor giving some 20 chunks."""
-    if saved is not None:
-        before = saved.fingerprint["chunk"]
-        if chunk not in (None, before):
+def _fingerprint(
+    prepared: Prepared, levels: PyTree, chunk: int | None, before: Checkpoint | None
+) -> dict[str, Any]:
+    """Return what the bits of a run depend on. SECRET: it holds a hash of the records.
+
+    Steps per chunk are as asked, as before, or a divisor giving some 20 chunks.
+    """
+    if before is not None:
+        earlier = before.fingerprint["chunk"]
+        if chunk not in (None, earlier):
             raise ValueError(
-                f"--chunk {chunk} differs from the interrupted run's {before}; leave "
+                f"--chunk {chunk} differs from the interrupted run's {earlier}; leave "
                 "it out when resuming."
             )
-        return before
-    if chunk is not None:
-        return chunk
-    steps = prepared.solver.num_steps
-    # A divisor: a shorter last chunk would compile the loop a second time.
-    return max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
-
-
-def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, Any]:
-    """What the bits of a run depend on. SECRET: it holds a hash of the records."""
+        chunk = earlier
+    if chunk is None:
+        steps = prepared.solver.num_steps
+        # A divisor: a shorter last chunk would compile the loop a second time.
+        chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(levels):
         digest.update(np.asarray(leaf).tobytes())

@@ -265,7 +265,7 @@ def test_paths_are_relative_to_the_config(folder):
         ([*FEATURES, "--label", "dose", "--label-range", "1,2"], "is not LOW..HIGH"),
         (
             [*TRAINING, *FEATURES, "--positive", "yes,no"],
-            "class",
+            "positive and negative",
         ),
         ([*TRAINING, *FEATURES, "--out", "no/a.toml"], "there is no folder no"),
         ([*TRAINING, *FEATURES, "--out", "people.csv"], "people.csv exists"),
