@@ -212,7 +212,7 @@ def _add_results(command: Any) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    _check_modules(["jinja2"])
+    _check_modules("jinja2")
     out, results = arguments.out, arguments.run
     predictions.check_new(out)
     if results is not None and results.exists():
@@ -250,7 +250,7 @@ def _planned(path: str, said: TextIO) -> Config:
 
 def _completed(config: Config, said: TextIO) -> Config:
     """Return a config with settings that dry runs choose, and print them to `said`."""
-    _check_modules(["tqdm"])
+    _check_modules("tqdm")
     print("Dry runs on synthetic records choose method and settings.", file=said)
     found = auto.plan(config, "fast")
     print(found.reason, found.to_toml(), sep="\n", file=said, flush=True)
@@ -258,14 +258,12 @@ def _completed(config: Config, said: TextIO) -> Config:
 
 
 def _auto(arguments: argparse.Namespace) -> None:
-    _check_modules(["tqdm"])
+    _check_modules("tqdm")
     out = arguments.out
-    if out is not None and out.exists():
-        raise ValueError(f"{out} exists; give --out the name of a new file.")
-    if (
-        out is not None
-        and out.parent.resolve() != Path(arguments.config).parent.resolve()
-    ):
+    folder = Path(arguments.config).parent.resolve()
+    if out is not None:
+        predictions.check_new(out)
+    if out is not None and out.parent.resolve() != folder:
         raise ValueError(
             f"{out} is in another folder than {arguments.config}, whose relative paths "
             "would not hold there; write it beside that file."
@@ -288,7 +286,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     config, is_planned = auto.read_for_run(arguments.config)
-    _check_installed(config)
+    is_downloaded = config.data.source in ("sklearn", "openml")
+    _check_modules("matplotlib", "tqdm", *["sklearn"] * is_downloaded)
     names = ("data", "validation", "chunk", "resume", "restart")
     options = {name: getattr(arguments, name) for name in names}
     refuse(config, arguments.out, **options)
@@ -311,7 +310,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         predictions.check_new(arguments.html, "--html")
-        _check_modules(["jinja2", "matplotlib"])
+        _check_modules("jinja2", "matplotlib")
     spent = folder.spent(arguments.folder)
     try:
         result = results.load(arguments.folder)
@@ -337,7 +336,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _audit(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
-        _check_modules(["matplotlib"])
+        _check_modules("matplotlib")
         audit.check_folder(arguments.out)
     config = _planned(arguments.config, sys.stdout)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
@@ -374,15 +373,8 @@ def _interrupted(arguments: argparse.Namespace) -> str:
     return f"{said} before the first step; nothing was spent"
 
 
-def _check_installed(config: Config) -> None:
-    """Refuse to start a run whose figure or records could not be made."""
-    needed = ["matplotlib", "tqdm"]
-    if config.data.source in ("sklearn", "openml"):
-        needed.append("sklearn")
-    _check_modules(needed)
-
-
-def _check_modules(needed: Sequence[str]) -> None:
+def _check_modules(*needed: str) -> None:
+    """Raise `ValueError` if modules of an extra are missing, before any work."""
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         raise ValueError(missing("this command", *absent))

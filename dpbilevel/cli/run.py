@@ -165,10 +165,8 @@ def check_delta(config: Config) -> None:
     Raises:
         ValueError: Delta is not below one over the number of records of a level.
     """
-    privacy, least = (
-        config.privacy,
-        1 / max(config.data.training, config.data.validation),
-    )
+    privacy, data = config.privacy, config.data
+    least = 1 / max(data.training, data.validation)
     if privacy.delta >= least and not privacy.allow_large_delta:
         raise config.place.child("privacy").error(
             f"delta = {privacy.delta:g} is not below one over the number of records, "
@@ -276,9 +274,8 @@ def _checked(
         raise ValueError(_stopped(prepared.config, found, first))
     for remark in found.remarks:
         warnings.warn(
-            f"{remark} Correct mean and scale, units or spellings in the config: "
-            f"dpbilevel check {prepared.config.place} shows you the rows, for your "
-            "eyes alone.",
+            f"{remark} Correct mean and scale, units or spellings in the config; "
+            f"dpbilevel check {prepared.config.place} shows you the rows.",
             stacklevel=2,
         )
     odometer.charge(out, number, report)
@@ -289,12 +286,11 @@ def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
     """Return the message of a run that stops after its check."""
     return (
         f"{config.place}: the run stopped before training, because records cannot "
-        f"be used. {' '.join(found.remarks)} dpbilevel check {config.place} shows you "
-        "the rows, for your eyes alone. Correct the config or the file and run again "
-        "in a new folder, or here with --restart. If the records are right, set "
-        "check_records = false in [privacy]. The check cost epsilon = "
-        f"{rounded_up(first.epsilon, 3)}, which adds to that run; the rest of the "
-        "budget is unspent."
+        f"be used. {' '.join(found.remarks)} Correct what dpbilevel check "
+        f"{config.place} shows you, or set check_records = false in [privacy] if the "
+        "records are right, and run again in a new folder, or here with --restart. The "
+        f"check cost epsilon = {rounded_up(first.epsilon, 3)}; the rest of the budget "
+        "is unspent."
     )
 
 

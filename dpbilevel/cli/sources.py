@@ -1,4 +1,4 @@
-"""Where records belong: to sources that may be corrupted, to groups to be fair to."""
+"""Sources and groups of records: the tables `[data.sources]` and `[data.groups]`."""
 
 import dataclasses
 from typing import ClassVar
@@ -47,7 +47,7 @@ class Sources:
         return len(self.flip or self.values)
 
     def corrupted(self, records: Records) -> Records:
-        """Draws a source for each training record and flips labels accordingly."""
+        """Return records with random sources, and labels flipped at their rates."""
         rng = np.random.default_rng(self.label_seed)
         source = rng.integers(0, self.count, len(records.label))  # uniform
         flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
@@ -103,7 +103,7 @@ class Groups:
     def generated(
         self, rng: np.random.Generator, features: np.ndarray, truth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws a group for each record, and its margin under the group's coefficients.
+        """Return a random group for each record, and its margin in the group's model.
 
         Args:
             rng: The generator of the public records.
