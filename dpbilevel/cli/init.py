@@ -89,6 +89,8 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     classes = _classes(flags, hints.get(flags.label))
     training, validation = _sizes(flags, header)
     values = values_of(places) if places else ()
+    if task.places == "sources" and len(values) == 1:
+        raise ValueError(f"--sources {given} is one source; give two or more.")
     facts = {
         "flags": flags,
         "task": task,

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Privacy:
         The output is public or released, except for the lines of `check`, which are
-        marked NON-PRIVATE. `init` prints the first row of a file, a header.
+        marked NON-PRIVATE. `init` shows the first row of a file, a header.
     """
     arguments = _parser().parse_args(argv)
     interrupts.say(lambda: _interrupted(arguments))
