@@ -15,33 +15,6 @@ from .prepared import FALSE_ALARMS
 from .rendering import environment
 from .results import Result
 
-_PEOPLE = {
-    None: "Each person has one record.",
-    "disjoint": "Each person has one record, among those of the training or of the "
-    "validation, not among both.",
-    "overlapping": "One person may have a record among those of the training and one "
-    "among those of the validation: both together are protected.",
-    "shared": "Each person has one record, which is used in both levels: all its uses "
-    "together are protected.",
-}
-_CHANGE = {
-    "replace_one": "had the record of any one person been replaced by any other record",
-    "add_or_remove_one": "had the record of any one person been left out, or one more "
-    "been added",
-}
-_CANDIDATES = {
-    "replace_one": "which of two records a person gave",
-    "add_or_remove_one": "whether a person's record was used",
-}
-_GROUNDS = {
-    Status.ENFORCED: "Enforced: the influence of every record is bounded by clipping, "
-    "and noise is added to what is left. This holds whatever the records are.",
-    Status.CONDITIONAL: "Conditional: it rests on bounds that were declared or proved "
-    "for the problem, listed below. If one of them is wrong, it need not hold.",
-    Status.HEURISTIC: "No guarantee is claimed: a random draw was cut short. No "
-    "epsilon belongs to this run.",
-}
-_KINDS = {"lower": "of the training records", "upper": "of the validation records"}
 _COLORS = {
     figure.INK: "var(--ink)",
     figure.SOFT: "var(--soft)",
@@ -94,11 +67,6 @@ def page(result: Result, spent: str, title: str) -> str:
         facts=_facts(result),
         has_guarantee=has_guarantee,
         odds=rounded_up(math.exp(report.epsilon), 3) if has_guarantee else "",
-        people=_PEOPLE[report.people],
-        change=_CHANGE[report.relation],
-        candidates=_CANDIDATES[report.relation],
-        grounds=_GROUNDS[report.status],
-        kinds=_KINDS,
         false_alarms=FALSE_ALARMS,
         drawings={k: _recolored(k, v) for k, v in figure.drawings(result).items()},
         values=_rows(result.names, result.shown),
