@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import dpbilevel as dpb
 
 assert Path(dpb.__file__).is_relative_to(sys.prefix), dpb.__file__
-for extra in ("sklearn", "matplotlib", "tqdm", "pyarrow", "pytest"):
+for extra in ("sklearn", "matplotlib", "jinja2", "tqdm", "pyarrow", "pytest"):
     assert importlib.util.find_spec(extra) is None, extra
 
 features, noise = (jax.random.normal(jax.random.key(i), (2000, 4)) for i in (0, 1))

@@ -15,15 +15,15 @@ from .config import Config, parse_config, read_tables
 from .tables import Location
 from .tasks import TASKS
 
-# What a config says that has no settings.
+# Last lines of a config without settings.
 UNPLANNED = (
     "# There is no table [solver]: settings are chosen by dry runs on synthetic",
     "# records. dpbilevel auto CONFIG --out NEW.toml writes them.",
 )
 
-# What a plan writes.
+# Tables that a plan writes.
 _SETTINGS = ("solver", "refit")
-# Stand in for the missing table, so that the rest of a config is checked.
+# Solvers in place of the missing table, so that the rest of a config is checked.
 _DESCENT = {"num_steps": 1, "clip_norm": 1.0, "step_size": 1.0}
 _STAND_INS = {
     False: {"type": "NoisyGD", **_DESCENT},
@@ -32,13 +32,11 @@ _STAND_INS = {
 
 
 def read_unplanned(path: str) -> tuple[Config, str]:
-    """Reads a config whose tables `[solver]` and `[refit]` may be missing.
+    """Read a config whose tables `[solver]` and `[refit]` may be missing.
 
     Returns:
-        The config, with a stand-in for its solver, and the text of the file.
-
-    What the task plans beside the solver is set, too, where the config does not say
-    otherwise, and written into the text.
+        The config, with a stand-in for its solver, and the text of the file. Keys of
+        `[model]` that the task plans are set in both if they are missing.
 
     Raises:
         ValueError: As `read_config`; the task is a game.
@@ -47,12 +45,13 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     place = Location(path)
     task = TASKS.get(str(tables.get("task")))
     if task is not None and task.is_game:
-        there = "solver" in tables
-        first = "[solver] is given, and stays as it is" if there else "missing [solver]"
-        then = "run the config as it is" if there else "see docs/games.md"
+        first = "missing [solver]: "
+        then = "see docs/games.md"
+        if "solver" in tables:
+            first, then = "[solver] stays as it is: ", "run the config as it is"
         raise place.error(
-            f'{first}: dry runs plan no games, and task = "{tables["task"]}" is one. '
-            f"Its settings follow from theorems; {then}."
+            f'{first}dry runs plan no games, and task = "{task.name}" is one. Its '
+            f"settings follow from theorems; {then}."
         )
     kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
     model = kept.get("model")
@@ -66,14 +65,14 @@ def read_unplanned(path: str) -> tuple[Config, str]:
 
 
 def parse_unplanned(tables: dict[str, Any], place: Location) -> Config:
-    """A config with a stand-in for its solver; raises as `read_config`."""
+    """Return a config with a stand-in for its solver; raise as `read_config`."""
     task = TASKS.get(str(tables.get("task")))
     stand_in = _STAND_INS[task is None or task.two_levels]
     return parse_config(tables | {"solver": stand_in}, place)
 
 
 def read_for_run(path: str) -> tuple[Config, bool]:
-    """Reads a config, whose settings may be missing.
+    """Read a config whose settings may be missing.
 
     Returns:
         The config, and whether it has settings; if not, a stand-in is in their place.
@@ -88,12 +87,12 @@ def read_for_run(path: str) -> tuple[Config, bool]:
 
 
 def completed(config: Config, found: AutoPlan) -> Config:
-    """A config that was read without settings, with those of a plan."""
+    """Return a config that was read without settings, with those of a plan."""
     return _with(config, tomllib.loads(found.to_toml()))
 
 
 def as_before(config: Config, out: Path) -> Config:
-    """A config that was read without settings, with those of the run to be resumed.
+    """Return a config without settings with those of the run to be resumed.
 
     Raises:
         ValueError: The folder has no checkpoint.
@@ -108,7 +107,7 @@ def _with(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def plan(config: Config, effort: Effort) -> AutoPlan:
-    """Dry runs for a config, with a bar of their progress.
+    """Return the best settings for a config, by dry runs with a progress bar.
 
     Privacy:
         Touches no data.
@@ -132,7 +131,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
 
 
 def written(text: str, found: AutoPlan) -> str:
-    """The text of a config with the planned settings instead of its own.
+    """Return the text of a config with planned settings instead of its own.
 
     Args:
         text: The config.

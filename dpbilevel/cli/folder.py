@@ -1,4 +1,4 @@
-"""What a result folder already holds, and whether a run may start in it."""
+"""Checks of what a result folder holds before a run starts in it."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from . import results
 
 
 def check(out: Path, resume: bool, restart: bool) -> None:
-    """Refuses folders that hold something else, before anything is spent; under a lock.
+    """Refuse folders that hold something else, before anything is spent; under a lock.
 
     Raises:
         ValueError: The folder does not fit; the message says what to do.
@@ -25,9 +25,8 @@ def check(out: Path, resume: bool, restart: bool) -> None:
         raise ValueError(
             f"--out {out} holds {'a finished' if finished else 'an earlier'} run, but "
             f"no spending record that can be read ({spending.NAME}): what earlier "
-            "runs cost is unknown, so another run cannot be added to it. Put back a "
-            "copy of the record if there is one; otherwise give a new folder, for a "
-            "second release on top of that cost."
+            "runs cost is unknown. Put back a copy of the record, or give a new folder "
+            "for a second release on top of that cost."
         )
     if not restart:
         _check_unused(out, finished, interrupted, len(record.runs))
@@ -36,7 +35,7 @@ def check(out: Path, resume: bool, restart: bool) -> None:
 
 
 def spent(out: Path) -> str:
-    """What the runs of a folder cost, as text; empty where none was started."""
+    """Return what the runs of a folder cost, as text; empty if none was started."""
     record = spending.read(out)
     if spending.is_moved(out.resolve()):  # by a later run
         above = out.resolve().parent
@@ -45,7 +44,7 @@ def spent(out: Path) -> str:
 
 
 def _settle(out: Path) -> None:
-    """Ends a finished run that was killed in its last moment."""
+    """End a finished run that was killed in its last moment."""
     if (out / checkpoint.NAME).exists():
         try:
             spending.finish(out, checkpoint.read(out).fingerprint["run"])
@@ -55,20 +54,20 @@ def _settle(out: Path) -> None:
 
 
 def _check_unused(out: Path, finished: bool, interrupted: bool, spent: int) -> None:
-    """Refuses a folder of earlier runs, and says how to go on."""
+    """Refuse a folder of earlier runs, and say how to go on."""
     again = "give a new folder"
     if spent:
         again += ", or --restart to add it to this folder's spending record"
     if finished:
         raise ValueError(
-            f"--out {out} holds a finished run. Running again is a second release, "
-            f"which spends the privacy budget a second time. To do that on purpose "
-            f"{again}. To see the result: dpbilevel report {out}"
+            f"--out {out} holds a finished run (see it with: dpbilevel report {out}). "
+            "For a second release, which spends the privacy budget a second time, "
+            f"{again}."
         )
     if interrupted:
         raise ValueError(
             f"--out {out} holds an interrupted run. Continue it with --resume (same "
-            f"bits, no further budget). For a new release {again}."
+            f"bits, no further budget), or, for a new release, {again}."
         )
     if spent:
         raise ValueError(

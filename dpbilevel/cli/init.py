@@ -9,6 +9,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import auto
 from .columns import Value
@@ -46,22 +47,11 @@ class Range:
                 f"the range {self.low:g}..{self.high:g} must be increasing and finite."
             )
 
-    @property
-    def mean(self) -> str:
-        """Middle of the range."""
-        return f"{(self.low + self.high) / 2:.6g}"
-
-    @property
-    def scale(self) -> str:
-        """A sixth of the range, which is cut at three scales around the mean."""
-        return f"{(self.high - self.low) / 6:.6g}"
-
 
 Values = tuple[Value, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The names of the columns of a file, which are public."""
 
     file: Path
@@ -88,71 +78,78 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     given = getattr(flags, task.places) if task.places else None
     place, places = _pair(given, f"--{task.places}") if given else ("", ())
     pairs = [_pair(text, "--column") for text in flags.column or ()]
-    columns = [(name, content_of(text)) for name, text in pairs] or [
-        (name, found)
-        for name, found in hints.items()
-        if name not in (flags.label, place)
-    ]
+    used = [name for name in (flags.label, place) if name]
+    columns = {name: content_of(text) for name, text in pairs} or {
+        name: found for name, found in hints.items() if name not in used
+    }
     for flag in ("clean", "test"):
         if getattr(flags, flag) not in (None, "-"):
             existing(Path(getattr(flags, flag)), f"--{flag}", "give its path")
-    used = [name for name in (flags.label, place) if name]
-    _check_names([*used, *(name for name, _ in columns)], header)
+    _check_names([*used, *(name for name, _ in pairs)], header)
     classes = _classes(flags, hints.get(flags.label))
     training, validation = _sizes(flags, header)
     values = values_of(places) if places else ()
-    count = len(values) or 2
-    shares = flags.shares or ",".join([f"{1 / count:.4g}"] * count)
-    is_tested = flags.test not in (None, "-")
-    required = {
-        "label": flags.label,
-        "label-range, or --positive and --negative": classes,
-        "column": columns,
-        "records": training,
-        "validation": validation or not task.two_levels,
-        "people": flags.people or not task.two_levels,
-        "clean": flags.clean or task.places != "sources",
-        task.places: place or not task.places,
-        "test-accuracy": flags.test_accuracy or not is_tested,
-        "test-records": flags.test_records or flags.test_accuracy != "counted",
+    if task.places == "sources" and len(values) == 1:
+        raise ValueError(f"--sources {given} is one source; give two or more.")
+    facts = {
+        "flags": flags,
+        "task": task,
+        "header": header,
+        "columns": columns,
+        "unused": [n for n in header.names if n not in [*used, *columns]],
+        "classes": classes,
+        "place": place,
+        "places": values,
+        "training": training,
+        "validation": validation,
+        "test_records": _rows(flags, "test_records", flags.test),
+        "is_tested": flags.test not in (None, "-"),
     }
-    missing = [f"--{flag}" for flag, found in required.items() if not found]
-    templates = environment(trim_blocks=True, lstrip_blocks=True)
-    folder = flags.out.parent
-    templates.filters |= {
-        "toml": lambda value: json.dumps(value, ensure_ascii=False),
-        "path": lambda file: Path(os.path.relpath(file, folder)).as_posix(),
-    }
-    is_number = isinstance(classes, Range)
-    model = templates.from_string(task.template).render(
-        loss="squared" if is_number else "logistic",
-        places=values,
-        shares=[float(v) for v in shares.split(",")],
-    )
-    text = templates.get_template("config.toml").render(
-        flags=flags,
-        task=task,
-        offered=OFFERED,
-        header=header,
-        missing=missing,
-        classes=classes,
-        is_number=is_number,
-        numeric={n: c for n, c in columns if isinstance(c, Range)},
-        categorical={n: c for n, c in columns if not isinstance(c, Range)},
-        unused=[n for n in header.names if n not in [*used, *dict(columns)]],
-        place=place,
-        values=values,
-        training=training,
-        validation=validation,
-        delta=flags.delta or _delta(max(training or 0, validation or 0)),
-        is_tested=is_tested,
-        test_records=_rows(flags, "test_records", flags.test),
-        model=model,
-        unplanned=() if task.is_game else auto.UNPLANNED,
-    )
+    missing = _missing(facts)
+    text = _rendered(facts | {"missing": missing})
     if not missing:
         check_delta(parsed(text, flags.out))
     return text, missing
+
+
+def _missing(facts: dict[str, Any]) -> list[str]:
+    """Return the flags of required facts that are missing."""
+    flags, task = facts["flags"], facts["task"]
+    found = {
+        "label": flags.label,
+        "label-range, or --positive and --negative": facts["classes"],
+        "column": facts["columns"],
+        "records": facts["training"] is not None,
+        "validation": facts["validation"] is not None or not task.two_levels,
+        "people": flags.people or not task.two_levels,
+        "clean": flags.clean or task.places != "sources",
+        task.places: facts["place"] or not task.places,
+        "test-accuracy": flags.test_accuracy or not facts["is_tested"],
+        "test-records": flags.test_records or flags.test_accuracy != "counted",
+    }
+    return [f"--{flag}" for flag, there in found.items() if not there]
+
+
+def _rendered(facts: dict[str, Any]) -> str:
+    flags, task = facts["flags"], facts["task"]
+    templates = environment(trim_blocks=True, lstrip_blocks=True)
+    templates.filters |= {
+        "toml": lambda value: json.dumps(value, ensure_ascii=False),
+        "path": lambda file: Path(os.path.relpath(file, flags.out.parent)).as_posix(),
+    }
+    count = len(facts["places"]) or 2
+    shares = flags.shares or ",".join([f"{1 / count:.4g}"] * count)
+    is_number = isinstance(facts["classes"], Range)
+    facts |= {
+        "offered": OFFERED,
+        "delta": flags.delta or _delta(facts["training"], facts["validation"]),
+        "is_number": is_number,
+        "loss": "squared" if is_number else "logistic",
+        "shares": [float(share) for share in shares.split(",")],
+        "unplanned": () if task.is_game else auto.UNPLANNED,
+    }
+    model = templates.from_string(task.template).render(facts)
+    return templates.get_template("config.toml").render(facts, model=model)
 
 
 def parsed(text: str, out: Path) -> Config:
@@ -284,12 +281,18 @@ def _classes(
     flags: argparse.Namespace, hint: Range | Values | None
 ) -> Range | tuple[Values, Values] | None:
     """Return the values of both classes, or the range of the label, if known."""
+    is_game = TASKS[flags.task].is_game
+    if flags.label_range and is_game:
+        raise ValueError(
+            f"--label-range does not fit --task {flags.task}, which has two classes; "
+            "give --positive and --negative."
+        )
     if flags.label_range:
         found = content_of(flags.label_range)
         if not isinstance(found, Range):
             raise ValueError(f"--label-range {flags.label_range} is not LOW..HIGH.")
         return found
-    if isinstance(hint, Range) and not flags.positive:
+    if isinstance(hint, Range) and not (flags.positive or is_game):
         return hint
     both = hint if isinstance(hint, tuple) and len(hint) == 2 else ()
     positive = values_of(flags.positive) if flags.positive else both[1:]
@@ -330,8 +333,9 @@ def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int 
         raise ValueError(f"{flag} {text} is not an integer; give one.") from error
 
 
-def _delta(records: int) -> str:
+def _delta(*numbers: int | None) -> str:
     """Return the largest power of ten up to a tenth over the number of records."""
+    records = max(number or 0 for number in numbers)
     return f"1e-{len(str(10 * records - 1)):02d}" if records else "1e-06"
 
 

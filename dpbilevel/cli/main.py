@@ -1,4 +1,4 @@
-"""The command line: `dpbilevel init | auto | calibrate | run | report | ...`."""
+"""Command line: `dpbilevel init | auto | calibrate | run | report | ...`."""
 
 import argparse
 import importlib.util
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Privacy:
         The output is public or released, except for the lines of `check`, which are
-        marked NON-PRIVATE. `init` prints the first row of a file, a header.
+        marked NON-PRIVATE. `init` shows the first row of a file, a header.
     """
     arguments = _parser().parse_args(argv)
     interrupts.say(lambda: _interrupted(arguments))
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = arguments.command(arguments) or 0
             sys.stdout.flush()
             return code
-    except BrokenPipeError:  # who reads the output has enough of it, as head has
+    except BrokenPipeError:  # the reader of the output has closed it, as head does
         if arguments.command is _run:
             said = f"{_interrupted(arguments)} (the output was closed)"
             print(said, file=sys.stderr)
@@ -65,57 +65,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+_CONFIG: Any = {"metavar": "CONFIG", "help": "a TOML file"}
+_FOLDER: Any = {"metavar": "DIR", "type": Path}
+_FLAG: Any = {"action": "store_true"}
+_FILE: Any = {"metavar": "FILE", "type": Path}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpbilevel", description="Differentially private bilevel optimization."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    config: Any = {"metavar": "CONFIG", "help": "a TOML file"}
-    folder: Any = {"metavar": "DIR", "type": Path}
-    flag: Any = {"action": "store_true"}
 
     def command(name, action, words, **options):
         added = commands.add_parser(name, help=words, **options)
         added.set_defaults(command=action)
         return added.add_argument
 
-    _add_init(command, folder, flag)
-    tells = "print the guarantee of a config; touches no data"
-    add = command("calibrate", _calibrate, tells)
-    add("config", **config)
-    add("--json", **flag, help="print it as JSON")
-    _add_auto(command, config)
-    _add_check(command, config)
-    _add_run(command, config, folder, flag)
-    holds = "print guarantee, released values and spending of a folder"
-    add = command("report", _report, holds)
-    add("folder", **folder, help="a result folder")
-    page: Any = {"metavar": "FILE", "type": Path}
-    add("--html", **page, help="write a page of HTML that explains all of it")
-    _add_predict(command, folder)
-    add = command(
-        "audit",
-        _audit,
-        "try to refute the guarantee of a config on made-up records",
-        description="Runs the calibrated solver of a config many times on worst-case "
-        "records of its own and compares what leaks with what is claimed. Reads none "
-        "of the config's records.",
-    )
-    add("config", **config)
-    add("--out", **folder, help="write audit.json and audit.png to this new folder")
-    add("--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)")
-    command(
-        "device",
-        _device,
-        "test whether the arithmetic of this device is what guarantees assume",
-        description="Computes matrix products on the default device, from numbers made "
-        "to show reduced precision, and compares them with exact ones. Reads no data.",
-    )
+    _add_init(command)
+    _add_runs(command)
+    _add_results(command)
     return parser
 
 
-def _add_init(command, folder: Any, flag: Any) -> None:
+def _add_init(command: Any) -> None:
     add = command(
         "init",
         _init,
@@ -125,7 +99,9 @@ def _add_init(command, folder: Any, flag: Any) -> None:
     )
     add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
-    add("--public", **flag, help="the values of the file are public: propose from them")
+    add(
+        "--public", **_FLAG, help="the values of the file are public: propose from them"
+    )
     add("--task", choices=init.OFFERED, default="training", help="training by default")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--positive", metavar="VALUES", help="values of the positive class, by commas")
@@ -155,10 +131,15 @@ def _add_init(command, folder: Any, flag: Any) -> None:
     protections: Any = {"choices": ("public", "counted", "non_private")}
     add("--test-accuracy", **protections, help="what protects these people")
     add("--test-records", metavar="N", help="of a counted accuracy, or count")
-    add("--run", **folder, help="then run the config, with results in this new folder")
+    add("--run", **_FOLDER, help="then run the config, with results in this new folder")
 
 
-def _add_auto(command, config: Any) -> None:
+def _add_runs(command: Any) -> None:
+    """Add the commands that take a config."""
+    tells = "print the guarantee of a config; touches no data"
+    add = command("calibrate", _calibrate, tells)
+    add("config", **_CONFIG)
+    add("--json", **_FLAG, help="print it as JSON")
     add = command(
         "auto",
         _auto,
@@ -167,13 +148,49 @@ def _add_auto(command, config: Any) -> None:
         "the sizes in a config, which needs no [solver], and says which is best and "
         "whether two levels are better than one.",
     )
-    add("config", **config)
-    add("--out", metavar="FILE", type=Path, help="write the config with its settings")
+    add("config", **_CONFIG)
+    add("--out", **_FILE, help="write the config with its settings")
     efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
     add("--effort", **efforts, help="how many dry runs (fast)")
+    check = command(
+        "check", _check, "show the curator, NON-PRIVATE, how the files fit a config"
+    )
+    run = command(
+        "run",
+        _run,
+        "run a config once: one release under its budget",
+        description="Runs a config once: one release under its budget. Without a table "
+        "[solver] the settings are those that dpbilevel auto chooses.",
+    )
+    for add in (check, run):
+        add("config", **_CONFIG)
+        add("--data", **_FILE, help="CSV file instead of the config's")
+        add("--validation", **_FILE, help="CSV file of validation records instead")
+    check("--ids", metavar="COLUMN", help="column with the person of each row")
+    run("--out", **_FOLDER, required=True, help="a new folder")
+    run("--resume", **_FLAG, help="continue an interrupted run, bit for bit")
+    again = "run again in a folder of earlier runs: a new release, budgets add up"
+    run("--restart", **_FLAG, help=again)
+    run("--chunk", metavar="N", type=int, help="steps between two checkpoints")
+    add = command(
+        "audit",
+        _audit,
+        "try to refute the guarantee of a config on made-up records",
+        description="Runs the calibrated solver of a config many times on worst-case "
+        "records of its own and compares what leaks with what is claimed. Reads none "
+        "of the config's records.",
+    )
+    add("config", **_CONFIG)
+    add("--out", **_FOLDER, help="write audit.json and audit.png to this new folder")
+    add("--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)")
 
 
-def _add_predict(command, folder: Any) -> None:
+def _add_results(command: Any) -> None:
+    """Add the commands that take a result folder, and that of the device."""
+    holds = "print guarantee, released values and spending of a folder"
+    add = command("report", _report, holds)
+    add("folder", **_FOLDER, help="a result folder")
+    add("--html", **_FILE, help="write a page of HTML that explains all of it")
     add = command(
         "predict",
         _predict,
@@ -182,44 +199,20 @@ def _add_predict(command, folder: Any) -> None:
         "file with the same columns; the label may be missing. Costs no budget; the "
         "predictions are as private as that file.",
     )
-    add("folder", **folder, help="a result folder")
+    add("folder", **_FOLDER, help="a result folder")
     add("data", metavar="DATA.csv", type=Path, help="the new people")
-    add("--out", metavar="FILE", type=Path, required=True, help="a new CSV file")
-
-
-def _add_check(command, config: Any) -> None:
-    tells = "show the curator, NON-PRIVATE, how the files fit a config"
-    add = command("check", _check, tells)
-    add("config", **config)
-    _add_files(add)
-    add("--ids", metavar="COLUMN", help="column with the person of each row")
-
-
-def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
-    add = command(
-        "run",
-        _run,
-        "run a config once: one release under its budget",
-        description="Runs a config once: one release under its budget. Without a table "
-        "[solver] the settings are those that dpbilevel auto chooses.",
+    add("--out", **_FILE, required=True, help="a new CSV file")
+    command(
+        "device",
+        _device,
+        "test whether the arithmetic of this device is what guarantees assume",
+        description="Computes matrix products on the default device, from numbers made "
+        "to show reduced precision, and compares them with exact ones. Reads no data.",
     )
-    add("config", **config)
-    add("--out", **folder, required=True, help="a new folder")
-    _add_files(add)
-    add("--resume", **flag, help="continue an interrupted run, bit for bit")
-    again = "run again in a folder of earlier runs: a new release, budgets add up"
-    add("--restart", **flag, help=again)
-    add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
-
-
-def _add_files(add) -> None:
-    file: Any = {"metavar": "PATH", "type": Path}
-    add("--data", **file, help="CSV file instead of the config's")
-    add("--validation", **file, help="the same for validation records")
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    _check_modules(["jinja2"])
+    _check_modules("jinja2")
     out, results = arguments.out, arguments.run
     predictions.check_new(out)
     if results is not None and results.exists():
@@ -250,14 +243,14 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _planned(path: str, said: TextIO) -> Config:
-    """A config; settings that it lacks are chosen by dry runs and printed to `said`."""
+    """Return a config; print settings chosen by dry runs to `said` if it has none."""
     config, is_planned = auto.read_for_run(path)
     return config if is_planned else _completed(config, said)
 
 
 def _completed(config: Config, said: TextIO) -> Config:
-    """A config that was read without settings, with those that dry runs choose."""
-    _check_modules(["tqdm"])
+    """Return a config with settings that dry runs choose, and print them to `said`."""
+    _check_modules("tqdm")
     print("Dry runs on synthetic records choose method and settings.", file=said)
     found = auto.plan(config, "fast")
     print(found.reason, found.to_toml(), sep="\n", file=said, flush=True)
@@ -265,14 +258,12 @@ def _completed(config: Config, said: TextIO) -> Config:
 
 
 def _auto(arguments: argparse.Namespace) -> None:
-    _check_modules(["tqdm"])
+    _check_modules("tqdm")
     out = arguments.out
-    if out is not None and out.exists():
-        raise ValueError(f"{out} exists; give --out the name of a new file.")
-    if (
-        out is not None
-        and out.parent.resolve() != Path(arguments.config).parent.resolve()
-    ):
+    folder = Path(arguments.config).parent.resolve()
+    if out is not None:
+        predictions.check_new(out)
+    if out is not None and out.parent.resolve() != folder:
         raise ValueError(
             f"{out} is in another folder than {arguments.config}, whose relative paths "
             "would not hold there; write it beside that file."
@@ -295,7 +286,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     config, is_planned = auto.read_for_run(arguments.config)
-    _check_installed(config)
+    is_downloaded = config.data.source in ("sklearn", "openml")
+    _check_modules("matplotlib", "tqdm", *["sklearn"] * is_downloaded)
     names = ("data", "validation", "chunk", "resume", "restart")
     options = {name: getattr(arguments, name) for name in names}
     refuse(config, arguments.out, **options)
@@ -318,7 +310,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         predictions.check_new(arguments.html, "--html")
-        _check_modules(["jinja2", "matplotlib"])
+        _check_modules("jinja2", "matplotlib")
     spent = folder.spent(arguments.folder)
     try:
         result = results.load(arguments.folder)
@@ -344,7 +336,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _audit(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
-        _check_modules(["matplotlib"])
+        _check_modules("matplotlib")
         audit.check_folder(arguments.out)
     config = _planned(arguments.config, sys.stdout)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
@@ -363,7 +355,7 @@ def _device(arguments: argparse.Namespace) -> int:
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:
-    """What is said after an interrupt: how to go on."""
+    """Return what to say after an interrupt: how to go on."""
     said = "dpbilevel: interrupted"
     if arguments.command is _init:
         return f"{said}; nothing was written"
@@ -381,27 +373,20 @@ def _interrupted(arguments: argparse.Namespace) -> str:
     return f"{said} before the first step; nothing was spent"
 
 
-def _check_installed(config: Config) -> None:
-    """Refuses to start a run whose figure or records could not be made."""
-    needed = ["matplotlib", "tqdm"]
-    if config.data.source in ("sklearn", "openml"):
-        needed.append("sklearn")
-    _check_modules(needed)
-
-
-def _check_modules(needed: Sequence[str]) -> None:
+def _check_modules(*needed: str) -> None:
+    """Raise `ValueError` if modules of an extra are missing, before any work."""
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         raise ValueError(missing("this command", *absent))
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    """Prints a warning as an error is printed, without the line of the program."""
+    """Print a warning as an error is printed, without the line of the program."""
     print(f"dpbilevel: warning: {message}", file=sys.stderr)
 
 
 def _sentence(error: Exception) -> str:
-    """The message; for errors of the operating system with the file they are about."""
+    """Return the message of an error; of the operating system with the file."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,37 +11,10 @@ from markupsafe import Markup, escape
 
 from ..privacy.report import Status, rounded_up
 from . import figure
-from .attack import FALSE_ALARMS
+from .prepared import FALSE_ALARMS
 from .rendering import environment
 from .results import Result
 
-_PEOPLE = {
-    None: "Each person has one record.",
-    "disjoint": "Each person has one record, among those of the training or of the "
-    "validation, not among both.",
-    "overlapping": "One person may have a record among those of the training and one "
-    "among those of the validation: both together are protected.",
-    "shared": "Each person has one record, which is used in both levels: all its uses "
-    "together are protected.",
-}
-_CHANGE = {
-    "replace_one": "had the record of any one person been replaced by any other record",
-    "add_or_remove_one": "had the record of any one person been left out, or one more "
-    "been added",
-}
-_CANDIDATES = {
-    "replace_one": "which of two records a person gave",
-    "add_or_remove_one": "whether a person's record was used",
-}
-_GROUNDS = {
-    Status.ENFORCED: "Enforced: the influence of every record is bounded by clipping, "
-    "and noise is added to what is left. This holds whatever the records are.",
-    Status.CONDITIONAL: "Conditional: it rests on bounds that were declared or proved "
-    "for the problem, listed below. If one of them is wrong, it need not hold.",
-    Status.HEURISTIC: "No guarantee is claimed: a random draw was cut short. No "
-    "epsilon belongs to this run.",
-}
-_KINDS = {"lower": "of the training records", "upper": "of the validation records"}
 _COLORS = {
     figure.INK: "var(--ink)",
     figure.SOFT: "var(--soft)",
@@ -54,6 +28,7 @@ TERMS = {
     "FullBatch": "every record is read, each time",
     "Poisson": "each record is read with the same chance, drawn anew each time",
     "FixedSize": "so many records are read, drawn anew each time",
+    "SinglePass": "each record is read once at most, in one of the batches",
     "RandomAllocation": "each record is read once a pass, in a batch drawn anew",
     "usable records": "how many records fit what the config declares",
     "usable records of the upper level": "the same of the validation records",
@@ -92,11 +67,6 @@ def page(result: Result, spent: str, title: str) -> str:
         facts=_facts(result),
         has_guarantee=has_guarantee,
         odds=rounded_up(math.exp(report.epsilon), 3) if has_guarantee else "",
-        people=_PEOPLE[report.people],
-        change=_CHANGE[report.relation],
-        candidates=_CANDIDATES[report.relation],
-        grounds=_GROUNDS[report.status],
-        kinds=_KINDS,
         false_alarms=FALSE_ALARMS,
         drawings={k: _recolored(k, v) for k, v in figure.drawings(result).items()},
         values=_rows(result.names, result.shown),
@@ -153,9 +123,14 @@ def _terms(result: Result) -> list[tuple[str, str]]:
     """Return the words in the ledger with their meaning."""
     words, meanings = [], TERMS | {**result.declared.terms}
     for row in result.report.ledger:
-        words += [row.release.split(": ")[0], *row.roles]
-        words += [part.sampling.split("(")[0] for part in row.roles.values()]
+        words += [word_of(row.release), *row.roles]
+        words += [word_of(part.sampling) for part in row.roles.values()]
     return [(w, meanings[w]) for w in dict.fromkeys(words) if w in meanings]
+
+
+def word_of(name: str) -> str:
+    """Return the first word of a name such as `refit: gradient` or `Poisson(0.1)`."""
+    return re.split(r": | ?\(", name)[0]
 
 
 def _lines(table: dict[str, Any]) -> str:

@@ -1,12 +1,15 @@
-"""Templates of the files that the command line writes; needs jinja2."""
+"""Templates of the files that the command line writes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
+if TYPE_CHECKING:  # an extra
+    from jinja2 import Environment
 
 
-def environment(**options: Any) -> jinja2.Environment:
+def environment(**options: Any) -> "Environment":
     """Return the templates of the command line; an unknown name in one is an error."""
+    import jinja2
+
     return jinja2.Environment(
         loader=jinja2.PackageLoader("dpbilevel.cli"),
         undefined=jinja2.StrictUndefined,

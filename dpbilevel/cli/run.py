@@ -1,11 +1,11 @@
-"""One run of a config: planned, in chunks, resumable, ending in a result folder."""
+"""One run of a planned config, in chunks, from records to a result folder."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 from ..core.loop import all_steps, bound_to, planned_rows
 from ..core.shares import Usability
 from ..privacy.exact.matmul_check import check_products
-from ..privacy.ledger import Ledger
 from ..privacy.noise import derive, root_key
 from ..privacy.per_example.mixing import check_jax
 from ..privacy.report import PrivacyReport, rounded_up
@@ -31,7 +30,7 @@ from ..runs.resume import (
     run_in_parts,
     solution_of,
 )
-from . import attack, evaluation, folder, results
+from . import evaluation, folder, results
 from .columns import Records
 from .config import Config
 from .data import as_levels, find_files, indicators, load, load_test
@@ -88,7 +87,7 @@ def run(
         before = checkpoint.read(out) if resume else None
         levels, rows, test = _load(prepared, data, validation)
         read = levels, rows, None if test is None else test.tree()
-        fingerprint = _fingerprint(prepared, read, _chunk(prepared, chunk, before))
+        fingerprint = _fingerprint(prepared, read, chunk, before)
         first = first_checkpoint(
             prepared.problem,
             prepared.solver,
@@ -158,10 +157,8 @@ def check_delta(config: Config) -> None:
     Raises:
         ValueError: Delta is not below one over the number of records of a level.
     """
-    privacy, least = (
-        config.privacy,
-        1 / max(config.data.training, config.data.validation),
-    )
+    privacy, data = config.privacy, config.data
+    least = 1 / max(data.training, data.validation)
     if privacy.delta >= least and not privacy.allow_large_delta:
         raise config.place.child("privacy").error(
             f"delta = {privacy.delta:g} is not below one over the number of records, "
@@ -172,7 +169,7 @@ def check_delta(config: Config) -> None:
 
 @contextlib.contextmanager
 def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
-    """Locks the folder of a run with these options, if one may go on or start in it."""
+    """Lock the folder of a run, if one may start or go on in it with these options."""
     if resume and restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
     if chunk is not None and chunk < 1:
@@ -192,7 +189,7 @@ def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
 
 @contextlib.contextmanager
 def _data_errors(config: Config):
-    """Errors name the table of the config that says where the records are."""
+    """Name the table `[data]` of the config in errors."""
     try:
         yield
     except ValueError as error:
@@ -269,9 +266,8 @@ def _checked(
         raise ValueError(_stopped(prepared.config, found, first))
     for remark in found.remarks:
         warnings.warn(
-            f"{remark} Correct mean and scale, units or spellings in the config: "
-            f"dpbilevel check {prepared.config.place} shows you the rows, for your "
-            "eyes alone.",
+            f"{remark} Correct mean and scale, units or spellings in the config; "
+            f"dpbilevel check {prepared.config.place} shows you the rows.",
             stacklevel=2,
         )
     spending.charge(out, number, report)
@@ -282,17 +278,16 @@ def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
     """Return the message of a run that stops after its check."""
     return (
         f"{config.place}: the run stopped before training, because records cannot "
-        f"be used. {' '.join(found.remarks)} dpbilevel check {config.place} shows you "
-        "the rows, for your eyes alone. Correct the config or the file and run again "
-        "in a new folder, or here with --restart. If the records are right, set "
-        "check_records = false in [privacy]. The check cost epsilon = "
-        f"{rounded_up(first.epsilon, 3)}, which adds to that run; the rest of the "
-        "budget is unspent."
+        f"be used. {' '.join(found.remarks)} Correct what dpbilevel check "
+        f"{config.place} shows you, or set check_records = false in [privacy] if the "
+        "records are right, and run again in a new folder, or here with --restart. The "
+        f"check cost epsilon = {rounded_up(first.epsilon, 3)}; the rest of the budget "
+        "is unspent."
     )
 
 
 def _begin(first: Checkpoint, out: Path) -> Checkpoint:
-    """Numbers a run and writes it into its folder; an earlier result moves away."""
+    """Return a run with its number, written into its folder; move an earlier result."""
     with uninterruptible():
         number = results.set_aside(out, spending.read(out).last) + 1
         fingerprint = first.fingerprint | {"run": number}
@@ -302,7 +297,7 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 
 
 def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Result:
-    """What the run releases, from its last state, and on its test records."""
+    """Return what the run releases, from its last state and its test records."""
     config = prepared.config
     found = solution_of(prepared.problem, prepared.solver, saved)
     usability = results.usability_of(saved.fingerprint)
@@ -326,17 +321,9 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         config=config.tables,
         rejected_updates=int(found.rejected_updates),
         test=tested,
-        power=attack.largest_power(*_ledgers(prepared)),
+        power=prepared.power,
         usability=usability,
     )
-
-
-def _ledgers(prepared: Prepared) -> Iterator[Ledger]:
-    """What people are charged: those of the run, and those of a counted test file."""
-    config = prepared.config
-    yield prepared.ledger
-    if config.data.test is not None and config.data.test.accuracy == "counted":
-        yield evaluation.ledger_of(config)
 
 
 def _read(
@@ -370,25 +357,25 @@ def _load(
     return jax.tree.map(jnp.asarray, levels), rows, test
 
 
-def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> int:
-    """Steps per chunk: as asked, as before, or a divisor giving some 20 chunks."""
-    if saved is not None:
-        before = saved.fingerprint["chunk"]
-        if chunk not in (None, before):
+def _fingerprint(
+    prepared: Prepared, levels: PyTree, chunk: int | None, before: Checkpoint | None
+) -> dict[str, Any]:
+    """Return what the bits of a run depend on. SECRET: it holds a hash of the records.
+
+    Steps per chunk are as asked, as before, or a divisor giving some 20 chunks.
+    """
+    if before is not None:
+        earlier = before.fingerprint["chunk"]
+        if chunk not in (None, earlier):
             raise ValueError(
-                f"--chunk {chunk} differs from the interrupted run's {before}; leave "
+                f"--chunk {chunk} differs from the interrupted run's {earlier}; leave "
                 "it out when resuming."
             )
-        return before
-    if chunk is not None:
-        return chunk
-    steps = prepared.solver.num_steps
-    # A divisor: a shorter last chunk would compile the loop a second time.
-    return max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
-
-
-def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, Any]:
-    """What the bits of a run depend on. SECRET: it holds a hash of the records."""
+        chunk = earlier
+    if chunk is None:
+        steps = prepared.solver.num_steps
+        # A divisor: a shorter last chunk would compile the loop a second time.
+        chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(levels):
         digest.update(np.asarray(leaf).tobytes())

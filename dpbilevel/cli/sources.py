@@ -1,4 +1,4 @@
-"""Sources of records, which may be corrupted, and groups, to be fair to."""
+"""Sources and groups of records: the tables `[data.sources]` and `[data.groups]`."""
 
 import dataclasses
 from typing import ClassVar
@@ -46,7 +46,7 @@ class Sources:
         return len(self.flip or self.values)
 
     def corrupted(self, records: Records) -> Records:
-        """Return training records with random sources, and labels flipped by source."""
+        """Return records with random sources, and labels flipped at their rates."""
         rng = np.random.default_rng(self.label_seed)
         source = rng.integers(0, self.count, len(records.label))  # uniform
         flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
@@ -101,7 +101,7 @@ class Groups:
     def generated(
         self, rng: np.random.Generator, features: np.ndarray, truth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the group and the margin of each record, drawn at random.
+        """Return a random group for each record, and its margin in the group's model.
 
         Args:
             rng: Generator of the public records.

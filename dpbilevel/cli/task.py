@@ -23,11 +23,16 @@ Blocks = tuple[tuple[str, int], ...]  # name and number of features of each bloc
 # Meaning of the releases that every task of two levels may make.
 TWO_LEVEL_TERMS = {
     "gradient": "a step of the model",
+    "directions of": "a step of all variables, each in the unit beside its name",
+    "model": "a model: the released one, or a first one that scores the sources",
     "fit": "a model of the sources, or of the groups of features, that are kept",
     "lower solution": "the model of the training records at the current weights",
     "penalized solution": "the same, which fits the validation records as well",
     "outer gradient": "a step of the weights, or of the penalties",
     "hypergradient": "a step of the weights, or of the penalties",
+    "first": "a run that finds the initial point of the next one",
+    "then": "the run that begins there",
+    "curvature": "how much each direction of the model matters",
     "refit": "the released model, at the weights or penalties that were found",
 }
 

@@ -264,8 +264,16 @@ def test_paths_are_relative_to_the_config(folder):
         ),
         ([*FEATURES, "--label", "dose", "--label-range", "1,2"], "is not LOW..HIGH"),
         (
+            ["--task", "source_weighting", "--sources", "site=north"],
+            "--sources site=north is one source; give two or more",
+        ),
+        (
+            ["--task", "group_fair", "--label-range", "0..1"],
+            "--label-range does not fit --task group_fair, which has two classes",
+        ),
+        (
             [*TRAINING, *FEATURES, "--positive", "yes,no"],
-            "class",
+            "positive and negative",
         ),
         ([*TRAINING, *FEATURES, "--out", "no/a.toml"], "there is no folder no"),
         ([*TRAINING, *FEATURES, "--out", "people.csv"], "people.csv exists"),

@@ -7,13 +7,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dpbilevel.applications import MixedSources, ScaledGroups, SelectedSources
-from dpbilevel.audit.claims import gaussian_claim
-from dpbilevel.cli import attack, page, results
-from dpbilevel.cli.config import read_config
+import dpbilevel as dpb
+from dpbilevel.audit.claims import TradeOffCurve, gaussian_claim
+from dpbilevel.cli import page, results, tasks
+from dpbilevel.cli.config import public_classes, read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
-from tests import chromium
+from dpbilevel.cli.prepared import largest_power, prepare
+from dpbilevel.privacy.sampling.base import AbstractSampling
+from tests import cases, chromium
 from tests.cli.test_cli import failure
 from tests.cli.test_figure import LONG, ONE_WORD, result_of
 from tests.cli.test_files import SETTINGS, TRAINING
@@ -88,18 +89,42 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
 @pytest.mark.parametrize("task", TASKS)
 def test_every_word_of_the_ledger_is_explained(task):
     result = result_of(task)
+    meanings = page.TERMS | {**tasks.TASKS[task].terms}
     said = text_of(page_of(result))
     for row in result.report.ledger:
         for role, part in row.roles.items():
-            scheme = part.sampling.split("(")[0]
-            for word in (row.release.split(": ")[0], role, scheme):
-                assert f"{word} {page._TERMS[word]}" in said
-    assert page._TERMS["screen"] not in said  # a word of none of these ledgers
+            for name in (row.release, role, part.sampling):
+                word = page.word_of(name)
+                assert f"{word} {meanings[word]}" in said
+    assert tasks.TASKS["penalty_tuning"].terms["screen"] not in said  # in no ledger
 
 
-def test_every_run_of_a_method_of_the_command_line_is_explained():
-    methods = MixedSources, SelectedSources, ScaledGroups
-    assert not {name for m in methods for name in m.stages} - page._TERMS.keys()
+def names_of(kind):
+    """The names of the releases of a solver, in all of its cases."""
+    for case in cases.found("CONTRACT").values():
+        if type(case.solver) is kind:
+            solver = case.solver.with_sizes(case.sizes).with_noise(1.0)
+            ledger = solver.ledger(case.problem, case.sizes)
+            yield from (release.name for release in ledger.releases)
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_release_of_a_solver_is_explained_by_the_task(name):
+    """A word that is missing here belongs in `Task.terms`, in the task's own file."""
+    task = tasks.TASKS[name]
+    kinds = [
+        kind
+        for kind in public_classes(dpb.AbstractSolver).values()
+        if kind.in_config and issubclass(task.problem_type, kind.problem_type)
+    ]
+    words = {page.word_of(word) for kind in kinds for word in names_of(kind)}
+    words |= {word for kind in kinds for word in getattr(kind, "stages", ())}
+    assert words
+    assert words - task.terms.keys() == set()
+
+
+def test_every_sampling_of_a_config_is_explained():
+    assert page.TERMS.keys() >= public_classes(AbstractSampling).keys()
 
 
 def test_a_run_that_diverged_or_did_not_move_is_shown_as_such():
@@ -120,7 +145,7 @@ def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
 
 def test_the_power_of_an_attack_is_that_of_two_normals():
     mu = 0.268
-    curve = attack.TradeOffCurve(gaussian_claim(mu))
+    curve = TradeOffCurve(gaussian_claim(mu))
     from scipy.stats import norm
 
     expected = norm.cdf(norm.ppf(0.05) + mu)
@@ -131,9 +156,9 @@ def test_the_power_of_a_run_is_below_that_of_its_budget(tmp_path):
     (tmp_path / "a.toml").write_text(TRAINING + SETTINGS)
     prepared = prepare(read_config(tmp_path / "a.toml"))
     ledger = prepared.solver.ledger(prepared.problem, prepared.config.sizes)
-    power = attack.largest_power(ledger)
+    power = largest_power(ledger)
     assert 0.05 < power < math.e * 0.05 + 1e-5
-    assert power < attack.largest_power(ledger, ledger.repeat(4))
+    assert power < largest_power(ledger, ledger.repeat(4))
 
 
 def test_the_command_writes_a_page_into_a_new_file(tmp_path, capsys):

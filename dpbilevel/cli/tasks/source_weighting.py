@@ -98,7 +98,6 @@ SOURCE_WEIGHTING = Task(
     of="source",
     terms=TWO_LEVEL_TERMS
     | {
-        "model": "a model: the released one, or a first one that scores the sources",
         "models": "a model for each source, and one for all of them",
         "moments": "in which directions predictions of these models differ",
         "mixture": "how much each of these models counts",
