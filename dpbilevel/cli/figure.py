@@ -1,6 +1,5 @@
 """Figures of a run and of an audit; needs matplotlib."""
 
-import functools
 import io
 import re
 import textwrap
@@ -104,7 +103,7 @@ def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
 
     def add(title: str, draw: Callable[[Any, Result], None], bars: int) -> None:
         height = max(_LEAST_HEIGHT, _AROUND + _BAR * min(MOST_NAMED, bars))
-        panels[title] = functools.partial(draw, result=result), height
+        panels[title] = lambda axes: draw(axes, result), height
 
     task, model = result.declared, result.model
     if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():

@@ -130,7 +130,7 @@ class Result:
                 text += ", the largest:" if len(kept) < model.size else ":"
             lines.append(text)
             lines += _aligned(
-                [self.features[i] for i in kept], [model[i] for i in kept]
+                [self.features[i] for i in kept], [float(model[i]) for i in kept]
             )
         lines += [] if self.test is None else [str(self.test)]
         lines += self.checked
