@@ -103,7 +103,7 @@ def test_add_or_remove_is_refused_where_the_number_of_rows_moves_constants(kind)
     if kind == "two levels":
         problem, sizes = CERTIFIED, SIZES
         solver = dataclasses.replace(solver, sampler=dpb.draws.Grid(jnp.zeros((1, 2))))
-    with pytest.raises(ValueError, match="need replace-one"):
+    with pytest.raises(ValueError, match="replace-one only"):
         dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=sizes)
 
 

@@ -148,7 +148,9 @@ def test_sets_without_a_lattice_are_refused(feasible, dimension, message):
 
 def test_more_evaluations_than_anyone_runs_are_refused_with_their_number_and_time():
     regularity = Regularity(6, 20.0, 0.0)
-    message = r"T = 3\.\d+e\+08 certified steps .* evaluations, about .* days.*num_steps"
+    message = (
+        r"T = 3\.\d+e\+08 certified steps .* evaluations, about .* days.*num_steps"
+    )
     with pytest.raises(ValueError, match=message):
         GridWalk(tabulate=False).with_counts(regularity, Box(0.0, 1.0))
     with pytest.raises(ValueError, match="a table of"):
