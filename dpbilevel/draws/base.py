@@ -244,9 +244,9 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         if isinstance(problem, BilevelProblem) or self.sampler.continuous:
             raise ValueError(
                 f"{type(self).__name__}: with two levels, or a sampler on a continuous "
-                f"set, the proofs need replace-one, got {self.neighbours}. Use "
-                "Neighbours.REPLACE_ONE, or ExponentialMechanism(Grid(...)) on one "
-                "level."
+                "set, the guarantee is proved under replace-one only, got "
+                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or "
+                "ExponentialMechanism(Grid(...)) on one level."
             )
 
     def planned_dtype(self) -> jnp.dtype:

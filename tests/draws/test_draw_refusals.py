@@ -79,7 +79,7 @@ REFUSALS = {
             PURE,
             sizes=SIZES,
         ),
-        "need replace-one",
+        "replace-one only",
     ),
     "float32 and many records": (
         lambda: dpb.calibrate(
