@@ -12,7 +12,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -20,12 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
-
-# A class variable is what type checkers let fields and properties override.
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar as AbstractVar
 
 # A number that is known on the host, or a value inside a program.
 Number = float | Float[Array, ""]

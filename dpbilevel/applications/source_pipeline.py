@@ -1,7 +1,7 @@
 """Pipelines that score data sources and fit one model of the sources they keep."""
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
-from .._checks import AbstractVar, SignedShare
+from .._checks import SignedShare
 from ..bilevel.levels import Objective, lower_objective
 from ..bilevel.penalized import rows_of_steps
 from ..bilevel.pipeline import AbstractPipeline, Outputs
@@ -18,6 +18,11 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.exact.floats import is_finite
 from ..sets import Euclidean
 from .sources import SourceWeighting
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 SCORE, FIT = "score", "fit"
 # Lengths of the two entries of a record in `score_objective`; their squares sum to 1.

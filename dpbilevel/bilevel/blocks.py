@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, Number, Positive
+from .._checks import Number, Positive
 from ..core.descent import StepSize, as_rule
 from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
@@ -21,6 +21,11 @@ from ..privacy.releases import Release
 from .levels import levels_queries
 from .penalized import row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 # The blocks of a loss or public term, a function of (x, y).
 LossBlocks = Callable[[Callable[[PyTree, PyTree], Any]], Any]

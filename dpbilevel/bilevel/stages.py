@@ -4,16 +4,21 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, Number
+from .._checks import Number
 from ..core.solver import AbstractSolver, State
 from ..privacy.budget import Neighbours
 from ..privacy.per_example.clipping import Basis
 from .problem import BilevelProblem, Sizes
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 
 class AbstractStages(AbstractSolver[BilevelProblem, State]):

@@ -2,14 +2,14 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .._checks import AbstractVar, Checked, NonNegative, Number
+from .._checks import Checked, NonNegative, Number
 from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import AbstractRelease, Ledger
 from ..privacy.mechanisms import Gaussian
@@ -24,6 +24,11 @@ from ..privacy.sampling.base import (
 )
 from .levels import people_of
 from .outputs import AbstractOutput, Last, check_output
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 Problem = TypeVar("Problem")
 State = TypeVar("State")

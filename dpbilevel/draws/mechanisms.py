@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, Number, Positive
+from .._checks import Number, Positive
 from .._extras import dp_accounting
 from ..privacy.accounting import profiles
 from ..privacy.accounting.closed_forms import pure_event
@@ -32,6 +32,11 @@ from .samplers.base import (
     SamplerGuarantee,
     scaled_potential,
 )
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 # The contribution of a score bounds this measure of the change by one record: the
 # largest difference between two points, or the Lipschitz constant.

@@ -3,17 +3,21 @@
 import abc
 import typing
 import warnings
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import equinox as eqx
 
 from .. import _checks
-from .._checks import AbstractVar
 from ..core.outputs import AbstractOutput, Mean
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
 from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]

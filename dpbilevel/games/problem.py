@@ -3,6 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -12,12 +13,17 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, Checked, NonNegative, Positive
+from .._checks import Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.per_example.clipping import one_record
 from ..sets import AbstractSet, Euclidean, Product, Simplex
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import equinox as eqx
 import jax
@@ -13,13 +13,17 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Euclidean
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

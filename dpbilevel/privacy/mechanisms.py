@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import equinox as eqx
 import jax
@@ -11,13 +11,18 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import AbstractVar, NonNegative, Number
+from .._checks import NonNegative, Number
 from .._extras import dp_accounting
 from .budget import Neighbours
 from .exact.grid import Grid
 from .exact.normal import standard_normal
 from .noise import PRNGKey, check_shared
 from .per_example.clipping import Bounded, Precision
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of

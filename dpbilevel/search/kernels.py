@@ -1,14 +1,19 @@
 """Kernels: covariance functions of losses, with derivatives in closed form."""
 
 import abc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from .._checks import AbstractVar, Checked, Positive
+from .._checks import Checked, Positive
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

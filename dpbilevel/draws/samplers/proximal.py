@@ -3,7 +3,7 @@ r"""Oracles that draw from $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set, try by
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -13,11 +13,15 @@ import optax
 import scipy
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ..._checks import AbstractVar
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet, Ball
 from . import restricted
 from .base import AbstractPotential, Regularity
+
+if TYPE_CHECKING:  # type checkers let fields override a class variable
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 _MOST_DRAW_TRIES = 100_000
 _MOST_TRIES = 10**9
