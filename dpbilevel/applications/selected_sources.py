@@ -96,8 +96,9 @@ class SelectedSources(AbstractSourcePipeline):
 
     @override
     def queries(self, name):
-        reads = {MODEL: "upper", SCORE: "lower", FIT: self.fit_reads}
-        return queries_of(reads[name])
+        if name == FIT:
+            return queries_of(self.fit_reads)
+        return queries_of("upper" if name == MODEL else "lower")
 
     @override
     def objective(self, name, problem, w0, outputs):

@@ -58,7 +58,7 @@ class AbstractGroups(AbstractModel):
 
     @override
     @abc.abstractmethod
-    def problem(self, blocks: Blocks) -> SaddleProblem: ...
+    def problem(self, blocks: Blocks) -> GroupGame: ...
 
     @override
     def start(self, blocks: Blocks) -> Start:
@@ -79,7 +79,7 @@ class Fair(AbstractGroups):
     """Table `[model]` of `group_fair`; its fields are those of `AbstractGroups`."""
 
     @override
-    def problem(self, blocks: Blocks) -> SaddleProblem:
+    def problem(self, blocks: Blocks) -> GroupGame:
         return group_fair(Logistic(), self.shares, **self.common)
 
 
@@ -95,7 +95,7 @@ class Robust(AbstractGroups):
     strength: float
 
     @override
-    def problem(self, blocks: Blocks) -> SaddleProblem:
+    def problem(self, blocks: Blocks) -> GroupGame:
         return group_robust(Logistic(), self.shares, self.strength, **self.common)
 
 
