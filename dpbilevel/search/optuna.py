@@ -242,6 +242,8 @@ def _with_queue(
                 f"{_OWNER}: {count} trials are queued, but {type(solver).__name__} "
                 f"takes no points. Use RandomSearch or NoisyUCB, or {DROP}."
             )
+        if not count:
+            return solver
         room = max(0, (solver.most_evaluations or 0) - len(starts))
         points = [space.position(v) for v in trials.take(min(count, room))]
     if not len(points):

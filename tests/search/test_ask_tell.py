@@ -437,5 +437,5 @@ def test_a_search_without_a_guarantee_is_refused():
 
 def test_minimize_refuses_a_black_box_without_losses():
     problem = dpb.search.BlackBox(None, 30, BOX)
-    with pytest.raises(TypeError, match=r"losses=None; .*search.AskTell"):
+    with pytest.raises(TypeError, match=r"losses=None\. .*search.AskTell"):
         looped.searched(problem=problem)

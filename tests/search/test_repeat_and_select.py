@@ -269,7 +269,7 @@ def test_selections_compose_with_each_other_and_with_gaussians():
     more = profiles.epsilon(both, REPLACE, 1e-5)
     assert one < more < two < 2 * one
     sampled = dp_accounting.PoissonSampledDpEvent(0.1, GAUSSIAN)
-    with pytest.raises(ValueError, match="has no accounting for training on Poisson"):
+    with pytest.raises(ValueError, match="PoissonSampledDpEvent"):
         profiles.epsilon(
             dp_accounting.ComposedDpEvent([selection, sampled]), REPLACE, 1e-5
         )

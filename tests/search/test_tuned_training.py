@@ -319,7 +319,10 @@ def test_a_public_term_of_the_upper_level_takes_part():
 def test_the_ledger_says_where_time_tells_what_was_drawn():
     different = (*TRAININGS, dpb.NoisyGD(3, 1.0, 1.0))
     timed = [
-        any("how long" in text for text in ledger_of("disjoint", **fields).assumptions)
+        any(
+            "the time of the runs" in text
+            for text in ledger_of("disjoint", **fields).assumptions
+        )
         for fields in ({"candidates": different}, {})
     ]
     assert timed == [True, False]
