@@ -103,7 +103,7 @@ class AbstractSourcePipeline(AbstractPipeline):
         return jnp.zeros((2, len(w0[0])), dtype_of(w0[1]))
 
     @override
-    def answer(self, problem, state):
+    def answer(self, problem: Any, state):
         """Return the weights of the kept sources, in the parametrization, and y."""
         kept = self.kept(state.outputs)
         x = kept / jnp.sum(kept)

@@ -95,7 +95,14 @@ def calibrate(
 
 
 def calibrated(
-    problem, solver: Solver, budget, *, sizes, w0=None, precision="grid", before=()
+    problem,
+    solver: Solver,
+    budget,
+    *,
+    sizes,
+    w0=None,
+    precision: Precision = "grid",
+    before=(),
 ) -> Plan[Solver]:
     """Return the plan of `calibrate`, without a warning of the plan's remarks."""
     solver_for(problem, solver, "calibrate")

@@ -305,8 +305,8 @@ def _game(
         constants |= _public_constants(shares, scale, radius, ridge, float(strength))
     x_set = Euclidean() if radius is None else Ball(radius)
     weights = shares.tolist(), (1 / (scale * shares)).tolist()
-    share, weight = map(tuple, weights)
-    return GroupGame(loss, share, weight, group, x_set, Simplex(scale), **constants)
+    parts: Any = (loss, *map(tuple, weights), group, x_set, Simplex(scale))
+    return GroupGame(*parts, **constants)
 
 
 def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dict]:

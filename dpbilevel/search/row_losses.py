@@ -112,9 +112,9 @@ class RowLosses:
         X, y = table
         inputs = [X]
         if _is_numeric(X):
-            inputs.append(X.copy())
-            places = np.arange(len(X))
-            inputs[1][places, places % X.shape[1]] = np.nan
+            missing, places = np.array(X), np.arange(len(X))
+            missing[places, places % missing.shape[1]] = np.nan
+            inputs.append(missing)
         with _silence():
             independent = all(self._is_independent(fitted, (v, y)) for v in inputs)
         if not independent:

@@ -16,7 +16,6 @@ from ...games.groups import (
     group_start,
     group_weights,
 )
-from ...games.problem import SaddleProblem
 from ...onelevel.linear_models import Logistic
 from ..data import AbstractData
 from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names

@@ -143,8 +143,8 @@ class HyperObjective(AbstractScore):
     def _change(self, *, of_spread: bool = False) -> Number:
         """Bound the change of a loss, or half that of a difference, between points."""
         second = self._certificate().second_order
-        slope_x = second.upper_x_spread if of_spread else second.upper_x
-        slope_y = second.upper_y_spread if of_spread else second.upper_y
+        slope_x: Any = second.upper_x_spread if of_spread else second.upper_x
+        slope_y: Any = second.upper_y_spread if of_spread else second.upper_y
         change = 2 * slope_y * second.solution_radius
         return change + slope_x * self.problem.x_set.diameter if slope_x else change
 
