@@ -1,7 +1,7 @@
 """Pipelines that score data sources and fit one model of the sources they keep."""
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
