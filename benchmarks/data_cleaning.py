@@ -204,7 +204,7 @@ def accuracy(model, y, test):
 
 
 def f1(x, task):
-    """Records with a weight below 1/2 against those with a wrong label."""
+    """Record with a weight below 1/2 against those with a wrong label."""
     found = np.asarray(x) < 0
     both = np.sum(found & task.wrong)
     return float(2 * both / (np.sum(found) + np.sum(task.wrong)))

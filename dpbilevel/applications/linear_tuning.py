@@ -176,7 +176,7 @@ class TuningCertificate(AbstractCertificate):
         return low >= self.low - slack and high <= self.high + slack
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        """The bounds at the log-penalties `x`, or at the worst point of the box."""
+        """Return the bounds at log-penalties `x`, or at the worst point of the box."""
         if x is None:
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
         else:
@@ -210,7 +210,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def metric(self, problem, sizes, x, y) -> Metric:
-        r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
+        r"""Return $\Lambda$, in which eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes
         diagonal, mu = None, np.exp(np.float64(self.low))
         if x is not None:
@@ -256,12 +256,12 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def largest_loss(self) -> float:
-        """That of the model at margin 0, which short rows hardly leave."""
+        """Largest loss: the loss at margin 0, which short rows hardly leave."""
         return self.model.largest
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was proved, and from what."""
+        """Proved constants, and the facts that they follow from."""
         mu, model = math.exp(self.low), self.model
         slope, radius, _ = self._solution(np.float64(mu))
         return (

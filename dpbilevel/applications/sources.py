@@ -199,7 +199,7 @@ def source_mixing(
     def lower(_, y, record):
         _check_models(y, num_sources)
         index, known = _known_source(owner, source(record), num_sources)
-        # Of all models at once: one matrix product, and gradients that stay factored.
+        # Losses of all models at once: one matrix product, and factored gradients.
         losses = jax.vmap(loss, (0, None))(y, record)
         return jnp.where(known, losses[index] + shared * losses[-1], 0.0)
 

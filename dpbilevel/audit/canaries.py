@@ -144,7 +144,7 @@ def _reduce(solver: AbstractSolver) -> AbstractSolver:
     schemes = [s for s in _sampling(solver) if isinstance(s, kinds)]
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
-    # With one record in a batch, a clip of the batch would pass for one of the record.
+    # A clip of a batch of one record would pass for a clip of the record.
     divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
     small = jax.tree.map(
         lambda v: type(v)(v.size // divisor) if isinstance(v, kinds) else v,

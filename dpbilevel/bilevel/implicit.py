@@ -120,7 +120,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         initial_gap: float,
         **fields: Any,
     ) -> Self:
-        r"""The parameters of the theorem.
+        r"""Return the parameters of the theorem.
 
         With $\beta_\Phi$ and $K$ of the constants and $\Delta$ the initial gap, $\eta =
         1 / (2 \beta_\Phi)$ and
@@ -181,7 +181,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return Basis.CONSTANTS
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts at `w0 = (x, y)`; every lower solve starts at `y`."""
+        """Start at `w0 = (x, y)`; every lower solve starts at `y`."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x = problem.x_set.project(x)
         memory = Descent(self.step_size, problem.x_set).init(x)
@@ -208,15 +208,15 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return _State(x, state.start, memory, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
-        """The current `x`; no `y`."""
+        """Return the current `x`; no `y`."""
         return state.x, None
 
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The `x` of the output rule; no `y`."""
+        """Return the `x` of the output rule; no `y`."""
         return self.output.answer(state.kept, state.x), None
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """The hypergradient; refused where nothing proves its sensitivity."""
+        """Return the hypergradient; refused where nothing proves its sensitivity."""
         query = self._query(problem, sizes)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
 
@@ -224,7 +224,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return certified.HypergradientQuery(problem, sizes, self.upper_clip_norm)
 
     def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
-        """Those of the certificate, and of what is computed."""
+        """Return assumptions of the certificate and of the computation."""
         certificate = self._query(problem, sizes).certificate
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
@@ -239,5 +239,5 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return assumptions
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The hypergradient has the size of x."""
+        """Return the hypergradient has the size of x."""
         return {HYPERGRADIENT: optax.tree.size(w0[0])}

@@ -1,4 +1,4 @@
-"""What the theorems of the penalty method promise: public, before any data."""
+"""Promises of the theorems of the penalty method: public, before any data."""
 
 import dataclasses
 import math
@@ -45,7 +45,7 @@ class PenaltyTheorem:
         initial_gap: float,
         population: bool,
     ) -> Self:
-        """The theorem for a problem; the arguments are checked."""
+        """Return the theorem for a problem; the arguments are checked."""
         _checks.count(owner, dimension_x=dimension_x, dimension_y=dimension_y)
         _checks.positive(owner, initial_gap=initial_gap)
         constants = problem.constants
@@ -78,7 +78,7 @@ class PenaltyTheorem:
     def outer_sampling(
         self, epsilon: float, records: float, sampling: Batches
     ) -> AbstractSampling:
-        """The batches of the outer gradient; all records where the rule asks for more.
+        """Return the batches of the outer gradient, at most all records.
 
         Where the outer gradient is free there are none.
         """
@@ -108,7 +108,7 @@ class PenaltyTheorem:
         return found + self.generalization_error(records)
 
     def bound(self, solver: Any, records: int, inner: float, outer: float) -> float:
-        r"""What the proof promises of any penalty, steps and noise.
+        r"""Return the bound that the proof gives for any penalty, steps and noise.
 
         $$\frac{\ell \kappa^3}{\lambda} + \sqrt{\frac{\Delta}{\eta T}} + \sigma
         \sqrt{d_x} + \lambda \kappa\, \sigma_{in} \sqrt{d_y} + \ell \kappa
@@ -136,7 +136,7 @@ class PenaltyTheorem:
 
     @property
     def limits(self) -> dict[str, float]:
-        r"""What $\alpha$ has to be below, each with the reason.
+        r"""Upper limits of $\alpha$, by the reason for each.
 
         The penalty $\ell \kappa^3 / \alpha$ has to be at least $2 \kappa$, $L_0^f /
         L_0^g$, $L_1^f / L_1^g$ and $\ell \kappa / \Delta$, and $\|\nabla F\| \le L_0^f
@@ -194,7 +194,7 @@ class PenaltyTheorem:
         )
 
     def check_covers(self, owner: str, solver: Any) -> None:
-        """Raises `ValueError` where no theorem is about a `PenaltyBilevel`."""
+        """Raise `ValueError` if no theorem is about a `PenaltyBilevel`."""
         c, fault = self.constants, None
         if type(solver.output) is not SmallestStep:
             fault = "use output=SmallestStep()"
@@ -258,7 +258,7 @@ def theorem_accuracy(
 
 
 def averaged_std(ledger: Ledger) -> float:
-    """The noise of the releases of a run, averaged with the best weights."""
+    """Return the noise of the releases of a run, averaged with the best weights."""
     releases: Any = ledger.releases
     if any(release.noise_std == 0 for release in releases):
         return 0.0

@@ -108,7 +108,7 @@ class BilevelProblem(AbstractProblem):
         return dataclasses.replace(self, x_in_records=self._x_readers(w0, data))
 
     def check(self, w0: PyTree, data: Levels) -> None:
-        """Checks shapes, scalar losses and the claim about `x_in_records`.
+        """Check shapes, scalar losses and the claim about `x_in_records`.
 
         Raises:
             TypeError: `data` is not `Levels`.
@@ -143,7 +143,7 @@ class BilevelProblem(AbstractProblem):
                 check_scalar(name, term, *w0, of="the public term")
 
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        """By default shared levels are `"shared"`, and separate ones `"overlapping"`.
+        """Return the sizes; shared levels are `"shared"`, others `"overlapping"`.
 
         Raises:
             TypeError: `data` is not `Levels`.

@@ -17,7 +17,7 @@ __all__ = ["Example", "hard_instance", "leak", "quadratic_bilevel", "ridge_tunin
 
 Vector = Float[Array, " d"]
 
-# By default accelerators round the factors of a product of matrices.
+# Accelerators round the factors of matrix products by default.
 _exact = jax.default_matmul_precision("highest")
 
 
@@ -111,7 +111,7 @@ def quadratic_bilevel(
 
 
 def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
-    """Of `quadratic_bilevel`: its Hessians read no record."""
+    """Return the constants of `quadratic_bilevel`: its Hessians read no record."""
     zeros = ["upper_x", "upper_xx", "upper_xy", "lower_xy_spread", "lower_yy_spread"]
     zeros += ["lower_xy_in_x", "lower_yy_in_x", "lower_xy_in_y", "lower_yy_in_y"]
     return SecondOrderConstants(
@@ -189,7 +189,7 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
 
 
 def _nothing(_x, _y, record):
-    """The loss of a level without data: zero for its rows of zeros."""
+    """Return the loss of a level without data: zero for its rows of zeros."""
     return 0.0 * record
 
 
@@ -242,7 +242,7 @@ def hard_instance(
     upper_lipschitz: float = 1.0,
     strong_convexity: float = 1.0,
 ):
-    r"""The instance behind the lower bounds of private bilevel optimization.
+    r"""Return the instance behind the lower bounds of private bilevel optimization.
 
     $f = -L \langle y, z \rangle$ and $g = \frac{\mu}{2} \|y - \zeta E x\|^2$ with
     $\zeta = D_y / D_x$ on balls of diameters $D_x$ and $D_y$, where $E$ keeps the first

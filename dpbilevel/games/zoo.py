@@ -21,7 +21,7 @@ __all__ = [
 
 Vector = Float[Array, " d"]
 
-# By default accelerators round the factors of a product of matrices.
+# Accelerators round the factors of matrix products by default.
 _exact = jax.default_matmul_precision("highest")
 
 

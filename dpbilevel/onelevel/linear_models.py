@@ -104,16 +104,16 @@ class PseudoHuber(AbstractLinearModel):
 
     @property
     def largest(self) -> float:
-        """That of the largest label that is not cut."""
+        """Loss of the largest label that is not cut."""
         return _LARGEST_LABEL * self.width**2
 
     def slope(self, margin: Number) -> float:
-        """The width, for every margin."""
+        """Return the width, for every margin."""
         del margin
         return self.width
 
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
-        """The loss, by a quotient in which nothing cancels; huge labels are cut."""
+        """Return the loss by a quotient without cancellation; huge labels are cut."""
         limit = _LARGEST_LABEL * self.width
         label = jnp.clip(label, -limit, limit)  # so that no square overflows
         u = (margin - label) / self.width

@@ -81,7 +81,7 @@ def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
 
 
 def signed(label: Scalar) -> Scalar:
-    """The label, or -1 where it is 0: classes 0 and 1 mean what -1 and 1 do.
+    """Return the label, or -1 where it is 0: classes 0 and 1 mean what -1 and 1 do.
 
     A label that is not finite stays as it is, so that its record is left out where
     records are clipped.
@@ -153,14 +153,14 @@ def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, 
 def _margin(
     weights: Float[Array, " d"], record: Record
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The score of a record, and its label in the same precision."""
+    """Return the score of a record, and its label in the same precision."""
     row, label = example(record)
     margin = jnp.asarray(score(weights, row))
     return margin, jnp.asarray(label).astype(margin.dtype)
 
 
 def _kind(record: PyTree) -> str:
-    """What a record is made of; never a value."""
+    """Return the structure of a record for a message; never a value."""
     if isinstance(record, Mapping):
         return f"{{{', '.join(f'{k!r}: {_kind(v)}' for k, v in record.items())}}}"
     if isinstance(record, tuple | list) and len(record) <= 4:
@@ -170,7 +170,7 @@ def _kind(record: PyTree) -> str:
 
 
 def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
-    """The row, at most `norm` long after rounding; zeros where an entry is not finite.
+    """Return the row, at most `norm` long after rounding; zeros if it is not finite.
 
     The public norm is between 1e-15 and 1e15; the result is in single precision at
     least.

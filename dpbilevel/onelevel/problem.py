@@ -31,23 +31,23 @@ _MOST_NAMED = 12  # leaves in an error message
 
 
 class AbstractFiniteSum(AbstractOneLevel):
-    """What a one-level solver needs: gradients of records, public ones, a set."""
+    """Problem of one level: gradients of records, a public gradient, a set."""
 
     w_set: AbstractVar[AbstractSet]
 
     @abc.abstractmethod
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """The gradient of one record's term at `w`, for each role that has records."""
+        """Return the gradient of one record's term at `w`, by role."""
 
     @abc.abstractmethod
     def public_gradient(self, w: PyTree) -> PyTree:
-        """The gradient of the public terms: no clipping, no noise, no budget."""
+        """Return the gradient of the public terms: no clipping, no noise, no budget."""
 
     @abc.abstractmethod
     def queries(
         self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes
     ) -> tuple[tuple[Query, ...], bool]:
-        """The queries of `record_gradients`, and whether they share one batch."""
+        """Return the queries of the gradients, and whether they share a batch."""
 
 
 class FiniteSum(AbstractFiniteSum):
@@ -106,7 +106,7 @@ class FiniteSum(AbstractFiniteSum):
         return (Query(RECORDS, sizes, clip_norm, sampling),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Raises `ValueError` where leading axes differ or the loss is no scalar."""
+        """Raise `ValueError` if leading axes differ or the loss is no scalar."""
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)

@@ -1,4 +1,4 @@
-"""What a release is and what it costs: mechanisms, sampling, the ledger, reports."""
+"""Releases and their costs: mechanisms, sampling, the ledger, reports."""
 
 from .budget import Neighbours, People, PrivacyBudget
 from .ledger import Ledger

@@ -256,7 +256,7 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
         def evaluated():
             loss = rowwise("SearchProblem", functools.partial(problem.loss, point))
             losses = jax.vmap(loss)(records)
-            # As bad as NaN, but jax_debug_nans does not raise because of one record.
+            # Infinity is as bad as NaN, and jax_debug_nans does not raise for it.
             return jnp.where(jnp.isnan(losses), jnp.inf, losses)
 
         shape = jax.eval_shape(evaluated)

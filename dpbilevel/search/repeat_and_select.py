@@ -79,7 +79,7 @@ class BestRun(eqx.Module):
         better = (self.t < repeats) & (value < self.best_value)  # among the first K
         best = _where(better, w, self.best)
         best_value = jnp.where(better, value, self.best_value)
-        # With K = 0 there is no value to show.
+        # If K = 0 there is no value to show.
         last = (self.t == num_runs - 1) & jnp.isfinite(best_value)
         shown = _where(last, best, self.w)
         shown_value = jnp.where(last, best_value, self.value)

@@ -265,7 +265,7 @@ class Rounds:
         run, saved = self._run, self._saved
         key, next_key = current.key, current.next_key
         if self._folder is not None:
-            # With other losses, a copy of the folder has other noise.
+            # A copy of the folder whose losses differ has other noise.
             losses = current.losses.tobytes()
             key, next_key = follows(key, losses), follows(next_key, losses)
         with double_precision():

@@ -1,4 +1,4 @@
-"""What a certificate proves at a point."""
+"""Bounds that a certificate proves at a point."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from .fixed_count import Spectrum
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    r"""What a certificate proves about the hypergradient at one $x$, or at all.
+    r"""Bounds that a certificate proves about the hypergradient at one $x$, or all.
 
     For all records of both levels, so also where all upper ones are copies of one. With
     $y^*$ the lower solution, $H = \nabla_{yy} G$ and $v = H^{-1} \nabla_y F$:

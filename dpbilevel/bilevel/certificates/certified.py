@@ -67,7 +67,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 
     @property
     def certificate(self) -> AbstractCertificate:
-        """What the sensitivity rests on, beside the clip."""
+        """Certificate that proves the sensitivity, beside the clip."""
         certificate = certificate_of(self.problem)
         if self.clip_norm is None:
             return certificate
@@ -91,7 +91,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 
     @override
     def read(self, point, data, *, precision, key, index=None) -> Bounded:
-        """The hypergradient at a point, sealed with its sensitivity there.
+        """Return the hypergradient at a point, sealed with its sensitivity there.
 
         The point is the upper variable, released, and where the lower solve starts
         after projection onto the ball that holds all lower solutions: public or already
@@ -130,7 +130,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 def _rounded(
     value: PyTree, shares: Levels, precision: Precision
 ) -> tuple[Bounded, Levels]:
-    """A hypergradient, on a grid if asked, and the shares with that rounding."""
+    """Return a hypergradient, on a grid if asked, and the shares with that rounding."""
     if precision == "grid":
         least = jnp.minimum(shares.upper, shares.lower)
         rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
@@ -142,7 +142,7 @@ def _rounded(
 def _with_lower(
     clipped: Bounded, x: PyTree, shares: Levels, clip: Number, precision: Precision
 ) -> tuple[Bounded, Levels]:
-    r"""A clipped mean that lower records move too.
+    r"""Return a clipped mean that lower records move too.
 
     They move what every upper record counts for, and so all roundings of a grid: each
     of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
@@ -168,7 +168,7 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
 
 
 def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
-    """The problem's certificate.
+    """Return the problem's certificate.
 
     Raises:
         ValueError: It has none, or one for other functions; its lower level has a set.
@@ -202,7 +202,7 @@ def hypergradient(
     bounds: Bounds,
     counts: sensitivities.StepCounts,
 ) -> PyTree:
-    """The hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE.
+    """Return the hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE.
 
     The lower solve starts at `y0`; `bounds` are the certificate's at `x`.
     """
@@ -225,7 +225,7 @@ def upper_contribution(
     bounds: Bounds,
     counts: sensitivities.StepCounts,
 ) -> Callable[[PyTree], PyTree]:
-    r"""What an upper record adds to a hypergradient: a function of it. NON-PRIVATE.
+    r"""Return a function from an upper record to its contribution. NON-PRIVATE.
 
     $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
     G$, the derivative of the lower solution. As Chebyshev's steps apply a polynomial of
@@ -263,7 +263,7 @@ def _lower_level(
     bounds: Bounds,
     counts: sensitivities.StepCounts,
 ) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
-    """The means, the lower solution, and a solver of systems with its Hessian."""
+    """Return means, the lower solution, and a solver of systems with its Hessian."""
     ball = Ball(bounds.solution_radius)
     spectrum, means = bounds.spectrum, Means(problem, data, sizes)
     lower_y = functools.partial(means.lower_y, x)

@@ -46,7 +46,7 @@ class ClippedUpper(AbstractCertificate):
 
     @property
     def varies(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the certificate of the problem."""
+        """Whether the bounds of the problem's certificate depend on x."""
         return self.certificate.varies
 
     @override

@@ -73,7 +73,7 @@ class AbstractCertificate(abc.ABC):
 
     @abc.abstractmethod
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        """The bounds at `x`, or for all x of the set.
+        """Return the bounds at `x`, or for all x of the set.
 
         Args:
             sizes: The planned `Sizes`.
@@ -84,7 +84,7 @@ class AbstractCertificate(abc.ABC):
         """
 
     def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree) -> Metric:
-        """The metric to solve the lower level in; by default that of `y` itself.
+        """Return the metric to solve the lower level in; by default that of `y` itself.
 
         Args:
             problem: The problem that holds the certificate.
@@ -99,7 +99,7 @@ class AbstractCertificate(abc.ABC):
 
     @abc.abstractmethod
     def check(self, problem: Any) -> None:
-        """Raises `ValueError` where the problem is visibly not the one it is for."""
+        """Raise `ValueError` if the certificate is visibly for another problem."""
 
     @property
     @abc.abstractmethod
@@ -114,7 +114,7 @@ class AbstractCertificate(abc.ABC):
     @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
-        """What is assumed, in the words of the report."""
+        """Assumptions, in the words of the report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ class SecondOrderConstants(AbstractCertificate):
         )
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        r"""The same for all x.
+        r"""Return the bounds, which are the same for all x.
 
         A replaced lower record changes $\nabla_y G$ by at most $2 L^d_{gy} / n_g$, so
         $y^*$ by at most $d = 2 L^d_{gy} / (\mu n_g)$. The hypergradient at the new
@@ -355,12 +355,12 @@ class SecondOrderConstants(AbstractCertificate):
 
 
 def terms_of(problem: Any) -> tuple[Any, ...]:
-    """The functions of a `BilevelProblem`, which a certificate is about."""
+    """Return the functions of a `BilevelProblem`, which a certificate is about."""
     return problem.upper, problem.lower, problem.upper_public, problem.lower_public
 
 
 def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
-    """Raises `ValueError` where a problem has other `terms_of` than a certificate."""
+    """Raise `ValueError` if the certificate is for a problem with other terms."""
     if terms_of(problem) != terms:
         raise ValueError(
             f"{owner}: a loss or a public term of the problem was exchanged, but its "

@@ -17,7 +17,7 @@ from . import sensitivities
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
-    """The one dtype of all variables `w`, which the bound on rounding refers to.
+    """Return the one dtype of all variables `w`, which the bound on rounding refers to.
 
     Raises:
         ValueError: There are several dtypes, or one of half precision.
@@ -88,7 +88,7 @@ def _plus(mean: PyTree, public, argument: int, x, y) -> PyTree:
 
 
 def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
-    """A derivative summed over the records chunk by chunk, over their planned number.
+    """Return the mean of a derivative, summed over chunks of records.
 
     `derivative` maps `total(loss, x, y)`, the sum of a loss over the records of a
     chunk, to the derivative of that sum.
@@ -135,7 +135,7 @@ def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
 
 
 def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
-    """The record in a dtype, or zeros where one of its numbers is not finite."""
+    """Return the record in a dtype, or zeros where one of its numbers is not finite."""
     record = wide(record, dtype)
     readable = all_finite(record)
     return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)

@@ -98,7 +98,7 @@ class Spectrum:
         return distance * 2 * decay / (1 + decay**2)
 
     def accelerated_steps(self, distance: Number, error: Number) -> Number:
-        """A number of steps after which `accelerated_error` is at most `error` > 0.
+        """Return a number of steps that makes `accelerated_error` at most `error` > 0.
 
         A whole number: a float on the host, an array for arrays.
         """
@@ -158,7 +158,7 @@ class Spectrum:
         return 2 * ((root - 1) / (root + 1)) ** num_steps
 
     def chebyshev_steps(self, factor: Number) -> Number:
-        """A number of steps after which `chebyshev_error` is at most `factor` > 0.
+        """Return a number of steps that makes `chebyshev_error` at most `factor` > 0.
 
         A whole number, at least 1: a float on the host, an array for arrays.
         """

@@ -48,7 +48,7 @@ class StepCounts:
 
 @functools.lru_cache
 def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
-    r"""The fewest steps whose errors add at most 1 % to the sum of sensitivities.
+    r"""Return the fewest steps with errors of at most 1 % of the sensitivities.
 
     An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
     Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
@@ -149,7 +149,7 @@ def check_dtype(
 def ledger_sensitivity(
     certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
 ) -> Levels:
-    r"""The sensitivities that a ledger lists: the largest ones over all x.
+    r"""Return the sensitivities that a ledger lists: the largest ones over all x.
 
     Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and
     the dtype are known. Where the sensitivities vary with $x$, each by its own factor,
@@ -168,7 +168,7 @@ def ledger_sensitivity(
 def multiple_of_ratios(
     certificate: AbstractCertificate, sizes: Sizes, shares: Levels
 ) -> tuple[Levels, Any]:
-    """What noise is relative to: ratios of the roles, and a common factor.
+    """Return the per-level noise scales and their common factor.
 
     For disjoint people `role_ratios` and the least factor that makes them as large as
     the shares, what a record of each level changes at some $x$; the shares themselves
@@ -183,11 +183,11 @@ def multiple_of_ratios(
 
 
 def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
-    """What the listed sensitivities of disjoint people are proportional to."""
+    """Return the ratios of the listed sensitivities of disjoint people."""
     bounds = certificate.bounds(sizes)
     error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
-    # Of a role whose records move nothing only rounding is left; it must not cost much.
+    # A role whose records move nothing has rounding alone, which must not cost much.
     least = 1e-3 * max(upper, lower)
     upper, lower = max(upper, least), max(lower, least)
     if certificate.varies:  # each by its own factor
@@ -238,11 +238,11 @@ def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
 
 
 def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
-    """The relative error of a mean over records."""
+    """Return the relative error of a mean over records."""
     n = max(sizes.upper, sizes.lower)  # the longer mean
     return _unit(dtype) * (UNITS + min(n, ROWS) + -(-n // ROWS))
 
 
 def _unit(dtype: DTypeLike) -> float:
-    """The unit roundoff."""
+    """Return the unit roundoff."""
     return float(jnp.finfo(dtype).eps) / 2

@@ -45,8 +45,8 @@ from .closed_forms import gaussian_delta
 
 Way = Literal["replace", "remove", "add"]
 
-# Of a term: cells of the grid, where its tails are cut off; of the sum: what is outside
-# of the window.
+# Cells of the grid of a term, the point at which its tails are cut off, and the
+# probability outside of the window of the sum.
 _POINTS, _TAIL, _OUTSIDE = 2**14, 9.0, 1e-20
 _ROUNDING = 1e-6  # relative, of sums and probabilities; they are off by much less
 _LARGEST_SHIFT = 4.0  # of a mu beyond it a release is hardly amplified
@@ -76,7 +76,7 @@ class _Term:
 
     def inverse(self, w):
         r"""Return the $z$ at which the term is $w$, infinite where it never is."""
-        # With s = e^{mu z}: up s - down / s = e^{mu^2/2} (w - constant).
+        # Let s = e^{mu z}: up s - down / s = e^{mu^2/2} (w - constant).
         v = np.exp(self.mu**2 / 2) * (np.asarray(w) - self.constant)
         if not self.down:
             root = np.maximum(v, 0.0)

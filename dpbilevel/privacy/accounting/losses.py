@@ -121,7 +121,7 @@ class Shifted(AbstractLoss):
 
     def _inverse(self, losses):
         """Return the places at which the loss of the first law has these values."""
-        # With t = e^{s x}: p' t^2 + c t - e^l q' = 0.
+        # Let t = e^{s x}: p' t^2 + c t - e^l q' = 0.
         half, ratio = math.exp(-(self.shift**2) / 2), np.exp(losses)
         up, down = self.up * half, ratio * self.down * half
         c = (1 - self.up) - ratio * (1 - self.down)

@@ -217,7 +217,7 @@ def dtypes() -> tuple[str, ...]:
 def _arranged(product: Product, left, right) -> tuple[np.ndarray, np.ndarray]:
     """Return the factors (g, k, p) and (g, k, q) with the axes of the subscripts."""
     first, second = product.subscripts.split("->")[0].split(",")
-    # What is left out has one entry.
+    # Axes that are left out have one entry.
     return np.einsum(f"gkp->{first}", left), np.einsum(f"gkq->{second}", right)
 
 

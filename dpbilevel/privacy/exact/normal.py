@@ -142,10 +142,10 @@ def _from_words(
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
     rest, late_mean = _leading_bits(words, _LATE_FIELDS, _LATE_DOUBLINGS - late)
-    # Where the mean of the first sum is not an integer, 1/2 too much is subtracted from
+    # If the mean of the first sum is not an integer, 1/2 too much is subtracted from
     # it; the second sum makes up for that.
     late_mean -= (mean & 1) << late
-    # With these barriers each sum is one loop that stores no random words.
+    # Because of these barriers each sum is one loop that stores no random words.
     value, added = jax.lax.optimization_barrier(
         (
             (_cell(words) << early) + ones - ((mean + 1) >> 1),

@@ -14,7 +14,7 @@ from ... import _checks
 from ..records.rows import BLOCK
 from .factored import GROUP, Factored, is_structured, largest_group
 
-# What one micro-batch of per-record values may occupy. On a CPU it should stay in
+# Bytes that one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large.
 _MICROBATCH_BYTES = {"cpu": 32 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, PyTree
 from ..exact.floats import accumulation_dtype, is_finite
 from .factored import Factored, SparseRows, is_structured
 
-# What an entry counts for at most, in clip norms: norms of finite values are below the
-# 1.5th power, that of a value with an entry of the largest number is not.
+# Largest value that an entry counts for, in clip norms. Norms of finite values are below
+# its 1.5th power, but not the norm of a value with the largest number as an entry.
 _LONGEST = 2.0**40
 TOO_LONG = _LONGEST**1.5
 Scalar = Float[Array, ""]
@@ -112,7 +112,7 @@ def _scaled(value: Array, clip_norm: Scalar) -> Array:
     Its norm is then too long, and its weight of zero makes zero of all of it, which it
     would not of NaN.
     """
-    # What is tested and what is counted are read from one place: a compiler that takes
+    # The test and the sum read one value: a compiler that takes
     # NaN for impossible may compute such a value differently for either.
     value = jax.lax.optimization_barrier(value.astype(accumulation_dtype(value.dtype)))
     return _in_units(value, is_finite(value), clip_norm)

@@ -204,7 +204,7 @@ class GridSum(AbstractSum):
     @override
     def clip_fraction(self) -> float:
         """Clip norm left after the worst-case rounding, in units of the clip norm."""
-        # Of both of two neighbours: their records' values or their groups' sums.
+        # Both neighbours count: values of their records, or sums of their groups.
         size = sum(math.prod(_rows_of(v).shape) * _coarse(v) ** 2 for v in self.leaves)
         rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
         return 1 - rounded - self.rounding - 2.0**-20
@@ -233,7 +233,7 @@ class GridSum(AbstractSum):
             if _is_grouped(v):
                 size = self.group_size(v)
                 sums_of = products(weights, v, size)
-                # Nor has a sum of them, times their number.
+                # A sum of k such rows is at most k times as long.
                 sums_of = jnp.clip(sums_of, -size * steps, size * steps)
                 counts = int61.sum_floats(sums_of)
                 return total.plus(jax.tree.map(v.turned().folded, counts))

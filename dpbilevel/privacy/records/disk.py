@@ -257,7 +257,7 @@ class _Chunks:
 
     def _read(self, number: int, fill: Fill) -> Chunk:
         begin = number * self._rows
-        # Where in the chunk its new rows begin, and where its records end.
+        # Index in the chunk at which its new rows begin, and number of its records.
         place = begin - min(begin, self._total - self._rows)
         records = min(self._rows - place, max(0, self._store.count - begin))
         stop = place + records

@@ -41,7 +41,7 @@ def padded(records: PyTree, rows: int) -> Padded:
         widths = [(0, rows - n)] + [(0, 0)] * (v.ndim - 1)
         return jnp.pad(v, widths, constant_values=filler(v.dtype))
 
-    # What reads the rows is compiled apart from what makes them of so many records.
+    # The barrier compiles readers of the rows apart from the padding.
     filled = jax.lax.optimization_barrier(jax.tree.map(pad, records))
     return Padded(filled, jnp.arange(rows) < n)
 
