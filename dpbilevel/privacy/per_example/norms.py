@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from ..exact.floats import accumulation_dtype, is_finite
 from .factored import Factored, SparseRows, is_structured
 
-# Largest value that an entry counts for, in clip norms. Norms of finite values are below
+# Largest value of an entry, in clip norms. Norms of finite values are below
 # its 1.5th power, but not the norm of a value with the largest number as an entry.
 _LONGEST = 2.0**40
 TOO_LONG = _LONGEST**1.5
