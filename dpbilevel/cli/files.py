@@ -5,21 +5,15 @@ import csv
 import gzip
 import io
 import json
-import re
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
-
-from .._extras import missing
 from .columns import Table
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 MALFORMED = "<malformed row>"  # every cell of such a row: no number and no listed value
-_LONGEST = 2**24  # characters of a row; longer ones are malformed
-_BLOCK = 5 * _LONGEST  # bytes that hold every row: pyarrow refuses longer ones
 _GZIP = b"\x1f\x8b"
 # First bytes of files that are no text.
 _NOT_TEXT = {
@@ -135,35 +129,21 @@ def read_csv(path: Path, separator: str = ",") -> Table:
         Line by line: a line changes neither the cells of another one nor the number of
         records. No line raises.
     """
-    try:
-        import pyarrow as pa  # an extra
-        from pyarrow import csv as arrow
-    except ImportError as error:
-        raise ValueError(missing("reading CSV files", "pyarrow")) from error
     names = read_header(path, separator)
     with opened(path) as file:
         _, *lines = _rows(file)
-    # pyarrow would read a quote that does not end on into the lines below.
-    cell = rf'(?:"(?:[^"]|"")*+" *|[^"{separator}][^{separator}]*|)'
-    closed = re.compile(f"{cell}(?:{separator}{cell})*")
-    # The number in front of a row says where it belongs: pyarrow skips malformed rows.
-    # It refuses an empty text, so an empty row comes first.
-    text = f"0{separator * len(names)}\n" + "".join(
-        f"{i}{separator}{line}\n"
-        for i, line in enumerate(lines)
-        if len(line) <= _LONGEST and ('"' not in line or closed.fullmatch(line))
-    )
-    columns = [str(j) for j in range(len(names) + 1)]
-    places, *cells = arrow.read_csv(
-        io.BytesIO(text.encode()),
-        arrow.ReadOptions(use_threads=False, block_size=_BLOCK, column_names=columns),
-        arrow.ParseOptions(delimiter=separator, invalid_row_handler=lambda _: "skip"),
-        arrow.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
-    ).columns
-    order = places.cast(pa.int64()).to_numpy()[1:]
-    table = {}
-    for name, column in zip(names, cells, strict=True):
-        found = np.full(len(lines), MALFORMED, object)
-        found[order] = column.to_numpy()[1:]
-        table[name] = [cell.strip() for cell in found]
-    return Table(str(path), table, len(lines))
+    rows = [_cells(line, separator, len(names)) for line in lines]
+    columns = zip(*rows, strict=True) if rows else ((),) * len(names)
+    table = {name: list(cells) for name, cells in zip(names, columns, strict=True)}
+    return Table(str(path), table, len(rows))
+
+
+def _cells(line: str, separator: str, width: int) -> list[str]:
+    """Return the cells of one line; unreadable ones if the line is malformed."""
+    try:
+        (cells,) = csv.reader([line], delimiter=separator, strict=True)
+    except csv.Error:
+        return [MALFORMED] * width
+    if len(cells) != width:
+        return [MALFORMED] * width
+    return [cell.strip() for cell in cells]
