@@ -106,7 +106,7 @@ def test_the_noise_of_a_whole_run_is_no_argument_of_a_solver(name, remedy):
     inner = dpb.NoisyGD(3, 1.0, 0.1)
     with pytest.raises(TypeError, match="Use run_noise"):
         dpb.PenaltyBilevel(3, 1.0, inner, step_size=0.1, noise_multiplier=1.1)
-    with pytest.raises(ValueError, match="noise_multiplier, which would be ignored"):
+    with pytest.raises(ValueError, match="inner has a noise_multiplier"):
         dpb.PenaltyBilevel(3, 1.0, inner.with_noise(1.0), step_size=0.1)
 
 
