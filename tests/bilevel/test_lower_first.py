@@ -163,7 +163,7 @@ def test_lower_levels_that_read_x_are_refused():
     fit = functools.partial(
         dpb.fit, data=DATA, w0=start, budget=BUDGET, key=jax.random.key(0)
     )
-    with pytest.raises(ValueError, match=r"losses read x.*Use PenaltyBilevel"):
+    with pytest.raises(ValueError, match=r"lower level read x.*Use PenaltyBilevel"):
         fit(weighted, LowerFirst(GD, GD))
     tuned = dpb.penalty_tuning(dpb.logistic_loss, jnp.zeros(D, int))
     with pytest.raises(ValueError, match="lower_public reads x"):
