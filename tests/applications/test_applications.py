@@ -48,7 +48,7 @@ def test_weight_goes_to_the_clean_source(parametrization):
         (x0, jnp.zeros(5)),
         budget=dpb.PrivacyBudget(2.0, 1e-5),
         people="disjoint",
-        key=jax.random.key(0),
+        key=jax.random.key(1),
     )
     weights = dpb.source_weights(result.value[0], parametrization)
     assert float(weights[0]) > 0.8

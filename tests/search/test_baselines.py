@@ -324,7 +324,7 @@ def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best()
     assert len(points) == 40
     assert value == pytest.approx(min(means))
     np.testing.assert_array_equal(best, points[int(np.argmin(means))])
-    assert dpb.debug.random_search.__doc__.startswith("NON-PRIVATE")
+    assert dpb.debug.random_search.__doc__.splitlines()[0].endswith("NON-PRIVATE.")
     bad = dataclasses.replace(problem, losses=lambda point: np.full(30, np.nan))
     with pytest.raises(ValueError, match="All-NaN"):
         dpb.debug.random_search(bad, np.zeros(2), 3, key=jax.random.key(0))

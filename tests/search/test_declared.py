@@ -160,7 +160,7 @@ def test_a_selection_has_the_training_in_every_run():
         assert ledger.epsilon(BUDGET.delta) <= BUDGET.epsilon
         assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert mus["training records"] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="not accounted for together with private sel"):
+    with pytest.raises(ValueError, match="private selection has no accounting for"):
         planned(DeclaredTraining(HISTORY, 50_000), SELECT)
 
 

@@ -298,7 +298,7 @@ def test_a_plan_reaches_its_budget_and_says_what_it_rests_on(shape):
     (note,) = plan.report.certificates
     assert "drawn once, never shown" in note
     assert "overflow" not in note
-    with pytest.raises(ValueError, match="has none at any scale"):
+    with pytest.raises(ValueError, match="does not have at any noise"):
         dpb.calibrate(problem, solver, dpb.PrivacyBudget(2.0, 0.0), sizes=100)
 
 
