@@ -189,7 +189,7 @@ def test_a_seed_is_answered_with_the_key():
         lambda: search.set_params(random_state=0),
         lambda: search.fit(0, 0, validation=(0, 0), random_state=0),
     ):
-        with pytest.raises(TypeError, match=r"random_state is refused.*Give fit a key="):
+        with pytest.raises(TypeError, match=r"random_state is refused.*a key="):
             seeded()
     assert search.set_params(n_jobs=2).n_jobs == 2
     assert search.set_params(estimator__random_state=1).estimator.random_state == 1
