@@ -261,13 +261,13 @@ def _auto(arguments: argparse.Namespace) -> None:
     _check_modules("tqdm")
     out = arguments.out
     folder = Path(arguments.config).parent.resolve()
-    if out is not None:
-        predictions.check_new(out)
     if out is not None and out.parent.resolve() != folder:
         raise ValueError(
             f"{out} is in another folder than {arguments.config}, whose relative paths "
             "would not hold there; write it beside that file."
         )
+    if out is not None:
+        predictions.check_new(out)
     config, text = auto.read_unplanned(arguments.config)
     found = auto.plan(config, arguments.effort)
     print(found)

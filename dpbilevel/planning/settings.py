@@ -1,6 +1,7 @@
 """Settings of a solver as the tables of a config."""
 
 import dataclasses
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,8 @@ def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
             yield f"{field.name} = {toml_value(value)}"
     for field, value in nested:
         yield ""
-        generic = field.type is not type(value)
+        first = (*typing.get_args(field.type), field.type)[0]  # as configs read it
+        generic = first is not type(value)
         yield from _table(f"{place}.{field.name}", value, named=generic)
 
 

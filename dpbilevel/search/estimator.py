@@ -116,7 +116,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         loss counts as the worst, and the losses of other records do not change; no
         exception, warning or output about validation records leaves the search.
         Declared unprotected: that they treat every row alone and keep no state, which
-        is tried on training rows, and the time, which grows if a record is rejected.
+        is tried on training rows; that no cell has changed the type of its column when
+        the table was made; and the time, which grows if a record is rejected.
     """
 
     def __init__(

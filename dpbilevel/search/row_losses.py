@@ -116,7 +116,11 @@ class RowLosses:
             missing[places, places % missing.shape[1]] = np.nan
             inputs.append(missing)
         with _silence():
-            independent = all(self._is_independent(fitted, (v, y)) for v in inputs)
+            # An estimator may reject missing values; the rows as they are it accepts.
+            independent = all(
+                self._is_independent(fitted, (v, y), may_fail=v is not X)
+                for v in inputs
+            )
         if not independent:
             raise ValueError(
                 "PrivateSearch: losses of training rows change with the rows beside "
@@ -204,13 +208,13 @@ class RowLosses:
         )
         return 1.0
 
-    def _is_independent(self, fitted, table):
+    def _is_independent(self, fitted, table, *, may_fail):
         """Return whether rows keep their losses if other rows change."""
         X, y = table
         everyone = np.arange(count(y))
         losses = self._with_copies(fitted, table, everyone)
-        if losses is None:  # the estimator rejects missing values
-            return True
+        if losses is None:
+            return may_fail
         for rows in (everyone[::2], everyone[1::2], everyone[:1]):
             if len(rows):
                 others = self._with_copies(fitted, table, rows)

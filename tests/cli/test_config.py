@@ -172,7 +172,7 @@ def test_unknown_key_names_the_close_match():
     text = refusal(("solver.inner.step_sise", 1.0))
     assert "[solver.inner]" in text
     assert "'step_sise' (did you mean 'step_size'?)" in text
-    keys = "num_steps, clip_norm, step_size, sampling, output, momentum"
+    keys = "sampling, output, num_steps, clip_norm, step_size, momentum"
     assert f"Allowed keys: {keys}." in text
 
 

@@ -174,7 +174,7 @@ def test_private_count_takes_every_record(tmp_path):
         ([("data.groups", {"column": "sex", "values": ["w", "m"]})], "have no columns"),
         (
             [("data", PEOPLE | {"groups": {"frequency": [0.5, 0.5], "turn": [0, 9]}})],
-            "in one of its columns",
+            "need groups.column and groups.values",
         ),
         ([("data.sources", {"flip": [0.0, 0.5]})], "has no sources; remove it"),
         ([("data.training", 0)], "training must be at least 1"),

