@@ -224,8 +224,8 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
             return ()
         rows = (
             "every record changes its own loss only, at every point: what evaluates "
-            "the losses treats each record alone and keeps no state between points, and "
-            "no cell has changed the type of its column when the table was made",
+            "the losses treats each record alone and keeps no state between points; no "
+            "cell has changed the type of its column when the table was made",
             "unprotected: the time of an evaluation, which may depend on records, for "
             "example if an estimator rejects one",
         )
