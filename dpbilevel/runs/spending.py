@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,8 @@ def spent(folder: Path | str) -> TotalSpent:
     """Add up all runs that were started in a folder, or in any folder below it.
 
     These are runs of searches and of the command line, over processes and restarts.
-    Links are not followed, and a folder that was deleted or copied elsewhere is not
-    seen: keep all runs on the same records below one folder, and delete none.
+    Links are followed. A folder that was deleted or copied elsewhere is not seen: keep
+    all runs on the same records below one folder, and delete none.
 
     Args:
         folder: A folder of one or more runs.
@@ -179,13 +180,27 @@ def spent(folder: Path | str) -> TotalSpent:
     if not Path(folder).is_dir():
         raise ValueError(f"spent: there is no folder {folder}. Give a folder of runs.")
 
-    def refuse(error: OSError) -> None:
-        raise error
-
-    places = sorted(Path(path) for path, *_ in os.walk(folder, onerror=refuse))
+    places = [*_folders(Path(folder))]
     lost = (p for p in places if is_lost(p) and not is_moved(p))
     records = {str(p): read(p) for p in places if (p / NAME).is_file()}
     return TotalSpent(records, tuple(map(str, lost)))
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """Yield a folder and all below it, also behind links, each once."""
+    seen = set()
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path, names, _ in os.walk(top, followlinks=True, onerror=refuse):
+        names.sort()
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
+            names.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield Path(path)
 
 
 def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
@@ -195,7 +210,8 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
     or in any folder below it starts or goes on only if what `spent` adds up, with that
     run included, is at most the budget. Several processes may start runs at once. The
     limit is a file in the folder, `spending_limit.json`; another call replaces it.
-    A run in a folder that a link leads to elsewhere is not below this folder.
+    If a link below the folder leads elsewhere, a run must be given the path with the
+    link; given another path, it counts but is not refused.
 
     Args:
         folder: The folder; created if need be.
@@ -248,8 +264,10 @@ def is_lost(folder: Path) -> bool:
 
 def is_moved(folder: Path) -> bool:
     """Return whether a folder holds an earlier result of the folder above."""
-    earlier = re.fullmatch(r"run-\d+", folder.name)
-    return bool(earlier) and not read(folder).runs and (folder.parent / NAME).is_file()
+    if not re.fullmatch(r"run-\d+", folder.name) or read(folder).runs:
+        return False
+    made_here = (folder / checkpoint.SEARCH).exists() or checkpoint.has_released(folder)
+    return (folder.parent / NAME).is_file() and not made_here
 
 
 def begin(
@@ -369,6 +387,8 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> int:
     if kind == "started":
         runs.append(_checked(Run(**event, number=number)))
         return number
+    if kind not in ("resumed", "charged", "stopped", "finished"):
+        raise ValueError("an event has another name.")
     found = [i for i, run in enumerate(runs) if run.number == number]
     for i in found[-1:]:  # none if the line of its start is lost
         runs[i] = _checked(dataclasses.replace(runs[i], **event))
@@ -390,8 +410,8 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
     (run,) = _runs(folder, number)
     # The record may hold only a first part.
     ahead = [max(0.0, b - a) for a, b in zip(run.cost, costs_by(report), strict=True)]
-    top = folder.resolve()
-    for place in (top, *top.parents):
+    ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
+    for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
         try:
             page = json.loads((place / LIMIT).read_text())
             limit = float(page["epsilon"]), float(page["delta"])

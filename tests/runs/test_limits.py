@@ -1,5 +1,6 @@
 """What runs cost together: over folders, processes and restarts; and its limit."""
 
+import json
 import math
 import os
 import subprocess
@@ -108,15 +109,34 @@ def test_an_interrupted_search_without_its_record_makes_the_total_infinite(tmp_p
     assert cost(tmp_path / "b")[0] == math.inf
 
 
-def test_links_are_not_followed(tmp_path):
-    """The limit of a folder holds for the real folders below it."""
+def test_a_folder_that_is_named_as_a_moved_run_is_known_only_with_a_result(tmp_path):
+    started(tmp_path)
+    (tmp_path / "run-7").mkdir()
+    (tmp_path / "run-7" / checkpoint.RESULT).write_text("{}")
+    assert cost(tmp_path)[0] == pytest.approx(0.5)
+    (tmp_path / "run-7" / checkpoint.SEARCH).write_text("{}")
+    assert cost(tmp_path)[0] == math.inf
+
+
+def test_a_line_of_another_event_changes_no_cost(tmp_path):
+    started(tmp_path)
+    file = tmp_path / spending.NAME
+    line = {"event": "x", "run": 1, "epsilon": 0.0}
+    file.write_text(file.read_text() + json.dumps(line) + "\n")
+    assert cost(tmp_path)[0] == math.inf
+
+
+def test_runs_behind_links_count_once_and_are_limited(tmp_path):
     started(tmp_path / "elsewhere")
     (tmp_path / "runs").mkdir()
     for name in ("a", "b"):
         (tmp_path / "runs" / name).symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "runs")
-    assert cost(tmp_path / "runs") == (0.0, 0.0)
-    assert cost(tmp_path) == pytest.approx((0.5, 1e-6), rel=1e-9)
+    assert cost(tmp_path / "runs") == pytest.approx((0.5, 1e-6), rel=1e-9)
+    dpb.search.limit_spending(tmp_path / "runs", dpb.PrivacyBudget(0.6, 1e-5))
+    with pytest.raises(ValueError, match="refused by the limit"):
+        started(tmp_path / "runs" / "a" / "new", 0.2)
+    dpb.search.limit_spending(tmp_path / "runs", dpb.PrivacyBudget(9.0, 1e-5))
     dpb.search.limit_spending(tmp_path / "elsewhere", dpb.PrivacyBudget(0.5, 1e-5))
     with pytest.raises(ValueError, match="refused by the limit"):
         started(tmp_path / "runs" / "a" / "deep", 0.1)
