@@ -382,7 +382,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         Args:
             X: Features, of shape `(n, d)`; not protected.
         """
-        return self.classes_[np.argmax(self._scores(X), axis=1)]
+        scores = self._scores(X)  # refuses an estimator that is not fitted
+        return self.classes_[np.argmax(scores, axis=1)]
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
         """Return the probabilities of the classes, in the order of `classes_`.

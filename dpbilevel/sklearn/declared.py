@@ -189,8 +189,9 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
         raise ValueError(f"{owner}: {name} must be all texts or all numbers.")
     array = np.asarray(listed)
     if array.ndim != 1 or len(set(listed)) != len(listed) or len(listed) < 2:
+        why = ": with one class there is nothing to learn" if name == "classes" else ""
         raise ValueError(
-            f"{owner}: {name} must be distinct values, at least two, got "
+            f"{owner}: {name} must be distinct values, at least two{why}; got "
             f"{_checks.shown(values)}."
         )
     return np.sort(array)

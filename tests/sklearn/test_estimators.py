@@ -275,7 +275,7 @@ def test_estimators_are_cloned_pickled_and_shown():
         assert not hasattr(fresh, "privacy_report_")
         assert type(model).__name__ in model._repr_html_()
         for seeded in (type(model), fresh.set_params):
-            with pytest.raises(TypeError, match=r"random_state is refused.*Pass key="):
+            with pytest.raises(TypeError, match=r"random_state is refused.*a key="):
                 seeded(random_state=0)
         first, *_ = model.privacy_report_.assumptions
         assert "earlier steps of a pipeline, are public" in first

@@ -398,7 +398,7 @@ def test_the_claim_is_that_of_as_many_gaussian_releases(epsilon):
     plan = dpb.calibrate(problem, solver, budget, sizes=N)
     assert plan.report.ledger == model.privacy_report_.ledger
     assert plan.report.epsilon == model.privacy_report_.epsilon
-    assert "what was declared of the records" in str(model.privacy_report_)
+    assert "the declared classes, bounds and the like" in str(model.privacy_report_)
 
 
 @pytest.mark.parametrize("kind", [DPLogisticRegression, DPRidge])

@@ -41,8 +41,8 @@ def test_records_as_declared_are_said_to_be_usable():
     assert model.records_usable_ == pytest.approx(1, abs=0.1)
     assert model.constant_accuracy_ == pytest.approx(0.75, abs=0.1)
     first, lengths, _, gradient = model.privacy_report_.ledger
-    assert (first["release"], first["count"]) == ("usable records", 1)
-    assert (lengths["release"], gradient["count"]) == ("lengths of rows", 5)
+    assert (first.release, first.count) == ("usable records", 1)
+    assert (lengths.release, gradient.count) == ("lengths of rows", 5)
     assert model.privacy_report_.epsilon <= 1
 
 
@@ -128,12 +128,14 @@ def test_the_check_is_left_out_where_it_says_nothing_or_is_not_wanted():
         fitted(X, y, "No", "Yes", check_records=1)
 
 
+BUDGET = base.PrivacyBudget(200.0, 1e-5)
+
+
 @pytest.fixture
 def checks(monkeypatch):
     """What is released before a run, with more budget, so that 64 records do."""
     seen = []
-    budget = base.PrivacyBudget(200.0, 1e-5)
-    monkeypatch.setattr(base.PrivateEstimator, "_budget", lambda self: budget)
+    monkeypatch.setattr(base, "PrivacyBudget", lambda *_: BUDGET)
     released = usability._released
 
     def spy(query, mechanism, rows, *, key):
@@ -151,7 +153,7 @@ def of_indicators(checks):
     Comparisons of targets, which do, release one number a record.
     """
     planned = PublicSize(base.Neighbours.REPLACE_ONE, 64)
-    effects = Effects.plan(base.PrivacyBudget(200.0, 1e-5), planned, 2, 3).release
+    effects = Effects.plan(BUDGET, planned, 2, 3).release
     assert effects is not None
     (query,) = effects.queries
     return [
