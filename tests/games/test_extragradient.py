@@ -155,7 +155,7 @@ def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
         2,
         1e3,
         1.0,
-        dpb.privacy.SinglePass(2),
+        sampling=dpb.privacy.SinglePass(2),
         noise_multiplier=0.0,
         precision="float",
         sizes=8,
