@@ -9,8 +9,22 @@ import jax.numpy as jnp
 import dpbilevel as dpb
 
 from . import workloads
-from .single_loop import weighting
 from .timing import ratios
+
+
+def weighting(n, d):
+    """Make source weighting on `n` training and `n / 4` validation records."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(n, d))
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    lower = {
+        "features": jnp.asarray(features, jnp.float32),
+        "label": jnp.asarray(np.sign(rng.normal(size=n)), jnp.float32),
+        "source": jnp.asarray(rng.integers(0, 8, n), jnp.int32),
+    }
+    upper = {key: lower[key][: n // 4] for key in ("features", "label")}
+    return dpb.source_weighting(dpb.logistic_loss, 8), dpb.Levels(upper, lower)
+
 
 INNER = 10
 

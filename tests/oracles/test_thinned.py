@@ -89,7 +89,7 @@ def test_products_read_all_records_only_where_the_thinned_ones_mislead(
 ):
     problem, _, _, y0 = logistic("alike")
     counts = []
-    linearization = objectives.Objective.linearization
+    linearization = objectives.Objective.linearize
 
     def counted(self, x, y):
         value, slope, product = linearization(self, x, y)
@@ -100,7 +100,7 @@ def test_products_read_all_records_only_where_the_thinned_ones_mislead(
 
         return value, slope, read
 
-    monkeypatch.setattr(objectives.Objective, "linearization", counted)
+    monkeypatch.setattr(objectives.Objective, "linearize", counted)
     solve = jax.jit(lambda x, data: dpb.oracles.lower_solve(problem, x, data, y0=y0)[1])
     for kind, whole in (("alike", False), ("none", True)):
         _, data, x, _ = logistic(kind)
