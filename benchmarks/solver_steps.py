@@ -5,6 +5,7 @@ Rows are dictionaries from the head of a column to a text, number or None.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import dpbilevel as dpb
 
