@@ -118,7 +118,7 @@ def test_slopes_of_a_hyper_objective_know_every_error_of_their_gradient(x64):
     # Solved to its rounding, and rounded.
     least = CONSTANTS.upper_y * 2 * rounding
     assert known.error >= least
-    largest = 2 * score._reach()
+    largest = 2 * score._change()
     values = 32 * 2.0**-52 * largest
     assert known.error - least == pytest.approx(values, rel=1e-3, abs=0)
 
