@@ -77,7 +77,7 @@ class WarmResolvent(dpb.games.InexactProximalPoint):
 class ForgetsTheFactor(dpb.games.GroupDescent):
     """Weighs records by more than one and charges them as one."""
 
-    def _relative(self, factors):
+    def _relative_weights(self, factors):
         return factors, 1.0
 
     def release(self, problem, sizes):
