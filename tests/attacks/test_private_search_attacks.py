@@ -92,6 +92,21 @@ def test_a_hostile_record_is_silent_and_alone(tuned, inputs, targets):
     assert np.isfinite(expected).all()
 
 
+def test_losses_that_mix_rows_and_fail_once_are_refused():
+    """A failure on the rows as they are is no sign that rows are independent."""
+    calls = []
+
+    def mixing(fitted, X, y):
+        calls.append(len(X))
+        if len(calls) == 2:
+            raise RuntimeError("for a moment")
+        errors = (fitted.predict(X) - y) ** 2
+        return errors - errors.mean()
+
+    with pytest.raises(ValueError, match="change with the rows beside"):
+        evaluated(RIDGE, V, T, losses=mixing)
+
+
 def test_time_is_listed_as_unprotected():
     """A rejected row costs further predictions."""
     report = fit(T).report_
