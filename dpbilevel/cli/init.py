@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import auto
 from .columns import Value
 from .config import Config, parse_config
-from .files import SEPARATORS, existing, opened, read_csv, read_header
+from .files import MALFORMED, SEPARATORS, existing, opened, read_csv, read_header
 from .rendering import environment
 from .run import check_delta
 from .tables import Location
@@ -227,6 +227,7 @@ def proposed(header: Header) -> dict[str, Range | Values]:
 
 
 def _proposal(cells: set[str]) -> Range | Values | None:
+    cells = cells - {MALFORMED}
     numbers = [_float(cell) for cell in cells]
     if len(set(numbers)) > _FEW_NUMBERS and all(map(math.isfinite, numbers)):
         return Range(

@@ -127,7 +127,7 @@ def _softplus(value: Scalar) -> Scalar:
 
 @_softplus.defjvp
 def _softplus_jvp(primals, tangents):
-    # One exponential where the derivative of logaddexp takes two and a logarithm.
+    # One exponential; the derivative of logaddexp takes two and a logarithm.
     return _softplus(*primals), jax.nn.sigmoid(*primals) * tangents[0]
 
 

@@ -76,12 +76,12 @@ def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
         ValueError: Its shapes are not those of a vector and a number.
     """
     margin, label = _margin(weights, record)
-    # The derivative of an absolute value is finite even where the value is not.
+    # The derivative of an absolute value is finite even if the value is not.
     return jnp.abs(margin - label) * jnp.where(jnp.isfinite(label), 1, jnp.nan)
 
 
 def signed(label: Scalar) -> Scalar:
-    """Return the label, or -1 where it is 0: classes 0 and 1 mean what -1 and 1 do.
+    """Return the label, or -1 if it is 0: classes 0 and 1 mean what -1 and 1 do.
 
     A label that is not finite stays as it is, so that its record is left out where
     records are clipped.
@@ -122,7 +122,7 @@ def example(record: Record) -> tuple[Float[Array, " d"], Array]:
 def bounded(
     record: Record, norm: float, dtype: DTypeLike
 ) -> tuple[Float[Array, " d"], Scalar]:
-    """Features at most `norm` long and the label; zeros where one is not finite.
+    """Return features at most `norm` long and the label; zeros if not finite.
 
     The public norm is between 1e-15 and 1e15. The row is zeros where the label is not
     finite either, so that such a record has no influence on a linear model.

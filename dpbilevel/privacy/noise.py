@@ -145,7 +145,7 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
     numbers = np.asarray([number_of(name) for name in domains], np.uint32)
     derived = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
     # A split uses the key up, also one into no keys. They are joined to the others so
-    # that JAX does not remove the split where it removes what nothing reads.
+    # that JAX does not remove the split as a value that nothing reads.
     return computed_once(jnp.concatenate([jax.random.split(key, 0), derived]))
 
 

@@ -135,7 +135,7 @@ def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
 
 
 def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
-    """Return the record in a dtype, or zeros where one of its numbers is not finite."""
+    """Return the record in a dtype, or zeros if one of its numbers is not finite."""
     record = wide(record, dtype)
     readable = all_finite(record)
     return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)

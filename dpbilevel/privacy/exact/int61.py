@@ -25,7 +25,7 @@ _FEW = 2**13
 # Sums of so many counts of 32 bits are in range.
 _MOST_ROWS = 2**29
 # XLA splits longer sums into two steps, which take long to compile. It does not split
-# the reduction of a pair, which is slower than two sums where there are few rows.
+# the reduction of a pair, which is slower than two sums if there are few rows.
 _SHORT = 32
 # Fewer parts of 20 bits, or of 20 and a sign, add up to less than 32 bits.
 _PART, _MANY = 20, 2**11

@@ -353,7 +353,7 @@ def _random(product: Product, info, random) -> tuple[np.ndarray, np.ndarray]:
 def _significands(count: int, info, random) -> np.ndarray:
     """Return numbers in [1, 2): near roundings to 7 to 48 bits, then random ones."""
     eps = float(info.eps)
-    # The first serves alone where a product has one column: all reduce it.
+    # The first serves alone if a product has one column: all reduce it.
     places = (11, 8, 10, 7, 23, 24, 48)
     cuts = [1 + 2.0**-place - odd * eps for place in places for odd in (3, 1)]
     known = [c for c in cuts if 1 < c] + [1 + eps, 2 - eps]
