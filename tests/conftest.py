@@ -29,7 +29,7 @@ def pytest_collection_finish():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A key used twice fails its test; programs take maps, of which Linux has few."""
-    if next(TESTS) % 10 == 0 and MAPS.read_text().count("\n") > 15_000:
+    if next(TESTS) % 10 == 0 and MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
     with jax.debug_key_reuse(item.get_closest_marker("reuses_keys") is None):
         return (yield)

@@ -61,6 +61,7 @@ def recorder(*mistakes):
         """With `frozen`, noisy releases show zeros, so that the states see no data."""
         return compiled(problem, solver, data, w0, key, frozen)
 
+    solve.programs = compiled._cache_size
     return solve
 
 
@@ -105,6 +106,11 @@ def sensitivity(mechanism, value):
 
 
 solve = recorder()
+
+
+def compiled_programs():
+    """Return the number of programs that `solve` has compiled."""
+    return solve.programs()
 
 
 def run(name, key, scale=1.0):

@@ -1,7 +1,7 @@
 """What every solver must do: each of `CONTRACT` in the tests of an algorithm."""
 
 import dataclasses
-import re
+import functools
 
 import chex
 import equinox as eqx
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 
 import dpbilevel as dpb
 from dpbilevel.core.descent import rejected_updates
@@ -20,6 +21,7 @@ from tests.contract.recorded import (
     SHORT,
     at_once,
     calibrated,
+    compiled_programs,
     run,
     solve,
 )
@@ -35,22 +37,26 @@ fitted_solvers = at_once(lambda name: CASES[name].fitted)
 def test_numbers_change_without_retracing(name):
     problem, solver, data, w0 = calibrated(name)
     other = jax.tree.map(lambda v: v * 1.5 if isinstance(v, float) else v, solver)
-    louder = solver.with_noise(3.0)
-    chex.clear_trace_counter()
-    counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
-    for seed, same in enumerate((solver, other, louder)):
-        counted.trace(problem, same, data, w0, key=jax.random.key(seed))
+    programs = []
+    for seed, same in enumerate((solver, other, solver.with_noise(3.0))):
+        solve(problem, same, data, w0, key=jax.random.key(seed))
+        programs.append(compiled_programs())
+    assert programs[0] == programs[1] == programs[2]
 
 
 def test_another_count_of_steps_does_retrace():
-    # The control: the counter sees a new program.
+    # The control of the test above: both counters see a new program.
     problem, solver, data, w0 = calibrated("noisy_gd")
+    run("noisy_gd", jax.random.key(KEY))
+    before = compiled_programs()
     chex.clear_trace_counter()
     counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
     longer = dataclasses.replace(solver, num_steps=solver.num_steps + 1)
     counted.trace(problem, solver, data, w0, key=jax.random.key(KEY))
     with pytest.raises(AssertionError, match="is traced > 1 times"):
         counted.trace(problem, longer, data, w0, key=jax.random.key(KEY))
+    solve(problem, longer, data, w0, key=jax.random.key(KEY))
+    assert compiled_programs() == before + 1
 
 
 @fitted_solvers
@@ -143,7 +149,8 @@ def widened(leaf):
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.double])
 def test_float32_in_float32_out(name):
-    assert dtypes(*calibrated(name)) == {jnp.dtype("f4")}
+    _, answer = traced(name, None)
+    assert {v.dtype for v in jax.tree.leaves(answer)} == {jnp.dtype("f4")}
 
 
 @pytest.mark.slow
@@ -273,10 +280,19 @@ class Constant:
         return constant
 
 
-def reads(name, solver=None):
-    """Whether what a run shows depends on records other than through its releases."""
-    problem, calibrated_solver, data, w0 = calibrated(name)
-    solver = calibrated_solver if solver is None else solver
+@functools.cache  # it serves the test of dtypes, too
+def traced(name, kind):
+    """Return what a run shows, with releases that no longer depend on records.
+
+    Args:
+        name: A case.
+        kind: A class of solvers that replaces the case's, or None.
+
+    Returns:
+        Whether what it shows depends on records, and the shapes of the answer.
+    """
+    problem, solver, data, w0 = calibrated(name)
+    solver = solver if kind is None else kind(**vars(solver))
 
     def shown(data):
         keys = jax.random.split(jax.random.key(KEY), solver.num_steps)
@@ -284,19 +300,23 @@ def reads(name, solver=None):
             problem, solver, data, solver.init(problem, w0), keys, trajectory=True
         )
         seen = solver.adversary_view(state), rejected_updates(state)
-        return seen, solver.answer(problem, state), path
+        return solver.answer(problem, state), seen, path
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, method in (
+        for owner, method in (
             (Gaussian, "release"),
             (dpb.draws.Exponential, "draw"),
             (dpb.draws.RegularizedExponential, "draw"),
         ):
-            patch.setattr(kind, method, Constant(getattr(kind, method)))
-        text = jax.jit(shown).lower(data).as_text()
-    # An argument that nothing depends on is left out of the program.
-    (signature,) = re.findall(r"func public @main\((.*?)\) ->", text)
-    return "%arg" in signature
+            patch.setattr(owner, method, Constant(getattr(owner, method)))
+        made = jax.jit(shown).trace(data)
+    jaxpr = made.jaxpr.jaxpr
+    _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return any(is_read), made.out_info[0]
+
+
+def reads(name, kind=None):
+    return traced(name, kind)[0]
 
 
 @solvers
@@ -336,8 +356,7 @@ class NoiseByRecord(dpb.NoisyGD):
 
 @pytest.mark.parametrize("kind", [Peeks, CountsByRecord, NoiseByRecord])
 def test_a_record_read_in_passing_is_noticed(kind):  # the control of the test above
-    _, solver, _, _ = calibrated("noisy_gd")
-    assert reads("noisy_gd", kind(**vars(solver)))
+    assert reads("noisy_gd", kind)
 
 
 class StepsTwice(dpb.NoisyGD):

@@ -136,10 +136,10 @@ def test_an_entry_that_is_no_number_raises_nothing(entry):
 
 
 def test_a_long_text_does_not_lengthen_others():
-    texts = ["a", "b", 1_000_000 * "c"] * 1000
+    texts = ["a", "b", 1_000_000 * "c"] * 50
     column = Column.of(pa.array(texts))
     assert column.kind == "texts"
-    assert column.entries.nbytes < 100_000
+    assert column.entries.nbytes < 10_000
 
 
 @pytest.mark.parametrize("missing", [False, True])

@@ -91,15 +91,15 @@ def test_a_share_of_the_groups_of_noise_groups_matters(useful, count):
 
 
 def test_coefficients_of_groups_fall_with_their_rank():
-    groups = np.arange(60_000) // 10_000
+    groups = np.arange(6_000) // 1_000
     problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
     for useful, decay in ((0.5, 1.0), (1.0, 0.0)):
         population = planning.NoiseGroups(useful=useful, decay=decay)
-        target, _ = population.models(problem, (60_000,), jax.random.key(0))
+        target, _ = population.models(problem, (6_000,), jax.random.key(0))
         sizes = np.sort(np.asarray(target).reshape(6, -1).std(1))[::-1]
         rank = np.arange(1, 7)
         expected = np.where(rank <= 6 * useful, rank**-decay, 0.0)
-        np.testing.assert_allclose(sizes / sizes[0], expected, atol=0.05)
+        np.testing.assert_allclose(sizes / sizes[0], expected, atol=0.1)
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
