@@ -140,11 +140,11 @@ def test_proved_constants_are_not_refuted(model, x64):
     ("name", "factor"),
     [
         ("strong_convexity", 1.05),
-        ("upper_y", 0.5),
         ("lower_xy", 0.9),
-        ("lower_yy_spread", 0.9),
-        ("lower_xy_in_y", 0.9),
         ("lower_yy_in_y", 0.3),
+        pytest.param("upper_y", 0.5, marks=pytest.mark.slow),
+        pytest.param("lower_yy_spread", 0.9, marks=pytest.mark.slow),
+        pytest.param("lower_xy_in_y", 0.9, marks=pytest.mark.slow),
     ],
 )
 def test_a_constant_that_does_not_hold_is_refuted(name, factor, x64):

@@ -9,12 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-import dpbilevel as dpb
-from dpbilevel import planning
 from dpbilevel.cli import auto, init, results
 from dpbilevel.cli.files import MALFORMED, read_csv
 from dpbilevel.cli.main import main
-from dpbilevel.planning import auto_plan
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import rows_of, write_csv
 
@@ -264,12 +261,8 @@ def test_a_model_is_trained_on_one_level_and_named(file, tmp_path, capsys):
 
 @pytest.mark.filterwarnings("default:auto. The plan")
 def test_training_without_settings_is_planned_by_every_command(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, one_candidate
 ):
-    def candidates(problem, w0, clip_norm, records=None, intercept=None):
-        return (planning.Candidate("one", (dpb.NoisyGD(3, 1.0, 4.0),), 1),)
-
-    monkeypatch.setattr(auto_plan, "candidates", candidates)
     file = tmp_path / "a.toml"
     file.write_text(TRAINING.replace("training = 60", "training = 300"))
     assert main(["calibrate", str(file), "--json"]) == 0

@@ -184,7 +184,7 @@ def test_no_key_is_used_twice(name):
         solve(problem, solver, data, w0, key=jax.random.key(KEY))
 
 
-@solvers
+@distinct_solvers
 def test_uncalibrated_solver_raises_with_the_remedy(name):
     case, key = CASES[name], jax.random.key(KEY)
     with pytest.raises(ValueError, match=r"calibrate\(problem, solver, budget"):

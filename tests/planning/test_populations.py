@@ -140,7 +140,7 @@ def chances_of(population, shape):
 @pytest.mark.parametrize(
     "population", POPULATIONS, ids=lambda population: population.name
 )
-@pytest.mark.parametrize("shape", [(20,), (20, 3), (20, 10), (200, 10), (200, 30)])
+@pytest.mark.parametrize("shape", [(20,), (20, 3), (200, 30)])
 def test_labels_of_many_classes_follow_the_features_no_less_than_of_two(
     population, shape
 ):
@@ -167,7 +167,7 @@ def test_records_of_several_classes_gather_by_class_and_those_of_two_do_not(popu
     "population", POPULATIONS, ids=lambda population: population.name
 )
 @pytest.mark.parametrize("classes", [2, 4])
-@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("columns", [1, 3])
 def test_synthetic_data_of_few_features_have_finite_features_and_several_labels(
     population, columns, classes
 ):

@@ -1,5 +1,6 @@
 """The host loop: what `solve` does, with losses from Python, and safe to interrupt."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -75,10 +76,18 @@ def same(left, right):
 
 @pytest.fixture(scope="module")
 def whole():
-    return {name: search(name, trajectory=True) for name in SOLVERS}
+    return functools.cache(lambda name: search(name, trajectory=True))
 
 
-@solvers
+@pytest.mark.parametrize(
+    "name",
+    [
+        "noisy_ucb",
+        "gradient_informative",
+        pytest.param("random_search", marks=pytest.mark.slow),
+        pytest.param("repeat_and_select", marks=pytest.mark.slow),
+    ],
+)
 def test_search_is_solve_with_the_same_losses_and_key(name, whole):
     with jax.enable_x64(True):
         plan = dpb.calibrate(FINITE_SUM, SOLVERS[name], BUDGET, sizes=30)
@@ -90,11 +99,11 @@ def test_search_is_solve_with_the_same_losses_and_key(name, whole):
             key=jax.random.key(0),
             trajectory=True,
         )
-        assert plan.report.epsilon == whole[name].report.epsilon
-    np.testing.assert_allclose(whole[name].value, solution.value, rtol=1e-12)
-    np.testing.assert_allclose(whole[name].trajectory, solution.trajectory, rtol=1e-12)
-    assert whole[name].value.dtype == np.float64
-    assert not np.array_equal(search(name, key=1).value, whole[name].value)
+        assert plan.report.epsilon == whole(name).report.epsilon
+    np.testing.assert_allclose(whole(name).value, solution.value, rtol=1e-12)
+    np.testing.assert_allclose(whole(name).trajectory, solution.trajectory, rtol=1e-12)
+    assert whole(name).value.dtype == np.float64
+    assert not np.array_equal(search(name, key=1).value, whole(name).value)
 
 
 @solvers
@@ -119,7 +128,7 @@ def test_programs_that_are_optimized_less_release_the_same(name, whole, monkeypa
     monkeypatch.setattr(searching, "_SHORT", 0)
     found = search(name, trajectory=True)
     assert searching._ask._cache_size() == before + 1  # the control
-    np.testing.assert_allclose(found.trajectory, whole[name].trajectory, rtol=1e-9)
+    np.testing.assert_allclose(found.trajectory, whole(name).trajectory, rtol=1e-9)
 
 
 def test_the_black_box_sees_its_own_point_in_float64_under_the_callers_setting():
@@ -144,7 +153,7 @@ def test_a_plan_made_before_gives_the_same_run(whole):
     )
     assert isinstance(solution, dpb.Solution)
     assert solution.trajectory is None
-    np.testing.assert_allclose(solution.value, whole[NAME].value, rtol=1e-12)
+    np.testing.assert_allclose(solution.value, whole(NAME).value, rtol=1e-12)
     wider = dpb.search.BlackBox(lambda point: np.ones(31), 31, BOX)
     with pytest.raises(ValueError, match="the plan is for 30"):
         dpb.search.minimize(wider, plan.solver, START, key=jax.random.key(0))
@@ -285,7 +294,7 @@ def test_progress_tells_steps_and_evaluations_and_no_loss(capsys):
 
 
 def test_the_report_says_what_a_black_box_must_keep_to(whole):
-    texts = whole[NAME].report.assumptions
+    texts = whole(NAME).report.assumptions
     assert any("every record changes its own loss only" in text for text in texts)
     assert any("training data and other inputs" in text for text in texts)
 
