@@ -54,7 +54,7 @@ test-short: $(BIN)/.installed
 
 # Sphinx too: without it the tests of the site are skipped.
 test-slow: $(BIN)/.documented
-	$(BIN)/python -m pytest $(TEST_FLAGS) -m slow
+	JAX_DEBUG_KEY_REUSE=1 $(BIN)/python -m pytest $(TEST_FLAGS) -m slow
 
 audit: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) tests/audit

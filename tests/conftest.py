@@ -13,6 +13,7 @@ from dpbilevel.core import spent
 
 MAPS = pathlib.Path("/proc/self/maps" if os.path.exists("/proc") else os.devnull)
 TESTS = itertools.count(1)
+EVERYWHERE = jax.config.jax_debug_key_reuse
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -28,10 +29,16 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A key used twice fails its test; programs take maps, of which Linux has few."""
+    """A key used twice fails its test; programs take maps, of which Linux has few.
+
+    The check of keys doubles the time of what is not compiled. The contract of all
+    solvers and the attacks have it always, other tests if JAX_DEBUG_KEY_REUSE=1.
+    """
     if next(TESTS) % 10 == 0 and MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
-    with jax.debug_key_reuse(item.get_closest_marker("reuses_keys") is None):
+    is_checked = EVERYWHERE or item.path.parent.name in ("contract", "attacks")
+    reuses = item.get_closest_marker("reuses_keys") is not None
+    with jax.debug_key_reuse(is_checked and not reuses):
         return (yield)
 
 
