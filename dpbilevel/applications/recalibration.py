@@ -105,8 +105,8 @@ def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     """
     if not is_array(y) or jnp.ndim(y) > 2:
         raise ValueError(
-            f"{owner}: y must be one array of shape (d,) or (d, k), coefficients of d "
-            f"features, got {_checks.shown(y)}. Use OneLevel for other models."
+            f"{owner}: y must be one array of shape (d,) or (d, k), got "
+            f"{_checks.shown(y)}. Use OneLevel for other models."
         )
     if intercept is None:
         return jnp.zeros((0, *y.shape), y.dtype)

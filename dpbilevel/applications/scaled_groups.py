@@ -92,8 +92,8 @@ class ScaledGroups(AbstractPipeline):
         known = _checks.concrete(step_size) or isinstance(step_size, Rule)
         if self.screen.num_steps != 1 or (known and step_size != 1):
             raise ValueError(
-                "ScaledGroups: screen must be one step of size 1, whose answer is the "
-                "negative gradient. Set its clip_norm, sampling and noise only."
+                "ScaledGroups: screen must be one step of size 1. Set its clip_norm, "
+                "sampling and noise only."
             )
 
     @override

@@ -1,11 +1,13 @@
 """Pipelines that score data sources and fit one model of the sources they keep."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
@@ -18,11 +20,6 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.exact.floats import is_finite
 from ..sets import Euclidean
 from .sources import SourceWeighting
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 SCORE, FIT = "score", "fit"
 # Lengths of the two entries of a record in `score_objective`; their squares sum to 1.

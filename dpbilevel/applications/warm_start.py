@@ -9,8 +9,8 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from ..bilevel.pipeline import AbstractStages, with_prefix
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.stages import AbstractStages, with_prefix
 from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive

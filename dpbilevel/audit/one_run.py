@@ -9,8 +9,7 @@ import numpy as np
 
 from .. import _checks
 from ..core.loop import solved
-from ..onelevel.noisy_gd import NoisyGD
-from ..onelevel.problem import FiniteSum
+from ..onelevel import FiniteSum, NoisyGD
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import check_solver
 from .claims import Claim, TradeOffCurve, ledger_claims
@@ -166,8 +165,8 @@ def refutes(
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
-            "refutes: needs 0 <= correct <= guesses <= canaries, got "
-            f"{correct}, {guesses} and {canaries}."
+            f"refutes: needs 0 <= correct <= guesses <= canaries, got {correct}, "
+            f"{guesses} and {canaries}."
         )
     curve = TradeOffCurve(claim)
     right = significance * correct / canaries

@@ -15,8 +15,8 @@ from ..core.solver import AbstractSolver
 from ..privacy.mechanisms import AbstractNoise
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
+from .sensitivity import open_value
 from .tradeoff import ALPHA, SolverRun
-from .unseal import open_value
 
 
 @dataclasses.dataclass(frozen=True)

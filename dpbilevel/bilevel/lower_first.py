@@ -91,14 +91,13 @@ class LowerFirst(AbstractPipeline):
         """
         if problem.reads_x(LOWER):
             raise ValueError(
-                "LowerFirst: losses of the lower level read x (x_in_records="
-                f"{problem.x_in_records}). Use PenaltyBilevel, SingleLoopBilevel or "
-                'bilevel.F2SA, or declare x_in_records="upper" if that is wrong.'
+                "LowerFirst: losses of the lower level read x "
+                f"(x_in_records={problem.x_in_records}). Use PenaltyBilevel, "
+                "SingleLoopBilevel or bilevel.F2SA."
             )
         if w0 is not None and _public_reads_x(problem, w0):
             raise ValueError(
-                "LowerFirst: lower_public reads x, so the solution of the lower level "
-                "depends on x. Use PenaltyBilevel, SingleLoopBilevel or bilevel.F2SA."
+                "LowerFirst: lower_public reads x. Use PenaltyBilevel, for example."
             )
 
 

@@ -118,10 +118,7 @@ class Solution(eqx.Module, Generic[Report]):
 
     def _pair(self) -> tuple[PyTree, PyTree]:
         if not isinstance(self.value, tuple) or len(self.value) != 2:
-            raise AttributeError(
-                "only solutions of bilevel problems and saddle points have x and y; "
-                "use .value."
-            )
+            raise AttributeError("only answers of two parts have x and y; use .value.")
         return self.value
 
 

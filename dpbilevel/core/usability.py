@@ -234,8 +234,8 @@ def released_mean(
         rows = public_rows(rows, query.size, query.role, owner)
     elif len(rows) != query.size:
         raise ValueError(
-            f"{owner}: the release of {release.name!r} is planned for {query.size} "
-            f"{query.role} rows, got {len(rows)}. Plan for the number of rows."
+            f"{owner}: {release.name!r} is planned for {query.size} {query.role} rows, "
+            f"got {len(rows)}."
         )
     return _released(query, release.mechanism, rows, key=key)
 

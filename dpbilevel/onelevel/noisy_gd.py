@@ -76,7 +76,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
         if self.momentum is not None and isinstance(self.step_size, Rule):
             raise ValueError(
                 f"{type(self).__name__}: momentum={_checks.shown(self.momentum)} was "
-                "given with an optax optimizer, which brings its own. Set it there."
+                "given with an optax optimizer. Set it there."
             )
 
     def descent(self, problem: AbstractFiniteSum) -> Descent:

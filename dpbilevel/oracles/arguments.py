@@ -16,13 +16,7 @@ from .linear import AbstractLinearSolver
 from .minimizers import AbstractLowerSolver
 from .objectives import merge, split
 
-_KINDS = {
-    "solver": (AbstractLowerSolver, "a lower-level solver, such as NewtonCG()"),
-    "linear_solver": (
-        AbstractLinearSolver,
-        "a solver of linear systems, such as ConjugateGradient()",
-    ),
-}
+_KINDS = {"solver": AbstractLowerSolver, "linear_solver": AbstractLinearSolver}
 
 
 def check_arguments(
@@ -57,13 +51,9 @@ def check_arguments(
             `v0` unlike `y`.
     """
     _checks.instance(owner, BilevelProblem, problem=problem)
-    if not isinstance(data, Levels):
-        text = f"{owner}: data must be dpbilevel.Levels(upper=..., lower=...), got"
-        raise TypeError(f"{text} {_described(data)}.")
+    _checks.instance(owner, Levels, data=data)
     for key, value in solvers.items():
-        kind, words = _KINDS[key]
-        if not isinstance(value, kind):
-            raise TypeError(f"{owner}: {key} must be {words}, got {_described(value)}.")
+        _checks.instance(owner, _KINDS[key], **{key: value})
     _check_upper_variable(owner, x)
     variable, rest = _split(owner, name, y)
     if v0 is not None:
@@ -79,8 +69,8 @@ def _check_upper_variable(owner: str, x: PyTree) -> None:
         if kind is None or not jnp.issubdtype(kind, jnp.floating):
             raise ValueError(
                 f"{owner}: x{jax.tree_util.keystr(path)} must be a floating-point "
-                f"array, got {_described(leaf)}. Convert numbers, and split other "
-                "leaves off by equinox.partition(x, equinox.is_inexact_array)."
+                f"array, got {_described(leaf)}. Split other leaves off by "
+                "equinox.partition(x, equinox.is_inexact_array)."
             )
 
 
@@ -93,7 +83,7 @@ def _split(owner: str, name: str, y: PyTree) -> tuple[PyTree, PyTree]:
         kinds = sorted({_described(leaf) for leaf in jax.tree.leaves(y)})
         raise ValueError(
             f"{owner}: {name} must be a pytree with arrays of floats, got "
-            f"{' and '.join(kinds) or 'no leaves'}. Pass for instance jnp.zeros(d)."
+            f"{' and '.join(kinds) or 'no leaves'}."
         )
     return variable, rest
 
@@ -108,7 +98,7 @@ def _check_alike(owner: str, v0: PyTree, variable: PyTree) -> None:
     if unlike or jax.tree.leaves(given) != jax.tree.leaves(expected):
         raise ValueError(
             f"{owner}: v0 must be like the arrays of floats of y, {expected}, got "
-            f"{given}. Pass solution.value of the LinearSolution of an earlier call."
+            f"{given}. Pass solution.value of an earlier LinearSolution."
         )
 
 

@@ -7,7 +7,7 @@ Frozen settings that `implicit_hypergradient` and `lower_solution` take as
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .. import _checks
+from .._checks import Checked, Count, positive
 
 Scalar = Float[Array, ""]
 Matvec = Callable[[PyTree], PyTree]
@@ -47,7 +47,7 @@ class LinearSolution(NamedTuple):
     num_products: Int[Array, ""]
 
 
-class AbstractLinearSolver(eqx.Module):
+class AbstractLinearSolver(Checked):
     """Solver of symmetric positive definite systems."""
 
     @abc.abstractmethod
@@ -92,13 +92,8 @@ class ConjugateGradient(AbstractLinearSolver):
         [1.0, 0.25]
     """
 
-    num_steps: int = eqx.field(static=True, default=500)
-    tolerance: float | Scalar | None = 1e-5
-
-    def __check_init__(self):
-        _checks.count("ConjugateGradient", num_steps=self.num_steps)
-        if self.tolerance is not None:
-            _checks.positive("ConjugateGradient", tolerance=self.tolerance)
+    num_steps: Count = eqx.field(static=True, default=500)
+    tolerance: Annotated[float | Scalar, positive] | None = 1e-5
 
     def solve(self, matvec, b, x0=None):
         """Stop early at the tolerance, as `num_products` shows."""
@@ -161,12 +156,8 @@ class Neumann(AbstractLinearSolver):
         step_size: $\eta > 0$, below 2 over the largest eigenvalue of $A$.
     """
 
-    num_steps: int = eqx.field(static=True)
-    step_size: float | Scalar
-
-    def __check_init__(self):
-        _checks.count("Neumann", num_steps=self.num_steps)
-        _checks.positive("Neumann", step_size=self.step_size)
+    num_steps: Count = eqx.field(static=True)
+    step_size: Annotated[float | Scalar, positive]
 
     def solve(self, matvec, b, x0=None):
         """Sum the series, from `x0` on."""
@@ -192,7 +183,6 @@ class Cholesky(AbstractLinearSolver):
 
     def solve(self, matvec, b, x0=None):
         """Factor the matrix; `x0` is not used."""
-        del x0
         flat, unravel = jax.flatten_util.ravel_pytree(b)
 
         def column(v):

@@ -1,6 +1,7 @@
 """NON-PRIVATE answers of the lower level, with implicit derivatives."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ from jaxtyping import PyTree
 from ..bilevel.problem import BilevelProblem, Levels
 from ..sets import AbstractSet, Euclidean
 from .arguments import check_arguments
-from .layout import lay_out
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
@@ -17,6 +17,7 @@ from .objectives import (
     CONVERGED,
     AbstractObjective,
     if_converged,
+    lay_out,
     lower_objective,
     merge,
     nan_unless_finite,
@@ -129,16 +130,9 @@ def minimize_or_nan(
 def _solve(
     owner: str, problem, x, data, solver, y0, linear_solver
 ) -> tuple[PyTree, LowerInfo]:
-    y0, rest = check_arguments(
-        owner,
-        problem,
-        x,
-        y0,
-        data,
-        roles=("lower",),
-        solver=solver,
-        linear_solver=linear_solver,
-    )
+    solvers: Any = {"solver": solver, "linear_solver": linear_solver}
+    roles = ("lower",)
+    y0, rest = check_arguments(owner, problem, x, y0, data, roles=roles, **solvers)
     objective = lower_objective(problem, data, rest)
     if not isinstance(problem.y_set, Euclidean):
         y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
@@ -177,13 +171,11 @@ def check_interior(owner: str, problem: BilevelProblem) -> None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _without_derivative(owner, y):
-    del owner
     return y
 
 
 @_without_derivative.defjvp
 def _refuse(owner, primals, tangents):
-    del primals, tangents
     raise ValueError(
         f"{owner}: the implicit derivative holds inside y_set only. Replace it by "
         "Euclidean() if y*(x) never touches its boundary."

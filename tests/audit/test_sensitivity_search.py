@@ -108,7 +108,7 @@ def test_a_private_denominator_is_refused():
 
 
 def test_a_query_that_seals_nothing_is_refused():
-    with pytest.raises(TypeError, match="must return a Bounded"):
+    with pytest.raises(TypeError, match="must be an instance of Bounded"):
         search(lambda records: records["v"], dpb.Neighbours.REPLACE_ONE)
 
 

@@ -90,7 +90,7 @@ def test_shared_data_cannot_be_called_disjoint():
         ((0, 5), "upper must be an integer of at least 1"),
         ((5, 5.0), "lower must be an integer"),
         ((5, 5, "strangers"), "people must be one of"),
-        ((5, 6, "shared"), "shared levels have equal sizes"),
+        ((5, 6, "shared"), "shared levels differ"),
     ],
 )
 def test_bad_sizes_are_named(arguments, message):
@@ -339,7 +339,7 @@ def test_bad_terms_and_sets_are_refused_at_construction():
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 SMALL_BOX = dpb.sets.Box(jnp.zeros(5), jnp.ones(5))
 BAD_ARGUMENTS = {
-    "data that are no levels": ({"data": (RECORDS, RECORDS)}, r"dpbilevel\.Levels\("),
+    "data that are no levels": ({"data": (RECORDS, RECORDS)}, r"dpb\.Levels\("),
     "a start that is no pair": ({"w0": jnp.zeros(3)}, r"w0 must be a pair \(x, y\)"),
     "a start of words": ({"w0": ("a", "b")}, r"w0\[0\] must be a floating-point"),
     "a start of NaN": ({"w0": (W0[0], W0[1] * jnp.nan)}, r"w0\[1\] holds NaN"),

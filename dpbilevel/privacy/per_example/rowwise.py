@@ -94,8 +94,7 @@ def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
         if not _is_rowwise(eqn):
             name = eqn.primitive.name
             raise ValueError(
-                f"{owner}: the function of a record uses the primitive {name!r}, which "
-                f"may combine records if it is vectorized. {_remedy(name)}"
+                f"{owner}: primitive {name!r} may combine records. {_remedy(name)}"
             )
         for inner in inner_jaxprs(eqn):
             check_rowwise(owner, inner, inner.invars)

@@ -15,7 +15,7 @@ from ..exact import int61
 from ..exact.floats import floor_log2, folded, power_of_two, two_sum
 from ..exact.grid import Grid
 from ..exact.int61 import split
-from ..records.shards import Axes
+from ..records.rows import Axes
 from .factored import (
     COARSE,
     GROUP,
@@ -70,8 +70,7 @@ class AbstractSum(abc.ABC):
         """Check that sums have room for so many records."""
         if self.n > _MOST_RECORDS:
             raise ValueError(
-                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}; sum "
-                "parts of them and add what is released."
+                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}."
             )
 
     @property
@@ -133,10 +132,8 @@ class AbstractSum(abc.ABC):
         pairs = [(self._group_records(v, places), v) for v in self._grouped]
         worst = max((relative_error(k, v) for k, v in pairs), default=0.0)
         steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
-        return (
-            2 * self.cancellation_factor * self.n * worst
-            + math.sqrt(steps) * 2.0**-_BITS
-        )
+        summed = 2 * self.cancellation_factor * self.n * worst
+        return summed + math.sqrt(steps) * 2.0**-_BITS
 
     def groups(self, size: int) -> int:
         """Return the number of groups of all shards that may hold a record."""
@@ -357,9 +354,5 @@ def _split(values: PyTree) -> tuple[PyTree, PyTree]:
 
 def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
     # Products run in reduced precision on accelerators by default.
-    return jnp.einsum(
-        "gr,gr...->g...",
-        split(weights.astype(values.dtype), GROUP),
-        split(values, GROUP),
-        precision=HIGHEST,
-    )
+    groups = (split(v, GROUP) for v in (weights.astype(values.dtype), values))
+    return jnp.einsum("gr,gr...->g...", *groups, precision=HIGHEST)
