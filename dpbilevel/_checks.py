@@ -60,6 +60,11 @@ def floats(value: Any) -> Any:
     )
 
 
+def split_field(*shares: float, **options: Any) -> Any:
+    """Return the field of a split of the budget, by default into these shares."""
+    return eqx.field(default=shares, converter=floats, **options)
+
+
 def on_device(records: PyTree) -> PyTree:
     """Return records as JAX arrays, without a warning, which would reveal a value."""
     with np.errstate(all="ignore"):

@@ -75,9 +75,8 @@ def linear_tuning(
 
     problem = penalty_tuning(loss, groups, bounds=bounds)
     low, high = map(float, bounds)
-    certificate = TuningCertificate(
-        model, float(row_norm), low, high, terms_of(problem)
-    )
+    proved = model, float(row_norm), low, high, terms_of(problem)
+    certificate = TuningCertificate(*proved)
     return dataclasses.replace(problem, constants=certificate)
 
 

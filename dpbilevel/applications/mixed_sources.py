@@ -195,8 +195,8 @@ class MixedSources(AbstractSourcePipeline):
     remixture: NoisyDescent
     shared: Positive = 0.5
     keep_above: SignedShare = 0.1
-    budget_split: tuple[float, float, float, float, float, float, float] = eqx.field(
-        default=(0.25, 0.02, 0.3, 0.03, 0.68, 0.02, 0.7), converter=_checks.floats
+    budget_split: tuple[float, float, float, float, float, float, float] = (
+        _checks.split_field(0.25, 0.02, 0.3, 0.03, 0.68, 0.02, 0.7)
     )
     moments: NoisyGD = ONE_MEAN
     score: NoisyGD = ONE_MEAN

@@ -184,9 +184,7 @@ class Recalibration(AbstractPipeline):
     fit: NoisyGD = NoisyGD(5, 1.75, 1.0, output=TailMean(0.8))
     curvature: NoisyGD = NoisyGD(1, 0.177, 1.0)
     intercept: int | None = eqx.field(static=True, default=None)
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.05, 1.0), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.05, 1.0)
     stages: ClassVar = {CURVATURE: AbstractFiniteSum, FIT: AbstractFiniteSum}
     in_config: ClassVar[bool] = True
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -79,9 +78,7 @@ class ScaledGroups(AbstractPipeline):
     fit: NoisyDescent
     margin: NonNegative = 1.0
     full_above: Fraction = 0.15
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.25, 0.75), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.25, 0.75)
     screen: NoisyGD = _ONE_GRADIENT
     stages: ClassVar = dict.fromkeys((SCREEN, FIT), AbstractFiniteSum)
     problem_type: ClassVar[type] = PenaltyTuning

@@ -115,9 +115,8 @@ def one_run(
     counts = correct, guesses, canaries, significance
 
     def with_noise(factor: float) -> NoisyGD:
-        return dataclasses.replace(
-            planned, noise_multiplier=factor * planned.release_noise.multiplier
-        )
+        noise = factor * planned.release_noise.multiplier
+        return dataclasses.replace(planned, noise_multiplier=noise)
 
     def is_refuted(factor: float) -> bool:
         (claim,) = ledger_claims(with_noise(factor).ledger(problem, canaries)).values()

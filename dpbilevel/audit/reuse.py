@@ -113,9 +113,8 @@ def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
     tape: list[Float[np.ndarray, " d"]] = []
     with contextlib.ExitStack() as stack:
         for kind in _kinds(AbstractNoise):
-            stack.enter_context(
-                mock.patch.object(kind, "release", _recording(kind, tape))
-            )
+            taped = _recording(kind, tape)
+            stack.enter_context(mock.patch.object(kind, "release", taped))
         yield tape
 
 

@@ -206,9 +206,8 @@ def _bounded(size: int) -> BilevelProblem:
     problem = _certified(size)
     declared = problem.constants
     assert isinstance(declared, SecondOrderConstants)
-    constants = dataclasses.replace(
-        declared, upper_y=1.0, upper_y_spread=1.0, upper_x_spread=declared.upper_x
-    )
+    spreads = {"upper_y_spread": 1.0, "upper_x_spread": declared.upper_x}
+    constants = dataclasses.replace(declared, upper_y=1.0, **spreads)
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
 
 

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -52,9 +51,7 @@ class LowerFirst(AbstractPipeline):
 
     lower: AbstractSolver
     upper: AbstractSolver
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.5, 0.5), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.5, 0.5)
     stages: ClassVar = {LOWER: AbstractFiniteSum, UPPER: AbstractFiniteSum}
 
     @override

@@ -113,9 +113,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     upper_clip_norm: Positive = 1.0
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     run_noise: Gaussian = Gaussian()
-    budget_split: tuple[float, float, float] = eqx.field(
-        default=(0.4, 0.4, 0.2), converter=_checks.floats
-    )
+    budget_split: tuple[float, float, float] = _checks.split_field(0.4, 0.4, 0.2)
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):

@@ -94,17 +94,14 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
     @property
     def _bilevel_stages(self) -> list[str]:
         """Names of the stages that solve the bilevel problem itself."""
-        return [
-            k for k, kind in self.stages.items() if issubclass(kind, BilevelProblem)
-        ]
+        stages = self.stages.items()
+        return [name for name, kind in stages if issubclass(kind, BilevelProblem)]
 
     @override
     def forecast(self, problem, sizes, w0):
         """Return the rows of the stages that solve the bilevel problem."""
-        parts = (getattr(self, name) for name in self._bilevel_stages)
-        rows = (
-            part.with_sizes(self.sizes).forecast(problem, sizes, w0) for part in parts
-        )
+        parts = (getattr(self, n).with_sizes(self.sizes) for n in self._bilevel_stages)
+        rows = (part.forecast(problem, sizes, w0) for part in parts)
         return tuple(itertools.chain(*rows))
 
     @override

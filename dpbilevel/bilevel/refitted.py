@@ -56,9 +56,7 @@ class Refitted(AbstractStages[_State]):
 
     search: AbstractSolver
     refit: AbstractSolver
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.8, 0.2), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.8, 0.2)
     refit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     stages: ClassVar = {SEARCH: BilevelProblem, REFIT: AbstractFiniteSum}
 

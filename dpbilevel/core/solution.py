@@ -93,9 +93,8 @@ class Solution(eqx.Module, Generic[Report]):
 
     def _repr_html_(self) -> str:
         report: Any = self.report  # its type depends on the call
-        return html_table(
-            "Solution", self._shapes() | (report.rows() if report else {})
-        )
+        rows = report.rows() if report else {}
+        return html_table("Solution", self._shapes() | rows)
 
     def _shapes(self) -> dict[str, object]:
         shown: dict[str, object] = {"value": eqx.tree_pformat(self.value)}

@@ -303,10 +303,8 @@ class AbstractIterative(Checked):
         self, memory: PyTree, w: PyTree, *, before: PyTree, t: Int[Array, ""]
     ) -> PyTree:
         """Return the memory of the output rule after step `t`, from `before` to `w`."""
-        steps = self.num_steps
-        return self.output.update(
-            memory, w, before=before, t=t, num_steps=steps, key=None
-        )
+        run: Any = {"t": t, "num_steps": self.num_steps, "key": None}
+        return self.output.update(memory, w, before=before, **run)
 
 
 Solver = TypeVar("Solver", bound=AbstractSolver)

@@ -288,9 +288,8 @@ def _level(columns: Columns, released, noise_std: float) -> LevelUsability:
     for values, block in columns.lists:
         own, rest = rest[: len(values)], rest[len(values) :]
         even = 1 / max(len(values), 1)
-        shares.append(
-            {n: float(v) / block + even for n, v in zip(values, own, strict=True)}
-        )
+        pairs = zip(values, own, strict=True)
+        shares.append({n: float(v) / block + even for n, v in pairs})
     return LevelUsability(
         float(means[0]) + 0.5,
         noise_std,

@@ -106,9 +106,8 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
         gradient, length = release.apply(rows, data, key=key)
         gradient = optax.tree.add(gradient, problem.public_gradient(w))
         # One update of the iterate, and one of the clip norm.
-        descent = self._updates.moved(
-            problem, gradient, state.descent, release.deviation
-        )
+        deviation = release.deviation
+        descent = self._updates.moved(problem, gradient, state.descent, deviation)
         kept = length / sum(lengths.values())  # k_t
         missing = (self.kept - kept) / (1 - self.kept)
         norm = c * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))  # C_{t+1}

@@ -122,9 +122,8 @@ def penalty_hypergradient(
     lower = lower_objective(problem, data, rest)
     y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
     penalized = WeightedSum(lower, upper, 1 / jnp.asarray(penalty))  # f + lambda g
-    near, _ = minimize_or_nan(
-        solver, penalized, x, y, problem.y_set
-    )  # from y, which is near
+    # From y, which is near.
+    near, _ = minimize_or_nan(solver, penalized, x, y, problem.y_set)
     slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
 
     def combine(direct, above, below):

@@ -98,9 +98,8 @@ class ConjugateGradient(AbstractLinearSolver):
     def solve(self, matvec, b, x0=None):
         """Stop early at the tolerance, as `num_products` shows."""
         start, scale = _start(matvec, b, x0)
-        value, products, solves = self._iterated(
-            matvec, start, _unit_square(b, scale), b
-        )
+        unit = _unit_square(b, scale)
+        value, products, solves = self._iterated(matvec, start, unit, b)
         value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), value)
         value = _scaled(scale, value)
         products = products + (0 if x0 is None else 1)
@@ -169,9 +168,8 @@ class Neumann(AbstractLinearSolver):
         products = self.num_steps - (x0 is None)  # the first one from zero is free
         start = _scaled(rate, b) if x0 is None else x0
         value = jax.lax.fori_loop(0, products, step, start)
-        return LinearSolution(
-            value, _residual_norm(matvec, value, b), jnp.asarray(products, jnp.int32)
-        )
+        norm = _residual_norm(matvec, value, b)
+        return LinearSolution(value, norm, jnp.asarray(products, jnp.int32))
 
 
 class Cholesky(AbstractLinearSolver):
@@ -191,9 +189,8 @@ class Cholesky(AbstractLinearSolver):
         matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))  # A
         factor = jax.scipy.linalg.cho_factor(matrix, lower=True)
         value = unravel(jax.scipy.linalg.cho_solve(factor, flat))
-        return LinearSolution(
-            value, _residual_norm(matvec, value, b), jnp.asarray(flat.size, jnp.int32)
-        )
+        norm = _residual_norm(matvec, value, b)
+        return LinearSolution(value, norm, jnp.asarray(flat.size, jnp.int32))
 
 
 def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:

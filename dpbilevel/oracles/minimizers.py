@@ -110,9 +110,8 @@ class AcceleratedGradient(AbstractLowerSolver):
         Raises:
             ValueError: A constant out of range.
         """
-        _checks.positive(
-            cls.__name__, smoothness=smoothness, strong_convexity=strong_convexity
-        )
+        _checks.positive(cls.__name__, smoothness=smoothness)
+        _checks.positive(cls.__name__, strong_convexity=strong_convexity)
         if strong_convexity > smoothness:
             text = f"{cls.__name__}: strong_convexity={strong_convexity} exceeds"
             raise ValueError(f"{text} smoothness={smoothness}; no function has both.")
@@ -208,9 +207,8 @@ class LBFGS(AbstractLowerSolver):
             return steps + 1, y, *objective.value_and_gradient(x, y), memory
 
         def unfinished(carry):
-            return (carry[0] < self.num_steps) & (
-                optax.tree.norm(carry[3]) > self.tolerance
-            )
+            steep = optax.tree.norm(carry[3]) > self.tolerance
+            return (carry[0] < self.num_steps) & steep
 
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             first = objective.value_and_gradient(x, y0)

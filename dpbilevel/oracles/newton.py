@@ -95,9 +95,8 @@ class NewtonCG(AbstractLowerSolver):
         def move():
             direction, predicted = self._direction(product, slope, norm, accepted)
             one, steps, no = jnp.ones_like(value), state.steps + 1, jnp.asarray(False)
-            return _Newton(
-                y, direction, value, predicted, norm, one, steps, no, is_rough
-            )
+            rest = one, steps, no, is_rough
+            return _Newton(y, direction, value, predicted, norm, *rest)
 
         def shorten():
             length = state.length / 2  # backtracking

@@ -175,9 +175,8 @@ class HypergradientQuery(AbstractCertifiedQuery):
             certificate, sizes, dtype, x, dimensions
         )
         # The noise is a constant of derivatives through released values.
-        shares = jax.lax.stop_gradient(
-            jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
-        )
+        shares = jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
+        shares = jax.lax.stop_gradient(shares)
         lower = LowerLevel(self.problem, data, x, y0, sizes, bounds, counts)
         with jax.default_matmul_precision("highest"):
             if bounds.clip is None:

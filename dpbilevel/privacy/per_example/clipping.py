@@ -249,9 +249,8 @@ def clipped_mean(
         cheap, value = _cheapest(plain, constants, record, products=products)
         per_shard, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
         rows = rows if n % BLOCK else whole_blocks(per_shard, rows)
-        rule = SUMS[precision](
-            _widened(value), *numbers, size, rows, rows_fixed, per_shard
-        )
+        given = _widened(value), *numbers, size, rows, rows_fixed, per_shard
+        rule = SUMS[precision](*given)
         if rows_fixed or rule.rounding <= MOST_ROUNDING:
             break
     if rule.rounding:

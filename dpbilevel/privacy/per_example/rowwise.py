@@ -259,9 +259,8 @@ def _by_products(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
         places = [np.multiply(place, strides).tolist() for place in np.ndindex(*window)]
         found = [product("gbfp,gofp->gbo", seen(p, kernel, gaps), rhs) for p in places]
         result = jnp.stack(found, axis=-1)
-    result = jnp.swapaxes(result.astype(out), 0, 1).reshape(
-        batch, groups * outputs, *window
-    )
+    result = jnp.swapaxes(result.astype(out), 0, 1)
+    result = result.reshape(batch, groups * outputs, *window)
     return jnp.transpose(result, np.argsort(numbers.out_spec).tolist())
 
 

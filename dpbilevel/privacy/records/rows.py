@@ -239,9 +239,8 @@ def taken(
         """Return a part of the batch; each device adds its rows, zeros for others."""
         device = jax.lax.axis_index(shards.axes) if shards.axes else 0
         local = members - device * rows_per_shard
-        local = jnp.where(
-            (local >= 0) & (local < rows_per_shard), local, rows_per_shard
-        )
+        is_here = (local >= 0) & (local < rows_per_shard)
+        local = jnp.where(is_here, local, rows_per_shard)
         present = jax.lax.dynamic_slice_in_dim(members, device * rows, rows) < n
 
         def move(v):
