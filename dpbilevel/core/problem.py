@@ -70,18 +70,13 @@ class AbstractOneLevel(AbstractProblem):
             ValueError: Leading axes differ.
         """
         if people is not None:
-            raise TypeError(
-                f"people={_checks.shown(people)} is for two levels; "
-                f"{type(self).__name__} has one."
-            )
+            self.check_people(data, people)
         return one_level(data)
 
     @override
     def check_sizes(self, owner: str, sizes: object) -> None:
         _checks.count(owner, sizes=sizes)
 
-    def check_people(self, data: PyTree, people: People) -> None:
+    def check_people(self, data: PyTree, people: People | str) -> None:
         """Raise `TypeError`: `people` is for problems of two levels."""
-        raise TypeError(
-            f"people={people.value!r} is for two levels; {type(self).__name__} has one."
-        )
+        raise TypeError(f"people={people} is for the problems of two levels.")

@@ -7,9 +7,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
-from .arguments import check_arguments
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
-from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimize_or_nan
+from .lower import (
+    DEFAULT_LINEAR_SOLVER,
+    check_arguments,
+    check_interior,
+    minimize_or_nan,
+)
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
 from .objectives import (
     CONVERGED,

@@ -409,7 +409,7 @@ def test_no_run_takes_the_same_records_for_those_of_disjoint_people(data):
 
 
 def test_people_of_one_level_are_refused():
-    with pytest.raises(TypeError, match="is for two levels; FiniteSum has one"):
+    with pytest.raises(TypeError, match="is for the problems of two levels"):
         dpb.fit(
             dpb.FiniteSum(lambda w, z: jnp.sum(w * z)),
             dpb.NoisyGD(2, 1.0, step_size=0.1),
