@@ -12,13 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Fraction, NonNegative
-from ..bilevel.levels import (
-    Objective,
-    equal_weights,
-    lower_objective,
-    noise_std,
-    queries_of,
-)
+from ..bilevel import levels
 from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..core.descent import Rule
 from ..onelevel.adaptive_clip import NoisyDescent
@@ -95,17 +89,18 @@ class ScaledGroups(AbstractPipeline):
 
     @override
     def queries(self, name):
-        return queries_of("both")
+        return levels.queries_of("both")
 
     @override
     def objective(self, name, problem, w0, outputs):
-        penalty, (x, y0) = equal_weights(self.sizes), w0
+        penalty, (x, y0) = levels.equal_weights(self.sizes), w0
         if name == SCREEN:  # the gradient of the records alone
-            whole = lower_objective(problem, x, penalty)
+            whole = levels.lower_objective(problem, x, penalty)
             shifted = _in_coordinates(whole, lambda u: optax.tree.add(y0, u))
             return dataclasses.replace(shifted, public=optax.tree.zeros_like)
         scales = self.scales(problem, outputs)
-        whole = lower_objective(problem, self._penalties(problem, x, scales), penalty)
+        x = self._penalties(problem, x, scales)
+        whole = levels.lower_objective(problem, x, penalty)
         spread = _spread(problem, scales, y0)
         return _in_coordinates(whole, lambda u: _model(y0, spread, u), spread)
 
@@ -140,7 +135,7 @@ class ScaledGroups(AbstractPipeline):
         count = jnp.maximum(by_group([jnp.ones_like(v) for v in q]), 1)
         mean = by_group([v * v for v in q]) / count
         # The standard deviation that the release adds to each coordinate.
-        sigma = noise_std(self.screen, self.queries(SCREEN), self.sizes)
+        sigma = levels.noise_std(self.screen, self.queries(SCREEN), self.sizes)
         above = mean - sigma**2 * (1 + self.margin * jnp.sqrt(2 / count))
         energy = jnp.sqrt(jnp.maximum(above, 0))
         top = jnp.max(energy)
@@ -154,8 +149,8 @@ class ScaledGroups(AbstractPipeline):
 
 
 def _in_coordinates(
-    whole: Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
-) -> Objective:
+    whole: levels.Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
+) -> levels.Objective:
     """Return an objective of y in the coordinates u of `model`.
 
     Gradients in u are multiplied by the scales before they are clipped.
@@ -168,7 +163,9 @@ def _in_coordinates(
         return lambda u, record: scaled(fun(model(u), record))
 
     records = {role: of_level(fun) for role, fun in whole.records.items()}
-    return Objective(Euclidean(), records, lambda u: scaled(whole.public(model(u))))
+    return levels.Objective(
+        Euclidean(), records, lambda u: scaled(whole.public(model(u)))
+    )
 
 
 def _model(y0: PyTree, spread: PyTree, u: PyTree) -> PyTree:

@@ -214,13 +214,7 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
     return _least_safe(delta, budget.delta, start, 5e-4, step=1.005)
 
 
-def _least_safe(
-    delta: Callable[[float], float],
-    allowed: float,
-    start: float,
-    tolerance: float,
-    step: float = 2.0,
-) -> float:
+def _least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> float:
     """Return the least argument, up to the tolerance, at which delta is allowed."""
     delta = functools.cache(delta)  # with sampled batches one takes a second
 

@@ -14,19 +14,10 @@ from ..onelevel.problem import check_scalar
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
 from ..sets import AbstractSet, Euclidean
+from . import objectives
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
-from .objectives import (
-    CONVERGED,
-    AbstractObjective,
-    if_converged,
-    lay_out,
-    lower_objective,
-    merge,
-    nan_unless_finite,
-    split,
-)
 
 DEFAULT_SOLVER = NewtonCG()
 DEFAULT_LINEAR_SOLVER = ConjugateGradient()
@@ -40,7 +31,7 @@ def lower_solution(
     solver: AbstractLowerSolver = DEFAULT_SOLVER,
     y0: PyTree = None,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
-    tolerance: float | None = CONVERGED,
+    tolerance: float | None = objectives.CONVERGED,
 ) -> PyTree:
     r"""NON-PRIVATE. Return $y^*(x) = \arg\min_y g(x, y)$, with implicit derivatives.
 
@@ -84,10 +75,11 @@ def lower_solution(
     y, _ = _solve(owner, problem, x, data, solver, y0, linear_solver)
     if not isinstance(problem.y_set, Euclidean):
         return y
-    at, rest = split(y)
+    at, rest = objectives.split(y)
     fixed = jax.lax.stop_gradient((x, at))
-    linearization = lower_objective(problem, data, rest).linearize(*fixed)
-    return merge(if_converged(owner, at, fixed[1], linearization, tolerance), rest)
+    linearization = objectives.lower_objective(problem, data, rest).linearize(*fixed)
+    at = objectives.if_converged(owner, at, fixed[1], linearization, tolerance)
+    return objectives.merge(at, rest)
 
 
 def lower_solve(
@@ -121,14 +113,14 @@ def lower_solve(
 
 def minimize_or_nan(
     solver: AbstractLowerSolver,
-    objective: AbstractObjective,
+    objective: objectives.AbstractObjective,
     x: PyTree,
     y0: PyTree,
     y_set: AbstractSet,
 ) -> tuple[PyTree, LowerInfo]:
     """Return `solver.minimize`, but NaN if a solver met numbers that are not finite."""
     y, info = solver.minimize(objective, x, y0, y_set)
-    return nan_unless_finite(y, info.gradient_norm), info
+    return objectives.nan_unless_finite(y, info.gradient_norm), info
 
 
 def _solve(
@@ -137,10 +129,10 @@ def _solve(
     solvers: Any = {"solver": solver, "linear_solver": linear_solver}
     roles = ("lower",)
     y0, rest = check_arguments(owner, problem, x, y0, data, roles=roles, **solvers)
-    objective = lower_objective(problem, data, rest)
+    objective = objectives.lower_objective(problem, data, rest)
     if not isinstance(problem.y_set, Euclidean):
         y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
-        return merge(_without_derivative(owner, y), rest), info
+        return objectives.merge(_without_derivative(owner, y), rest), info
 
     def slope(y):
         # A Hessian that does not depend on y would be finite where y is not. A factor
@@ -154,13 +146,14 @@ def _solve(
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
     def tangent_solve(product, b):
-        return differentiable_solve(linear_solver, lay_out(product, b), b).value
+        linear = objectives.lay_out(product, b)
+        return differentiable_solve(linear_solver, linear, b).value
 
     y, (norm, steps, converged) = jax.lax.custom_root(
         slope, y0, solve, tangent_solve, has_aux=True
     )
     info = LowerInfo(norm, steps.astype(jnp.int32), converged > 0.5)
-    return merge(y, rest), info
+    return objectives.merge(y, rest), info
 
 
 def check_interior(owner: str, problem: BilevelProblem) -> None:
@@ -238,7 +231,7 @@ def check_arguments(
 
     # Leaves of a module that are no arrays cannot be traced.
     def of_arrays(term: Callable) -> Callable:
-        return lambda x, y, *record: term(x, merge(y, rest), *record)
+        return lambda x, y, *record: term(x, objectives.merge(y, rest), *record)
 
     for role in roles:
         records, where = getattr(data, role), f"{owner}: problem.{role}"
@@ -255,7 +248,7 @@ def _split(owner: str, name: str, y: PyTree) -> tuple[PyTree, PyTree]:
     if y is None:
         text = f"{owner}: the shape of y is not known without an initial point. Pass"
         raise ValueError(f"{text} {name}=, for instance jnp.zeros(d).")
-    variable, rest = split(y)
+    variable, rest = objectives.split(y)
     if not jax.tree.leaves(variable):
         kinds = sorted({_described(leaf) for leaf in jax.tree.leaves(y)})
         raise ValueError(

@@ -13,16 +13,8 @@ from collections.abc import Callable
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..sampling.allocation import RandomAllocationEvent
-from . import allocation_loss
-from .closed_forms import (
-    gaussian_delta,
-    gaussian_epsilon,
-    is_pure,
-    pure_and_gaussian_delta,
-    pure_delta,
-    pure_epsilon,
-    smallest_pure_epsilon,
-)
+from . import allocation_loss, closed_forms
+from .closed_forms import gaussian_delta, gaussian_epsilon, is_pure, pure_epsilon
 from .composition import Composition
 from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
 from .repetitions import BestOf, Repetitions, is_selection, renyi_profile
@@ -117,14 +109,15 @@ def profile(
         return lambda epsilon: float(gaussian_delta(mu, epsilon))
     parts = pure_epsilons(event)
     if parts is not None and len(parts) == 1:
-        return lambda epsilon: float(pure_delta(parts[0], epsilon))
+        return lambda epsilon: float(closed_forms.pure_delta(parts[0], epsilon))
     if uses_renyi(event):
         return _profile_of_selections(_flatten(event))
     if _draw_and_gaussians(event):
         mu, ((draw, _),) = _split(event)
         assert is_pure(draw)
         total = pure_epsilon(draw)
-        return lambda epsilon: float(pure_and_gaussian_delta(total, mu, epsilon))
+        both = closed_forms.pure_and_gaussian_delta
+        return lambda epsilon: float(both(total, mu, epsilon))
     ways = compositions(event, neighbours, rough=rough)
     whole = full_batch_mu(event)
 
@@ -149,7 +142,7 @@ def epsilon(
         return gaussian_epsilon(mu, delta)
     parts = pure_epsilons(event)
     if parts is not None and (delta == 0 or len(parts) == 1):
-        return smallest_pure_epsilon(sum(parts), delta)
+        return closed_forms.smallest_pure_epsilon(sum(parts), delta)
     if delta == 0 and not _draw_and_gaussians(event):
         return math.inf
     about = smallest_epsilon(profile(event, neighbours, rough=True), delta)
