@@ -145,7 +145,8 @@ def _reduce(solver: AbstractSolver) -> AbstractSolver:
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
     # A clip of a batch of one record would pass for a clip of the record.
-    divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
+    divisors = (d for d in range(2, fewest // 2 + 1) if common % d == 0)
+    divisor = max(divisors, default=1)
 
     def reduced(v: Any) -> Any:
         return type(v)(v.size // divisor) if isinstance(v, kinds) else v
@@ -155,8 +156,3 @@ def _reduce(solver: AbstractSolver) -> AbstractSolver:
         upper, lower = (count // divisor for count in counts)
         return small.with_sizes(dataclasses.replace(sizes, upper=upper, lower=lower))
     return small.with_sizes(sizes // divisor)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return [*small, *(number // d for d in small)]

@@ -14,6 +14,8 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree, UInt32
 
+from .. import _checks
+
 PRNGKey = Key[Array, ""]
 
 # Counter-based generators whose keys batch correctly under vmap, with the 32-bit words
@@ -99,10 +101,7 @@ def root_key(impl: str = "threefry4x32") -> PRNGKey:
     Raises:
         ValueError: The generator is not fit for privacy noise.
     """
-    if impl not in _GENERATORS:
-        raise ValueError(
-            f"root_key: impl must be one of {[*_GENERATORS]}, got {impl!r}."
-        )
+    _checks.one_of("root_key", "impl", impl, _GENERATORS)
     words = np.frombuffer(os.urandom(4 * _GENERATORS[impl]), np.uint32)
     if jax.process_count() > 1:
         words = multihost_utils.broadcast_one_to_all(words)

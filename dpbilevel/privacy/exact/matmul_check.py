@@ -152,11 +152,14 @@ def product_errors(
     dtype = np.dtype(dtype)
     for product in products:
         compute = jax.jit(functools.partial(multiply, product.subscripts))
+        first, second = product.subscripts.split("->")[0].split(",")
         found = []
         for names, left, right in _factors(product, dtype):
             with jax.enable_x64(dtype == np.float64):
-                factors = jax.device_put(_arranged(product, left, right))
-                result = jax.device_get(compute(*factors))
+                # Axes that are left out of the subscripts have one entry.
+                one = jax.device_put(np.einsum(f"gkp->{first}", left))
+                other = jax.device_put(np.einsum(f"gkq->{second}", right))
+                result = jax.device_get(compute(one, other))
             shape = len(left), product.p, product.q
             ratios = _ratios(result.reshape(shape), left, right)
             found += zip(ratios, names, strict=True)
@@ -214,13 +217,6 @@ def apart(device: Any, fun: Callable[[], Any]) -> Any:
 def dtypes() -> tuple[str, ...]:
     """Return float32, and float64 if it is enabled."""
     return ("float32", "float64") if jax.config.jax_enable_x64 else ("float32",)
-
-
-def _arranged(product: Product, left, right) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors (g, k, p) and (g, k, q) with the axes of the subscripts."""
-    first, second = product.subscripts.split("->")[0].split(",")
-    # Axes that are left out have one entry.
-    return np.einsum(f"gkp->{first}", left), np.einsum(f"gkq->{second}", right)
 
 
 def _ratios(computed, left, right) -> list[float]:

@@ -394,7 +394,7 @@ def copies(files: Iterable[Path]) -> list[list[Path]]:
         Reads the records, so an error that tells of a copy is not protected.
     """
     groups = [[file for file in files if file.is_file()]]  # pipes are left out
-    for read in (_size, _ends, _digest):
+    for read in (os.path.getsize, _ends, _digest):
         groups = [some for group in groups for some in _grouped(group, read)]
     return groups
 
@@ -405,10 +405,6 @@ def _grouped(files: list[Path], read: Callable[[Path], object]) -> list[list[Pat
     for file in files:
         found[read(file)].append(file)
     return [group for group in found.values() if len(group) > 1]
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
 
 
 def _ends(file: Path) -> bytes:
