@@ -109,14 +109,12 @@ def penalty_tuning(
     def lower_public(x, y):
         if jnp.shape(x) != (num_groups,):
             raise ValueError(
-                f"penalty_tuning: x must have shape ({num_groups},), got "
-                f"{jnp.shape(x)}."
+                f"penalty_tuning: x needs shape ({num_groups},), got {jnp.shape(x)}."
             )
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (groups, y)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"penalty_tuning: groups must have the shapes of y, {shapes[1]}, got "
-                f"{shapes[0]}."
+                f"penalty_tuning: groups must have shapes {shapes[1]}, got {shapes[0]}."
             )
         terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
         return 0.5 * optax.tree.sum(terms)

@@ -113,8 +113,7 @@ def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     rows = jnp.atleast_1d(y)  # a number is the coefficient of one feature
     if type(intercept) is not int or not -len(rows) <= intercept < len(rows):
         raise ValueError(
-            f"{owner}: intercept must be the place of a feature in y of shape "
-            f"{y.shape}, got {_checks.shown(intercept)}."
+            f"{owner}: intercept must be a place in y, got {_checks.shown(intercept)}."
         )
     each = jnp.eye(rows[0].size, dtype=y.dtype).reshape(-1, *rows.shape[1:])
     directions = jnp.zeros((len(each), *rows.shape), y.dtype)

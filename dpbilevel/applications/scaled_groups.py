@@ -82,10 +82,7 @@ class ScaledGroups(AbstractPipeline):
         step_size: Any = self.screen.step_size
         known = _checks.concrete(step_size) or isinstance(step_size, Rule)
         if self.screen.num_steps != 1 or (known and step_size != 1):
-            raise ValueError(
-                "ScaledGroups: screen must be one step of size 1. Set its clip_norm, "
-                "sampling and noise only."
-            )
+            raise ValueError("ScaledGroups: screen must be one step of size 1.")
 
     @override
     def queries(self, name):

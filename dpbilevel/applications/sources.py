@@ -252,8 +252,7 @@ def _known_source(
     index = jnp.asarray(source)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(
-            f"{owner}: the source of a record must be an integer in [0, "
-            f"{num_sources}), got {index.dtype}."
+            f"{owner}: the source of a record must be an integer, got {index.dtype}."
         )
     known = (index >= 0) & (index < num_sources)
     return jnp.where(known, index, 0), known

@@ -85,8 +85,7 @@ def canaries(
     check_solver(solver, "canaries")
     if solver.sizes is None:
         raise ValueError(
-            f"canaries: {type(solver).__name__} has no sizes. Take "
-            "dpbilevel.calibrate(...).solver, or call solver.with_sizes(sizes)."
+            f"canaries: {type(solver).__name__} has no sizes; call with_sizes(sizes)."
         )
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     problem, w0 = worst_case(solver, x_in_records, zeros)

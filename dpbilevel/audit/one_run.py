@@ -163,10 +163,7 @@ def refutes(
         ICML 2025.
     """
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"refutes: needs 0 <= correct <= guesses <= canaries, got {correct}, "
-            f"{guesses} and {canaries}."
-        )
+        raise ValueError("refutes: needs 0 <= correct <= guesses <= canaries.")
     curve = TradeOffCurve(claim)
     right = significance * correct / canaries
     wrong = significance * (guesses - correct) / canaries

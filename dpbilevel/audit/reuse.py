@@ -96,8 +96,7 @@ def noise_reuse(
     streams = [stream for stream in tape if stream.size == coordinates]
     if len(streams) < 2:
         raise ValueError(
-            f"noise_reuse: {type(solver).__name__} drew {len(streams)} noise vectors, "
-            "and at least two are needed."
+            f"noise_reuse: two noise vectors are needed, got {len(streams)}."
         )
     largest, pair = _largest_correlation(np.stack(streams))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.

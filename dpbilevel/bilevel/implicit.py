@@ -102,8 +102,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         check_fields(self)
         if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
-                f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.neighbours}. Use PenaltyBilevel, which clips."
+                f"{owner}: needs Neighbours.REPLACE_ONE, got {self.neighbours}."
             )
 
     @classmethod

@@ -88,8 +88,7 @@ class LowerFirst(AbstractPipeline):
         """
         if problem.reads_x(LOWER):
             raise ValueError(
-                "LowerFirst: losses of the lower level read x "
-                f"(x_in_records={problem.x_in_records}). Use PenaltyBilevel, "
+                "LowerFirst: losses of the lower level read x. Use PenaltyBilevel, "
                 "SingleLoopBilevel or bilevel.F2SA."
             )
         if w0 is not None and _public_reads_x(problem, w0):

@@ -122,22 +122,17 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
             AbstractFiniteSum, self.inner.problem_type
         ):
             raise TypeError(
-                f"{owner}: inner must be a solver of a one-level problem, such as "
-                f"NoisyGD, got {_checks.shown(self.inner)}."
+                f"{owner}: inner must solve a one-level problem, such as NoisyGD(...)."
             )
         check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"
         _checks.budget_split(owner, self.budget_split, *parts)
         if getattr(self.inner, "noise_multiplier", None) is not None:
             raise ValueError(
-                f"{owner}: inner has a noise_multiplier, which follows from "
-                "budget_split. Give inner without it."
+                f"{owner}: inner has a noise_multiplier. Give inner without it."
             )
         if self.inner.neighbours is not self.run_noise.neighbours:
-            raise ValueError(
-                f"{owner}: run_noise refers to {self.run_noise.neighbours} but inner "
-                f"to {self.inner.neighbours}. Give both the same relation."
-            )
+            raise ValueError(f"{owner}: give run_noise and inner the same relation.")
 
     @classmethod
     def from_theorem(

@@ -47,8 +47,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
             _checks.instance(owner, AbstractSolver, **{name: part})
             if not issubclass(kind, part.problem_type):
                 raise TypeError(
-                    f"{owner}: {name} must solve a {kind.__name__}, but "
-                    f"{type(part).__name__} solves a "
+                    f"{owner}: {name} must solve a {kind.__name__}, not a "
                     f"{_checks.names_of(part.problem_type)}."
                 )
         _checks.budget_split(owner, self.budget_split, *self.stages)

@@ -295,6 +295,5 @@ def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return
     raise ValueError(
-        f"{owner}: planned for {dtype}, but the initial point is {found.name}. Give "
-        f"{dtype}, or calibrate without 64-bit."
+        f"{owner}: planned for {dtype}, but the initial point is {found.name}."
     )

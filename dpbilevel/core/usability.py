@@ -234,8 +234,7 @@ def released_mean(
         rows = public_rows(rows, query.size, query.role, owner)
     elif len(rows) != query.size:
         raise ValueError(
-            f"{owner}: {release.name!r} is planned for {query.size} {query.role} rows, "
-            f"got {len(rows)}."
+            f"{owner}: {release.name!r} takes {query.size} rows, got {len(rows)}."
         )
     return _released(query, release.mechanism, rows, key=key)
 

@@ -125,8 +125,7 @@ def check_start(w0: PyTree) -> None:
             )
         if jnp.finfo(dtype).bits < 32:
             raise ValueError(
-                f"w0{jax.tree_util.keystr(path)} is {dtype}: released values are of "
-                "float32 or float64. Start at w0.astype(jnp.float32)."
+                f"w0{jax.tree_util.keystr(path)} is {dtype}: use float32 or float64."
             )
         if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf, float)).all():
             raise ValueError(f"w0{jax.tree_util.keystr(path)} holds NaN or infinity.")

@@ -229,8 +229,7 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
     """Check that there is no set to keep y in."""
     if not isinstance(y_set, Euclidean):
         raise ValueError(
-            f"{owner}: cannot keep y in {type(y_set).__name__}. Use "
-            "AcceleratedGradient, or y_set=Euclidean()."
+            f"{owner}: cannot keep y in {type(y_set).__name__}; use Euclidean()."
         )
 
 

@@ -47,8 +47,7 @@ def check_key(key: Any) -> PRNGKey:
         )
     if key.shape != ():
         raise ValueError(
-            f"key must be a single key, got a batch of shape {key.shape}. Use jax.vmap "
-            "for one run per key."
+            f"key must be a single key, got shape {key.shape}. Use jax.vmap."
         )
     name = str(jax.random.key_impl(key))
     if name not in _GENERATORS:
@@ -76,8 +75,7 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
     every = multihost_utils.process_allgather(np.asarray(jax.random.key_data(key)))
     if (every != every[0]).any():
         raise ValueError(
-            "the processes have different keys, whose noises would cancel out. Give "
-            "all of them one key, as dpbilevel.root_key() does."
+            "the processes have different keys; call dpbilevel.root_key() together."
         )
 
 

@@ -53,8 +53,7 @@ class AbstractNoisyRelease(AbstractRelease):
             or len({repr(query.sampling) for query in self.queries}) > 1
         ):
             raise ValueError(
-                f"{owner}: joint queries must be of {LEVELS}, of one size and one "
-                f"sampling; got {self.queries}."
+                f"{owner}: joint queries must be of {LEVELS}, alike but for clip norms."
             )
 
     def apply(

@@ -156,7 +156,7 @@ def test_a_constant_that_does_not_hold_is_refuted(name, factor, x64):
 
 
 def test_only_certificates_are_tried():
-    with pytest.raises(ValueError, match="must be a certificate, got NoneType"):
+    with pytest.raises(ValueError, match="must be a certificate"):
         refuted(dataclasses.replace(tuning("logistic"), constants=None))
 
 

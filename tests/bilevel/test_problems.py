@@ -298,7 +298,7 @@ def test_a_plan_in_place_of_its_solver_is_named():
 
 
 def test_a_two_level_solver_as_inner_solver_is_refused():
-    with pytest.raises(TypeError, match="solver of a one-level problem"):
+    with pytest.raises(TypeError, match="must solve a one-level problem"):
         dpb.PenaltyBilevel(2, 1.0, SOLVER, step_size=0.1)
 
 

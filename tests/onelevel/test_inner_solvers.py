@@ -122,7 +122,7 @@ def test_momentum_is_at_least_0_and_below_1(momentum):
 
 
 def test_an_optimizer_and_momentum_are_refused():
-    with pytest.raises(ValueError, match=r"momentum=0.9 was given with an optax"):
+    with pytest.raises(ValueError, match=r"set momentum in the optax"):
         small(step_size=optax.sgd(0.1), momentum=0.9)
 
 

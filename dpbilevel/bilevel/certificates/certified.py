@@ -226,8 +226,7 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
         rows = _checks.leading_axis(role, getattr(data, role))
         if rows > getattr(sizes, role):
             raise ValueError(
-                f"ImplicitBilevel: {rows} records of the {role} level, but planned for "
-                f"{getattr(sizes, role)}. Calibrate for the sizes of the data."
+                f"ImplicitBilevel: {rows} records of the {role} level exceed the plan."
             )
 
 

@@ -26,8 +26,7 @@ def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
         names = ", ".join(sorted(dtype.name for dtype in dtypes))
         raise ValueError(
-            f"{owner}: all variables must be of one dtype, float32 or float64, got "
-            f"{names}. Convert the starting point."
+            f"{owner}: variables must be all float32 or all float64, got {names}."
         )
     return dtypes.pop()
 

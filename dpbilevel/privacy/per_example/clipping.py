@@ -278,8 +278,7 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
         )
     if mask.shape != (n,) or mask.dtype != bool:
         raise ValueError(
-            f"clipped_mean: mask must be of booleans and have shape ({n},), got "
-            f"{mask.dtype} of shape {mask.shape}."
+            f"clipped_mean: mask must be ({n},) booleans, got {mask.dtype}{mask.shape}."
         )
 
 

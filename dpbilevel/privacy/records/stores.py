@@ -208,8 +208,7 @@ class ParquetStore(AbstractStore):
                 self.kinds = kinds
             if kinds != self.kinds:
                 raise ValueError(
-                    f"OnDisk.parquet: the columns of {path} have other types than "
-                    f"those of {files[0]}."
+                    f"OnDisk.parquet: {path} has other types than {files[0]}."
                 )
             _check_nulls(path, about, self._wanted)
         sizes = [sum(groups) for groups in self._groups]
@@ -296,8 +295,7 @@ def _kind(path: Path, schema: Any, names: str | Sequence[str]):
         tests = types.is_integer, types.is_floating, types.is_boolean
         if not any(test(kind) for test in tests):
             raise ValueError(
-                f"OnDisk.parquet: column {name!r} of {path} must hold numbers or truth "
-                f"values, got {kind}."
+                f"OnDisk.parquet: column {name!r} of {path} holds {kind}, no numbers."
             )
         dtypes.append(np.dtype(kind.to_pandas_dtype()))
     shape = () if isinstance(names, str) else (len(names),)
