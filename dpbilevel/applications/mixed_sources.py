@@ -28,6 +28,9 @@ from .source_pipeline import (
 )
 from .sources import SourceWeighting, mixing_start, source_mixing
 
+MODELS, MOMENTS, MIXTURE = "models", "moments", "mixture"
+REMOMENTS, REMIXTURE = "remoments", "remixture"
+
 # Least fractions of the norms of second moments and of products of models in every
 # direction: smaller parts are noise, and would be magnified.
 _LEAST_MOMENT, _LEAST_PRODUCT = 0.2, 0.01
@@ -133,10 +136,6 @@ def mixture_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
         return jax.grad(lambda u: problem.loss(mixture.model(u), record))(w)
 
     return Objective(Euclidean(), {"upper": upper})
-
-
-MODELS, MOMENTS, MIXTURE = "models", "moments", "mixture"
-REMOMENTS, REMIXTURE = "remoments", "remixture"
 
 
 class MixedSources(AbstractSourcePipeline):

@@ -15,6 +15,11 @@ from ..bilevel import AbstractCertificate, BilevelProblem, Levels
 from ..oracles import objectives
 from ..privacy.noise import PRNGKey, check_key
 
+# Second derivatives are exact to many digits; their differences are not.
+_ROUNDING = 1e-6
+# Lower solutions are computed one by one.
+_SOLUTIONS = 5
+
 
 def lower_solution(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
@@ -64,12 +69,6 @@ def as_float64(tree: PyTree) -> PyTree:
         return jnp.asarray(host.astype(np.float64) if wide else host)
 
     return jax.tree.map(convert, tree)
-
-
-# Second derivatives are exact to many digits; their differences are not.
-_ROUNDING = 1e-6
-# Lower solutions are computed one by one.
-_SOLUTIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,12 @@ from ..privacy.exact.grid import Grid
 from ..privacy.exact.int61 import is_limbs
 from ..privacy.noise import PRNGKey, check_key
 
+_SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
+_SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
+# Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
+_ROUNDING = 2.0**-11
+_SURVIVORS = 8
+
 
 def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
     """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
@@ -30,13 +36,6 @@ def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
         np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
         for v in jax.tree.leaves(bounded.raw.counts, is_leaf=is_limbs)
     ]
-
-
-_SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
-_SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
-# Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
-_ROUNDING = 2.0**-11
-_SURVIVORS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

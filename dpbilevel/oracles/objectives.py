@@ -17,6 +17,9 @@ from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
 from ..privacy.jaxprs import bound, evaluated
 
+_ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
+_PLAIN = (((1,), (0,)), ((), ()))
+
 # The default tolerance of `if_converged`, as the docstrings of its callers say.
 CONVERGED = 1e-3
 
@@ -277,10 +280,6 @@ def _num_pieces(records: PyTree) -> int:
     leaves = jax.tree.leaves(records)
     size = sum(v.size * v.dtype.itemsize for v in leaves)
     return 1 if size <= undivided else min(-(-size // piece), len(leaves[0]))
-
-
-_ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
-_PLAIN = (((1,), (0,)), ((), ()))
 
 
 def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:

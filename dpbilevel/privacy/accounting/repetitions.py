@@ -39,6 +39,12 @@ from typing_extensions import TypeIs
 from ..._extras import dp_accounting
 from .closed_forms import Profile, gaussian_delta
 
+# Dense enough that finer ones change no third digit; see tests.
+_ORDERS = 1 + np.geomspace(0.05, 2.0**17, 120)
+_RATIOS = _ORDERS / (_ORDERS - 1)
+
+_Curve: TypeAlias = Float[np.ndarray, " orders"]
+
 _CELLS, _KINKS = 6_000, 150
 # Beyond these quantiles of a chance one cell stands for all.
 _FEWEST, _MOST = -8.0, 5.0
@@ -161,13 +167,6 @@ class BestOf:
         found: Profile = gaussian_delta(self._mu, epsilon - self._shifts)
         total = float(self._weights @ found)
         return min(1.0, total) if np.isfinite(total) else 1.0
-
-
-# Dense enough that finer ones change no third digit; see tests.
-_ORDERS = 1 + np.geomspace(0.05, 2.0**17, 120)
-_RATIOS = _ORDERS / (_ORDERS - 1)
-
-_Curve: TypeAlias = Float[np.ndarray, " orders"]
 
 
 def renyi_profile(

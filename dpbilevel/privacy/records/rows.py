@@ -17,6 +17,15 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ..jaxprs import bound, evaluated, retraced, traced
 
+_PARTS = "parts"  # of a vmap over them
+_NO_MESH = AbstractMesh((), ())
+# In jaxprs for explicit meshes: parameters that tell places, equations that only move,
+# and calls, of which those with a rule for derivatives need none where records are.
+_PLACES = "sharding", "out_sharding"
+_MOVES = "reshard", "sharding_constraint"
+_CALLS = dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+_CALLS |= {"closed_call": "call_jaxpr", "jit": "jaxpr"}
+
 # Rows come in multiples of this many. A compiled program treats the rows of such blocks
 # alike, wherever they stand; the last ones of another number may be rounded otherwise.
 BLOCK = 64
@@ -71,14 +80,6 @@ def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
 
 
 Axes = str | tuple[str, ...]  # of a mesh, or of a `jax.vmap`
-_PARTS = "parts"  # of a vmap over them
-_NO_MESH = AbstractMesh((), ())
-# In jaxprs for explicit meshes: parameters that tell places, equations that only move,
-# and calls, of which those with a rule for derivatives need none where records are.
-_PLACES = "sharding", "out_sharding"
-_MOVES = "reshard", "sharding_constraint"
-_CALLS = dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
-_CALLS |= {"closed_call": "call_jaxpr", "jit": "jaxpr"}
 
 
 @dataclasses.dataclass(frozen=True)
