@@ -60,9 +60,9 @@ def floats(value: Any) -> Any:
     )
 
 
-def split_field(*shares: float, **options: Any) -> Any:
+def split_field(*shares: float) -> Any:
     """Return the field of a split of the budget, by default into these shares."""
-    return eqx.field(default=shares, converter=floats, **options)
+    return eqx.field(default=shares, converter=floats)
 
 
 def on_device(records: PyTree) -> PyTree:

@@ -90,8 +90,7 @@ def scores_of(
     scores = np.asarray(statistic(rows), np.float64)
     if scores.shape != rows.shape[:1]:
         raise ValueError(
-            f"trade_off: statistic must return shape {rows.shape[:1]}, got "
-            f"{scores.shape}."
+            f"trade_off: statistic must return one number a run, got {scores.shape}."
         )
     if np.isnan(scores).any():
         raise ValueError("trade_off: statistic returned NaN. Return numbers.")

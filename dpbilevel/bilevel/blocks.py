@@ -80,8 +80,8 @@ class AbstractJointSolver(
     clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
     cross_clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
     upper_clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
-    budget_split: tuple[float, float, float] = _checks.split_field(
-        0.4, 0.4, 0.2, kw_only=True
+    budget_split: tuple[float, float, float] = eqx.field(
+        default=(0.4, 0.4, 0.2), converter=_checks.floats, kw_only=True
     )
     problem_type: ClassVar[type] = BilevelProblem
 

@@ -70,13 +70,13 @@ class AbstractOneLevel(AbstractProblem):
             ValueError: Leading axes differ.
         """
         if people is not None:
-            self.check_people(data, people)
+            raise TypeError(f"people={people} is for the problems of two levels.")
         return one_level(data)
 
     @override
     def check_sizes(self, owner: str, sizes: object) -> None:
         _checks.count(owner, sizes=sizes)
 
-    def check_people(self, data: PyTree, people: People | str) -> None:
+    def check_people(self, data: PyTree, people: People) -> None:
         """Raise `TypeError`: `people` is for problems of two levels."""
         raise TypeError(f"people={people} is for the problems of two levels.")

@@ -103,7 +103,7 @@ def test_a_private_denominator_is_refused():
             lambda z: z["v"], records, clip_norm=1.0, precision="float"
         )
 
-    with pytest.raises(ValueError, match="public denominator"):
+    with pytest.raises(ValueError, match="give clipped_mean denominator="):
         search(own_number, dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
 

@@ -101,8 +101,9 @@ class Factored(eqx.Module):
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
         """Return the array with its axes moved: axis `i` becomes `place(i)`."""
-        axes = (tuple(map(place, s)) for s in (self.left_axes, self.right_axes))
-        return Factored(self.left, self.right, tuple(shape), *axes, self.given)
+        left, right = self.left_axes, self.right_axes
+        left, right = (tuple(map(place, axes)) for axes in (left, right))
+        return Factored(self.left, self.right, tuple(shape), left, right, self.given)
 
     def plus(self, other: "Factored | SparseRows") -> "Factored | None":
         """Return the sum, with all places; `None` if axes are split differently."""
