@@ -43,8 +43,8 @@ def test_a_pair_that_is_equal_is_refused(same):
     [
         (jnp.zeros(3), jnp.zeros(2), r"same shape, got \(3,\) and \(2,\)"),
         ({"a": ONE}, {"a": jnp.zeros(1)}, r"data\['a'\].* the same shape"),
-        ({"a": ONE}, {"b": ZERO}, "same structure"),
-        ({"a": ONE}, ONE, "same structure"),
+        ({"a": ONE}, {"b": ZERO}, "different structures"),
+        ({"a": ONE}, ONE, "different structures"),
     ],
 )
 def test_a_pair_of_another_structure_or_shape_is_refused(data, neighbour, message):
