@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.bilevel.certificates.clipped_upper import ClippedUpper
+from dpbilevel.bilevel.certificates.certified import ClippedUpper
 from dpbilevel.cli.files import read_csv
 
 from .paths import ADULT

@@ -21,8 +21,8 @@ from dpbilevel._checks import (
 )
 from dpbilevel.applications.penalties import PenaltyTuning
 from dpbilevel.applications.sources import SourceWeighting
+from dpbilevel.bilevel.pipeline import AbstractStages
 from dpbilevel.bilevel.problem import BilevelProblem
-from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
 from dpbilevel.core.descent import StepSize
 from dpbilevel.core.outputs import AbstractOutput

@@ -60,6 +60,11 @@ def floats(value: Any) -> Any:
     )
 
 
+def split_field(*shares: float) -> Any:
+    """Return the field of a split of the budget, by default into these shares."""
+    return eqx.field(default=shares, converter=floats)
+
+
 def on_device(records: PyTree) -> PyTree:
     """Return records as JAX arrays, without a warning, which would reveal a value."""
     with np.errstate(all="ignore"):
@@ -130,6 +135,7 @@ non_negative = _check_of_range("non-negative and finite", lambda v: v >= 0)
 fraction = _check_of_range("strictly between 0 and 1", lambda v: 0 < v < 1)
 proper_fraction = _check_of_range("at least 0 and below 1", lambda v: 0 <= v < 1)
 signed_share = _check_of_range("in [-1, 1]", lambda v: -1 <= v <= 1)
+row_norm = _check_of_range("from 1e-15 to 1e15", lambda v: 1e-15 <= v <= 1e15)
 _part = _check_of_range("from 1e-30 to 1e30", lambda v: 1e-30 <= v <= 1e30)
 
 
@@ -180,12 +186,16 @@ _EXAMPLES = {
     "AbstractSampling": "dpb.Poisson(rate=0.1) or dpb.FullBatch()",
     "AbstractFiniteSum": "dpb.FiniteSum(loss)",
     "AbstractProblem": "dpb.FiniteSum(loss) or dpb.BilevelProblem(upper, lower)",
+    "AbstractLinearSolver": "dpb.oracles.ConjugateGradient()",
+    "AbstractLowerSolver": "dpb.oracles.NewtonCG()",
     "AbstractOutput": "dpb.outputs.TailMean() or dpb.outputs.Last()",
     "PrivacyBudget": "dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)",
     "Sizes": 'dpb.Sizes(upper=1000, lower=5000, people="disjoint")',
     "AbstractSet": "dpb.sets.Ball(1.0)",
     "BilevelProblem": "dpb.BilevelProblem(upper, lower)",
+    "Bounded": "dpb.privacy.clipped_mean(fun, records, clip_norm=1.0)",
     "FiniteSum": "dpb.FiniteSum(loss)",
+    "Levels": "dpb.Levels(upper=..., lower=...)",
     "Gaussian": "dpb.privacy.Gaussian()",
     "PenaltyTuning": "dpb.penalty_tuning(loss, groups)",
     "SourceWeighting": "dpb.source_weighting(loss, num_sources)",

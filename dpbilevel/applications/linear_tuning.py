@@ -17,15 +17,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
-from ..bilevel.certificates.bounds import Bounds, Metric
-from ..bilevel.certificates.constants import (
-    AbstractCertificate,
-    SecondOrderConstants,
-    check_terms,
-    terms_of,
-)
-from ..bilevel.certificates.fixed_count import Spectrum
-from ..bilevel.problem import BilevelProblem
+from ..bilevel import AbstractCertificate, BilevelProblem, SecondOrderConstants
+from ..bilevel.certificates.constants import check_terms, terms_of
+from ..bilevel.certificates.fixed_count import Bounds, Metric, Spectrum
 from ..core.levels import Sizes
 from ..onelevel.linear_models import AbstractLinearModel, module_of
 from ..onelevel.losses import Record, bounded, score
@@ -68,17 +62,11 @@ def linear_tuning(
         TypeError: `model` is no linear model.
     """
     _checks.instance("linear_tuning", AbstractLinearModel, model=model)
-    _checks.positive("linear_tuning", row_norm=row_norm)
-    if not 1e-15 <= row_norm <= 1e15:
-        raise ValueError(
-            f"linear_tuning: row_norm must be between 1e-15 and 1e15, got {row_norm}. "
-            "Rescale the features by a public number."
-        )
+    _checks.row_norm("linear_tuning", row_norm=row_norm)
     groups = jnp.asarray(groups)
     if groups.ndim != 1:
         raise ValueError(
-            "linear_tuning: groups must be one vector, the group of each coefficient, "
-            f"got shape {groups.shape}."
+            f"linear_tuning: groups must be one vector, got shape {groups.shape}."
         )
 
     def loss(y: Float[Array, " d"], record: Record) -> Scalar:
@@ -87,9 +75,8 @@ def linear_tuning(
 
     problem = penalty_tuning(loss, groups, bounds=bounds)
     low, high = map(float, bounds)
-    certificate = TuningCertificate(
-        model, float(row_norm), low, high, terms_of(problem)
-    )
+    proved = model, float(row_norm), low, high, terms_of(problem)
+    certificate = TuningCertificate(*proved)
     return dataclasses.replace(problem, constants=certificate)
 
 
@@ -162,9 +149,9 @@ class TuningCertificate(AbstractCertificate):
         # Inside a program the box has no values; then it was checked when planned.
         if not isinstance(box, Box) or (known and not self._holds(box)):
             raise ValueError(
-                "linear_tuning: x_set was exchanged, but the constants are proved for "
-                f"log-penalties in [{self.low:.6g}, {self.high:.6g}]. Call "
-                "linear_tuning with the bounds you want."
+                "linear_tuning: the constants hold for log-penalties in "
+                f"[{self.low:.6g}, {self.high:.6g}] only. Call it with the bounds you "
+                "want."
             )
         check_terms("linear_tuning", problem, self.terms)
 
@@ -211,7 +198,6 @@ class TuningCertificate(AbstractCertificate):
 
     def metric(self, problem, sizes, x, y) -> Metric:
         r"""Return $\Lambda$, in which eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
-        del sizes
         diagonal, mu = None, np.exp(np.float64(self.low))
         if x is not None:
             assert problem.lower_public is not None

@@ -79,8 +79,7 @@ def penalty_tuning(
     low, high = bounds
     if not (low < high and math.isfinite(low) and math.isfinite(high)):
         raise ValueError(
-            f"penalty_tuning: bounds must be two finite, increasing numbers, got "
-            f"{bounds}."
+            f"penalty_tuning: bounds must be finite and increasing, got {bounds}."
         )
     if isinstance(groups, list | tuple) and not any(
         map(np.ndim, jax.tree.leaves(groups))
@@ -94,9 +93,8 @@ def penalty_tuning(
         leaf.size and np.issubdtype(leaf.dtype, np.integer) for leaf in leaves
     ):
         raise ValueError(
-            "penalty_tuning: groups must hold integers, the group of each coefficient "
-            "in the shape of the model, such as numpy.repeat([0, 1, 2], 5), got "
-            f"{_checks.shown(groups)}."
+            "penalty_tuning: groups must hold the group of each coefficient, such as "
+            f"numpy.repeat([0, 1, 2], 5), got {_checks.shown(groups)}."
         )
     least = min(int(leaf.min()) for leaf in leaves)
     if least < 0:
@@ -111,14 +109,12 @@ def penalty_tuning(
     def lower_public(x, y):
         if jnp.shape(x) != (num_groups,):
             raise ValueError(
-                f"penalty_tuning: x must have shape ({num_groups},), one log-penalty "
-                f"per group, got {jnp.shape(x)}."
+                f"penalty_tuning: x needs shape ({num_groups},), got {jnp.shape(x)}."
             )
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (groups, y)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                "penalty_tuning: groups must have the shapes of y, one group per "
-                f"coefficient, got {shapes[0]} for y of {shapes[1]}."
+                f"penalty_tuning: groups must have shapes {shapes[1]}, got {shapes[0]}."
             )
         terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
         return 0.5 * optax.tree.sum(terms)

@@ -105,16 +105,15 @@ def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     """
     if not is_array(y) or jnp.ndim(y) > 2:
         raise ValueError(
-            f"{owner}: y must be one array of shape (d,) or (d, k), coefficients of d "
-            f"features, got {_checks.shown(y)}. Use OneLevel for other models."
+            f"{owner}: y must be one array of shape (d,) or (d, k), got "
+            f"{_checks.shown(y)}. Use OneLevel for other models."
         )
     if intercept is None:
         return jnp.zeros((0, *y.shape), y.dtype)
     rows = jnp.atleast_1d(y)  # a number is the coefficient of one feature
     if type(intercept) is not int or not -len(rows) <= intercept < len(rows):
         raise ValueError(
-            f"{owner}: intercept must be the place of a feature in y of shape "
-            f"{y.shape}, got {_checks.shown(intercept)}."
+            f"{owner}: intercept must be a place in y, got {_checks.shown(intercept)}."
         )
     each = jnp.eye(rows[0].size, dtype=y.dtype).reshape(-1, *rows.shape[1:])
     directions = jnp.zeros((len(each), *rows.shape), y.dtype)
@@ -184,9 +183,7 @@ class Recalibration(AbstractPipeline):
     fit: NoisyGD = NoisyGD(5, 1.75, 1.0, output=TailMean(0.8))
     curvature: NoisyGD = NoisyGD(1, 0.177, 1.0)
     intercept: int | None = eqx.field(static=True, default=None)
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.05, 1.0), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.05, 1.0)
     stages: ClassVar = {CURVATURE: AbstractFiniteSum, FIT: AbstractFiniteSum}
     in_config: ClassVar[bool] = True
 

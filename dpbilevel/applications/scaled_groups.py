@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,13 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Fraction, NonNegative
-from ..bilevel.levels import (
-    Objective,
-    equal_weights,
-    lower_objective,
-    noise_std,
-    queries_of,
-)
+from ..bilevel import levels
 from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..core.descent import Rule
 from ..onelevel.adaptive_clip import NoisyDescent
@@ -79,9 +72,7 @@ class ScaledGroups(AbstractPipeline):
     fit: NoisyDescent
     margin: NonNegative = 1.0
     full_above: Fraction = 0.15
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.25, 0.75), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.25, 0.75)
     screen: NoisyGD = _ONE_GRADIENT
     stages: ClassVar = dict.fromkeys((SCREEN, FIT), AbstractFiniteSum)
     problem_type: ClassVar[type] = PenaltyTuning
@@ -91,24 +82,22 @@ class ScaledGroups(AbstractPipeline):
         step_size: Any = self.screen.step_size
         known = _checks.concrete(step_size) or isinstance(step_size, Rule)
         if self.screen.num_steps != 1 or (known and step_size != 1):
-            raise ValueError(
-                "ScaledGroups: screen must be one step of size 1, whose answer is the "
-                "negative gradient. Set its clip_norm, sampling and noise only."
-            )
+            raise ValueError("ScaledGroups: screen must be one step of size 1.")
 
     @override
     def queries(self, name):
-        return queries_of("both")
+        return levels.queries_of("both")
 
     @override
     def objective(self, name, problem, w0, outputs):
-        penalty, (x, y0) = equal_weights(self.sizes), w0
+        penalty, (x, y0) = levels.equal_weights(self.sizes), w0
         if name == SCREEN:  # the gradient of the records alone
-            whole = lower_objective(problem, x, penalty)
+            whole = levels.lower_objective(problem, x, penalty)
             shifted = _in_coordinates(whole, lambda u: optax.tree.add(y0, u))
             return dataclasses.replace(shifted, public=optax.tree.zeros_like)
         scales = self.scales(problem, outputs)
-        whole = lower_objective(problem, self._penalties(problem, x, scales), penalty)
+        x = self._penalties(problem, x, scales)
+        whole = levels.lower_objective(problem, x, penalty)
         spread = _spread(problem, scales, y0)
         return _in_coordinates(whole, lambda u: _model(y0, spread, u), spread)
 
@@ -143,7 +132,7 @@ class ScaledGroups(AbstractPipeline):
         count = jnp.maximum(by_group([jnp.ones_like(v) for v in q]), 1)
         mean = by_group([v * v for v in q]) / count
         # The standard deviation that the release adds to each coordinate.
-        sigma = noise_std(self.screen, self.queries(SCREEN), self.sizes)
+        sigma = levels.noise_std(self.screen, self.queries(SCREEN), self.sizes)
         above = mean - sigma**2 * (1 + self.margin * jnp.sqrt(2 / count))
         energy = jnp.sqrt(jnp.maximum(above, 0))
         top = jnp.max(energy)
@@ -157,8 +146,8 @@ class ScaledGroups(AbstractPipeline):
 
 
 def _in_coordinates(
-    whole: Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
-) -> Objective:
+    whole: levels.Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
+) -> levels.Objective:
     """Return an objective of y in the coordinates u of `model`.
 
     Gradients in u are multiplied by the scales before they are clipped.
@@ -171,7 +160,9 @@ def _in_coordinates(
         return lambda u, record: scaled(fun(model(u), record))
 
     records = {role: of_level(fun) for role, fun in whole.records.items()}
-    return Objective(Euclidean(), records, lambda u: scaled(whole.public(model(u))))
+    return levels.Objective(
+        Euclidean(), records, lambda u: scaled(whole.public(model(u)))
+    )
 
 
 def _model(y0: PyTree, spread: PyTree, u: PyTree) -> PyTree:

@@ -81,9 +81,7 @@ class SelectedSources(AbstractSourcePipeline):
     model: NoisyDescent
     fit: NoisyDescent
     keep_above: SignedShare = 0.1
-    budget_split: tuple[float, float, float] = eqx.field(
-        default=(1.0, 0.05, 0.95), converter=_checks.floats
-    )
+    budget_split: tuple[float, float, float] = _checks.split_field(1.0, 0.05, 0.95)
     score: NoisyGD = ONE_MEAN
     fit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     scoring: ScoringModel | None = None

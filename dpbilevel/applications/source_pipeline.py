@@ -1,11 +1,13 @@
 """Pipelines that score data sources and fit one model of the sources they keep."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
@@ -18,11 +20,6 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.exact.floats import is_finite
 from ..sets import Euclidean
 from .sources import SourceWeighting
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 SCORE, FIT = "score", "fit"
 # Lengths of the two entries of a record in `score_objective`; their squares sum to 1.
@@ -93,10 +90,34 @@ class AbstractSourcePipeline(AbstractPipeline):
         return rows_of_steps(problem, w0, {FIT: self.fit})
 
     def fit_objective(self, problem: SourceWeighting, w0, outputs) -> Objective:
-        """Return the objective of the fit, on the sources that are kept."""
+        r"""Return the mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$.
+
+        The weights $w \in \{0, 1\}^k$ of kept sources do not exceed 1, so that the clip
+        norm is that of the loss of the model. The mean is over all records. The factor
+        $\bar w$, the number of records of the fit over that of lower ones, gives the
+        public term its weight beside a mean over the records of the fit alone.
+        """
         whole = lower_objective(problem, w0[0], self.fit_penalty)
-        weight = self.fit_weight(outputs)
-        return kept_objective(problem, whole, self.kept(outputs), weight, w0[0])
+        kept, weight = self.kept(outputs), self.fit_weight(outputs)
+
+        def lower(w, record):
+            index, known = problem.index(record)
+            of_source = jnp.where(known, kept[index], 0)
+
+            def weighted(y):
+                loss = problem.loss(y, record)
+                return of_source.astype(loss.dtype) * loss
+
+            return jax.grad(weighted)(w)
+
+        def public(w):
+            if problem.lower_public is None:
+                return optax.tree.zeros_like(w)
+            gradient = jax.grad(problem.lower_public, 1)(w0[0], w)
+            return jax.tree.map(lambda v: weight.astype(v.dtype) * v, gradient)
+
+        records = {**whole.records, "lower": lower}
+        return dataclasses.replace(whole, records=records, public=public)
 
     def score_start(self, w0: PyTree) -> Float[Array, "2 k"]:
         """Return the initial point of the scores: zeros."""
@@ -144,47 +165,6 @@ def signs_and_fractions(
     """Return the solution of `score_objective` as means of signs, and fractions."""
     signs, fractions = released
     return signs / _OF_SIGN, fractions / _OF_FRACTION
-
-
-def kept_objective(
-    problem: SourceWeighting,
-    whole: Objective,
-    kept: Float[Array, " k"],
-    weight: Float[Array, ""],
-    x: PyTree,
-) -> Objective:
-    r"""Return the mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$.
-
-    The weights $w \in \{0, 1\}^k$ do not exceed 1, so that the clip norm is that of the
-    loss of the model. The mean is over all records. The factor $\bar w$ gives the
-    public term its weight beside a mean over the records of the fit alone.
-
-    Args:
-        problem: The bilevel problem.
-        whole: The objective of all sources.
-        kept: $w$.
-        weight: $\bar w$, the number of records of the fit over that of lower ones.
-        x: The upper variable.
-    """
-
-    def lower(w, record):
-        index, known = problem.index(record)
-        of_source = jnp.where(known, kept[index], 0)
-
-        def weighted(y):
-            loss = problem.loss(y, record)
-            return of_source.astype(loss.dtype) * loss
-
-        return jax.grad(weighted)(w)
-
-    def public(w):
-        if problem.lower_public is None:
-            return optax.tree.zeros_like(w)
-        gradient = jax.grad(problem.lower_public, 1)(x, w)
-        return jax.tree.map(lambda v: weight.astype(v.dtype) * v, gradient)
-
-    records = {**whole.records, "lower": lower}
-    return dataclasses.replace(whole, records=records, public=public)
 
 
 def dtype_of(model: PyTree) -> jnp.dtype:

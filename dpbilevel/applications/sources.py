@@ -28,9 +28,9 @@ def read_source(record: PyTree) -> Int[Array, ""]:
     """
     if not isinstance(record, Mapping) or "source" not in record:
         raise ValueError(
-            "source_weighting: a training record must be a dict with an entry 'source'."
-            ' Give {"features": X, "label": y, "source": s}, or source=, a function '
-            "that reads the source of a record."
+            "source_weighting: a training record must be a dict with an entry "
+            "'source'. Give one, or source=, a function that reads the source of a "
+            "record."
         )
     return record["source"]
 
@@ -104,8 +104,7 @@ def source_weighting(
     def lower(x, y, record):
         if jnp.shape(x) != (num_sources,):
             raise ValueError(
-                f"{owner}: x must have shape ({num_sources},), one entry per source, "
-                f"got {jnp.shape(x)}."
+                f"{owner}: x must have shape ({num_sources},), got {jnp.shape(x)}."
             )
         index, known = _known_source(owner, source(record), num_sources)
         weight = source_weights(x, parametrization)[index]
@@ -189,9 +188,8 @@ def source_mixing(
     def upper(x, y, record):
         if jnp.shape(x) != (num_sources + 1,):
             raise ValueError(
-                f"{owner}: x must have shape ({num_sources + 1},), one coefficient "
-                f"per source and one of the common model, got {jnp.shape(x)}. Start at "
-                "mixing_start(model, num_sources)."
+                f"{owner}: x must have shape ({num_sources + 1},), got {jnp.shape(x)}. "
+                "Start at mixing_start(model, num_sources)."
             )
         _check_models(y, num_sources)
         return loss(mixed_model(x, y), record)
@@ -241,9 +239,9 @@ def _check_models(y: PyTree, num_sources: int) -> None:
     for leaf in jax.tree.leaves(y):
         if jnp.shape(leaf)[:1] != (num_sources + 1,):
             raise ValueError(
-                f"source_mixing: every leaf of y must have a leading axis of "
-                f"{num_sources + 1}, one model per source and the common one, got the "
-                f"shape {jnp.shape(leaf)}. Start at mixing_start(model, num_sources)."
+                "source_mixing: every leaf of y must have a leading axis of "
+                f"{num_sources + 1}, got {jnp.shape(leaf)}. Start at "
+                "mixing_start(model, num_sources)."
             )
 
 
@@ -254,8 +252,7 @@ def _known_source(
     index = jnp.asarray(source)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(
-            f"{owner}: the source of a record must be an integer in [0, "
-            f"{num_sources}), got {index.dtype}."
+            f"{owner}: the source of a record must be an integer, got {index.dtype}."
         )
     known = (index >= 0) & (index < num_sources)
     return jnp.where(known, index, 0), known

@@ -9,8 +9,8 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from ..bilevel.pipeline import AbstractStages, with_prefix
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.stages import AbstractStages, with_prefix
 from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
@@ -47,9 +47,7 @@ class WarmStarted(AbstractStages[_State]):
 
     first: AbstractSolver[BilevelProblem, Any]
     then: AbstractSolver[BilevelProblem, Any]
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.5, 0.5), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.5, 0.5)
     stages: ClassVar = {FIRST: SourceWeighting, THEN: BilevelProblem}
     in_config: ClassVar[bool] = True
 

@@ -85,8 +85,7 @@ def canaries(
     check_solver(solver, "canaries")
     if solver.sizes is None:
         raise ValueError(
-            f"canaries: {type(solver).__name__} is not bound to sizes. Take it from "
-            "dpbilevel.calibrate(...).solver or call solver.with_sizes(sizes)."
+            f"canaries: {type(solver).__name__} has no sizes; call with_sizes(sizes)."
         )
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     problem, w0 = worst_case(solver, x_in_records, zeros)
@@ -145,18 +144,14 @@ def _reduce(solver: AbstractSolver) -> AbstractSolver:
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
     # A clip of a batch of one record would pass for a clip of the record.
-    divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
-    small = jax.tree.map(
-        lambda v: type(v)(v.size // divisor) if isinstance(v, kinds) else v,
-        solver,
-        is_leaf=lambda v: isinstance(v, kinds),
-    )
+    divisors = (d for d in range(2, fewest // 2 + 1) if common % d == 0)
+    divisor = max(divisors, default=1)
+
+    def reduced(v: Any) -> Any:
+        return type(v)(v.size // divisor) if isinstance(v, kinds) else v
+
+    small = jax.tree.map(reduced, solver, is_leaf=lambda v: isinstance(v, kinds))
     if isinstance(sizes, Sizes):
         upper, lower = (count // divisor for count in counts)
         return small.with_sizes(dataclasses.replace(sizes, upper=upper, lower=lower))
     return small.with_sizes(sizes // divisor)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return [*small, *(number // d for d in small)]

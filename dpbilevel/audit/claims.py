@@ -10,10 +10,9 @@ from jaxtyping import Float
 
 from .. import _checks
 from .._extras import dp_accounting
+from ..privacy import Ledger, Neighbours
 from ..privacy.accounting import profiles
 from ..privacy.accounting.closed_forms import pure_delta
-from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
 
 Claim: TypeAlias = Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
 """A privacy profile: the largest allowed delta at each epsilon of an array."""
@@ -114,8 +113,7 @@ class TradeOffCurve:
         self._deltas = np.asarray(claim(_EPSILONS), np.float64)
         if np.isnan(self._deltas).any():
             raise ValueError(
-                "the claimed profile is NaN at some epsilons, which nothing could "
-                "violate. Return deltas for all epsilons >= 0."
+                "the claimed profile is NaN at some epsilon. Return a delta for each."
             )
 
     def __call__(self, false_positives: Float[np.ndarray, " n"]) -> np.ndarray:

@@ -18,13 +18,7 @@ _AT_ONCE = 10_000  # runs per batch, to bound memory
 
 def check_arguments(run: Any, claim: Any, runs: Any) -> None:
     """Check that an audit can call `run` and `claim`, and has enough runs."""
-    _checks.function("trade_off", run=run)
-    if not callable(claim):
-        raise TypeError(
-            "trade_off: claim must be a profile, a function of epsilons, got "
-            f"{type(claim).__name__}. Make one with audit.gaussian_claim(mu) or "
-            "audit.pure_claim(epsilon)."
-        )
+    _checks.function("trade_off", run=run, claim=claim)
     if not isinstance(runs, int | np.integer) or isinstance(runs, bool):
         got = _checks.shown(runs)
         raise TypeError(f"trade_off: runs must be an integer, got {got}.")
@@ -36,10 +30,7 @@ def check_pair(data: PyTree, neighbour: PyTree) -> None:
     """Check that two datasets have equal structures and shapes, and differ."""
     left, right = (str(jax.tree.structure(side)) for side in (data, neighbour))
     if left != right:
-        raise ValueError(
-            "trade_off: data and neighbour must have the same structure, got "
-            f"{left} and {right}."
-        )
+        raise ValueError("trade_off: data and neighbour have different structures.")
     paths = jax.tree_util.tree_leaves_with_path(data)
     same = True
     for (path, one), other in zip(paths, jax.tree.leaves(neighbour), strict=True):
@@ -47,14 +38,12 @@ def check_pair(data: PyTree, neighbour: PyTree) -> None:
             where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"trade_off: data{where} and neighbour{where} must have the same "
-                f"shape, got {np.shape(one)} and {np.shape(other)}. Give an absent "
-                "person a record that contributes nothing."
+                f"shape, got {np.shape(one)} and {np.shape(other)}."
             )
         same &= np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
     if same:
         raise ValueError(
-            "trade_off: data and neighbour are equal. Change one person's records in "
-            "neighbour."
+            "trade_off: data and neighbour are equal. Change one person's records."
         )
 
 
@@ -85,12 +74,11 @@ def observe(
     if lost.any():
         raise ValueError(
             f"trade_off: {lost.sum()} of {lost.size} observed numbers are not finite "
-            "in any run. Use smaller steps, or leave them out of the result of run."
+            "in any run. Leave them out of the result of run."
         )
     if constant.all():
         raise ValueError(
-            "trade_off: every run on either dataset shows the same numbers. Let run "
-            "draw from its key and return values in which the pair differs."
+            "trade_off: all runs show the same numbers. Let run draw from its key."
         )
     return present, absent
 
@@ -102,13 +90,10 @@ def scores_of(
     scores = np.asarray(statistic(rows), np.float64)
     if scores.shape != rows.shape[:1]:
         raise ValueError(
-            "trade_off: statistic must return one number a run, shape "
-            f"{rows.shape[:1]}, got shape {scores.shape}."
+            f"trade_off: statistic must return one number a run, got {scores.shape}."
         )
     if np.isnan(scores).any():
-        raise ValueError(
-            "trade_off: statistic returned NaN. Return numbers, which can be ordered."
-        )
+        raise ValueError("trade_off: statistic returned NaN. Return numbers.")
     return np.clip(scores, -1e300, 1e300)  # quantiles of infinities are NaN
 
 
@@ -137,7 +122,7 @@ def _numbers(shown: PyTree) -> list[Any]:
             )
     if not sum(np.size(leaf) for leaf in leaves):
         raise TypeError(
-            "trade_off: run must return arrays with what an adversary would see, got "
-            f"{type(shown).__name__} without any numbers."
+            f"trade_off: run must return arrays, got {type(shown).__name__} without "
+            "any numbers."
         )
     return leaves

@@ -9,8 +9,7 @@ import numpy as np
 
 from .. import _checks
 from ..core.loop import solved
-from ..onelevel.noisy_gd import NoisyGD
-from ..onelevel.problem import FiniteSum
+from ..onelevel import FiniteSum, NoisyGD
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import check_solver
 from .claims import Claim, TradeOffCurve, ledger_claims
@@ -116,9 +115,8 @@ def one_run(
     counts = correct, guesses, canaries, significance
 
     def with_noise(factor: float) -> NoisyGD:
-        return dataclasses.replace(
-            planned, noise_multiplier=factor * planned.release_noise.multiplier
-        )
+        noise = factor * planned.release_noise.multiplier
+        return dataclasses.replace(planned, noise_multiplier=noise)
 
     def is_refuted(factor: float) -> bool:
         (claim,) = ledger_claims(with_noise(factor).ledger(problem, canaries)).values()
@@ -165,10 +163,7 @@ def refutes(
         ICML 2025.
     """
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            "refutes: needs 0 <= correct <= guesses <= canaries, got "
-            f"{correct}, {guesses} and {canaries}."
-        )
+        raise ValueError("refutes: needs 0 <= correct <= guesses <= canaries.")
     curve = TradeOffCurve(claim)
     right = significance * correct / canaries
     wrong = significance * (guesses - correct) / canaries

@@ -1,4 +1,4 @@
-"""NON-PRIVATE search for points and records that violate declared constants."""
+"""NON-PRIVATE search for violated constants, and lower solutions in float64."""
 
 import dataclasses
 import math
@@ -7,18 +7,68 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..bilevel.certificates.constants import AbstractCertificate
-from ..bilevel.problem import BilevelProblem, Levels
+from ..bilevel import AbstractCertificate, BilevelProblem, Levels
+from ..oracles import objectives
 from ..privacy.noise import PRNGKey, check_key
-from .exact import as_float64, lower_solution
 
 # Second derivatives are exact to many digits; their differences are not.
 _ROUNDING = 1e-6
 # Lower solutions are computed one by one.
 _SOLUTIONS = 5
+
+
+def lower_solution(
+    problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
+) -> PyTree:
+    r"""Return $y^*(x)$ without a set, in float64, by L-BFGS on the host. NON-PRIVATE.
+
+    It checks `dpbilevel.oracles.lower_solution`: another implementation, in float64
+    for every setting of JAX, without derivatives and not inside `jax.jit`.
+
+    Args:
+        problem: The problem; `y_set` is not used.
+        x: The upper variable.
+        y0: An initial point.
+        data: The records.
+
+    Returns:
+        A float64 pytree like `y0`, with a gradient norm of about 1e-8 where losses are
+        about 1; smaller changes are lost in rounding.
+    """
+    with jax.enable_x64(True):
+        x, y0, data = (as_float64(tree) for tree in (x, y0, data))
+        flat0, unravel = jax.flatten_util.ravel_pytree(y0)
+
+        @jax.jit
+        def objective(flat, x, data):
+            return objectives.lower_objective(problem, data).value(x, unravel(flat))
+
+        value_and_gradient = jax.jit(jax.value_and_grad(objective))
+        result = scipy.optimize.minimize(
+            lambda flat: tuple(
+                np.asarray(v, np.float64) for v in value_and_gradient(flat, x, data)
+            ),
+            np.asarray(flat0),
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": 2000, "gtol": 1e-9, "ftol": 1e-15},
+        )
+        return unravel(jnp.asarray(result.x))
+
+
+def as_float64(tree: PyTree) -> PyTree:
+    """Return a pytree with its floating-point leaves in float64."""
+
+    def convert(leaf):
+        host = np.asarray(leaf)
+        wide = np.issubdtype(host.dtype, np.floating)
+        return jnp.asarray(host.astype(np.float64) if wide else host)
+
+    return jax.tree.map(convert, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +144,7 @@ def refute_constants(
     check_key(key)
     _checks.count("refute_constants", tries=tries)
     if not isinstance(problem.constants, AbstractCertificate):
-        raise ValueError(
-            "refute_constants: problem.constants must be a certificate, got "
-            f"{type(problem.constants).__name__}. Declare SecondOrderConstants(...)."
-        )
+        raise ValueError("refute_constants: problem.constants must be a certificate.")
     declared = problem.constants.second_order
     random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     with jax.enable_x64(True):
@@ -171,10 +218,8 @@ def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
     g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))
     in_x = _derivatives(problem, "lower", other_x, y, z[1])
     in_y = _derivatives(problem, "lower", x, other_y, z[1])
-    step_x, step_y = (
-        jnp.maximum(_size(_flat(a) - _flat(b)), 1e-12)
-        for a, b in ((other_x, x), (other_y, y))
-    )
+    pairs = (other_x, x), (other_y, y)
+    step_x, step_y = (jnp.maximum(_size(_flat(a) - _flat(b)), 1e-12) for a, b in pairs)
     found = {
         "strong_convexity": -jnp.linalg.eigvalsh(g["yy"])[0],
         "lower_y": jnp.maximum(_size(g["record_y"]), _size(g["y"] - g["record_y"])),

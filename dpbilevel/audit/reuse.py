@@ -15,8 +15,8 @@ from ..core.solver import AbstractSolver
 from ..privacy.mechanisms import AbstractNoise
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
+from .sensitivity import open_value
 from .tradeoff import ALPHA, SolverRun
-from .unseal import open_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,7 @@ def noise_reuse(
     streams = [stream for stream in tape if stream.size == coordinates]
     if len(streams) < 2:
         raise ValueError(
-            f"noise_reuse: {type(solver).__name__} drew {len(streams)} noise vectors, "
-            "and at least two are needed."
+            f"noise_reuse: two noise vectors are needed, got {len(streams)}."
         )
     largest, pair = _largest_correlation(np.stack(streams))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
@@ -113,9 +112,8 @@ def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
     tape: list[Float[np.ndarray, " d"]] = []
     with contextlib.ExitStack() as stack:
         for kind in _kinds(AbstractNoise):
-            stack.enter_context(
-                mock.patch.object(kind, "release", _recording(kind, tape))
-            )
+            taped = _recording(kind, tape)
+            stack.enter_context(mock.patch.object(kind, "release", taped))
         yield tape
 
 

@@ -1,4 +1,4 @@
-"""NON-PRIVATE search for records that move a value beyond its bound."""
+"""NON-PRIVATE. Opens sealed values; a search for records that move them too far."""
 
 import dataclasses
 import itertools
@@ -7,19 +7,35 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Float, PyTree
 
 from .. import _checks
-from ..privacy.budget import Neighbours
+from ..privacy import Bounded, Neighbours
+from ..privacy.exact.grid import Grid
+from ..privacy.exact.int61 import is_limbs
 from ..privacy.noise import PRNGKey, check_key
-from ..privacy.per_example.clipping import Bounded
-from .unseal import open_value
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
 _SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
 # Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
 _ROUNDING = 2.0**-11
 _SURVIVORS = 8
+
+
+def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
+    """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
+
+    Args:
+        bounded: A value of public or synthetic records, or a batch of such values.
+    """
+    if not isinstance(bounded.raw, Grid):
+        return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]
+    exponent = np.asarray(bounded.raw.exponent, np.float64)
+    # A batch of values has a batch of exponents: leading axes that the counts share.
+    return [
+        np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
+        for v in jax.tree.leaves(bounded.raw.counts, is_leaf=is_limbs)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,11 +150,8 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
     def values(pair):
         both = [query(side) for side in _sides(pair, neighbours)]
         for bounded in both:
-            if not isinstance(bounded, Bounded):
-                raise TypeError(
-                    "sensitivity_search: query must return a Bounded, got "
-                    f"{type(bounded).__name__}. Compute it with clipped_mean."
-                )
+            found = {"the value of query": bounded}
+            _checks.instance("sensitivity_search", Bounded, **found)
         claimed = [jnp.asarray(bounded.sensitivity(neighbours)) for bounded in both]
         return both, jnp.minimum(*claimed)
 

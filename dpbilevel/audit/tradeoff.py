@@ -338,18 +338,13 @@ def audit_canaries(
     """
     check_key(key)
     keys = jax.random.split(key, len(found))
-    return tuple(
-        trade_off(
-            SolverRun(canary.problem, canary.solver, canary.w0),
-            canary.data,
-            canary.neighbour,
-            canary.claim,
-            key=subkey,
-            runs=runs,
-            name=f"{type(canary.solver).__name__}, {person}",
-        )
-        for (person, canary), subkey in zip(found.items(), keys, strict=True)
-    )
+    outcomes = []
+    for (person, canary), subkey in zip(found.items(), keys, strict=True):
+        run = SolverRun(canary.problem, canary.solver, canary.w0)
+        pair = canary.data, canary.neighbour, canary.claim
+        name = f"{type(canary.solver).__name__}, {person}"
+        outcomes.append(trade_off(run, *pair, key=subkey, runs=runs, name=name))
+    return tuple(outcomes)
 
 
 def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:

@@ -15,8 +15,7 @@ from jaxtyping import PyTree
 from ..applications.penalties import PenaltyTuning, penalty_tuning
 from ..applications.recalibration import Recalibration
 from ..applications.sources import SourceWeighting, source_weighting
-from ..bilevel.certificates.constants import SecondOrderConstants
-from ..bilevel.problem import BilevelProblem
+from ..bilevel import BilevelProblem, SecondOrderConstants
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
@@ -26,8 +25,7 @@ from ..games.group_descent import GroupDescent
 from ..games.groups import group_fair
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
-from ..onelevel.adaptive_clip import AdaptiveClipGD
-from ..onelevel.problem import FiniteSum
+from ..onelevel import AdaptiveClipGD, FiniteSum
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS
 from ..search.base import AbstractAskTellSolver
@@ -78,8 +76,8 @@ def worst_case(
         return problem, (jnp.full(1, -80.0), zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
-            f"canaries: no worst case is known for {solver.problem_type.__name__}. "
-            "Audit neighbouring data of your own with audit.trade_off."
+            f"canaries: no worst case is known for {solver.problem_type.__name__}. Use "
+            "audit.trade_off with data of your own."
         )
     if solver.basis is Basis.CONSTANTS:
         return _certified(optax.tree.size(zeros)), (zeros, zeros)
@@ -208,9 +206,8 @@ def _bounded(size: int) -> BilevelProblem:
     problem = _certified(size)
     declared = problem.constants
     assert isinstance(declared, SecondOrderConstants)
-    constants = dataclasses.replace(
-        declared, upper_y=1.0, upper_y_spread=1.0, upper_x_spread=declared.upper_x
-    )
+    spreads = {"upper_y_spread": 1.0, "upper_x_spread": declared.upper_x}
+    constants = dataclasses.replace(declared, upper_y=1.0, **spreads)
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
 
 
@@ -222,10 +219,8 @@ def _selecting(solver: TunedTraining, zeros: PyTree) -> BilevelProblem:
     first, sizes = solver.candidates[0], solver.sizes
     assert sizes is not None
     assert isinstance(first.step_size, float)
-    loss_noise, noise = (
-        mechanism.event().noise_multiplier
-        for mechanism in (solver.release_noise, first.run_noise)
-    )
+    mechanisms = solver.release_noise, first.run_noise
+    loss_noise, noise = (v.event().noise_multiplier for v in mechanisms)
     step = first.step_size * float(first.clip_norm) / sizes.lower
     of_model = noise * step * first.num_steps * optax.tree.size(zeros) ** 0.5
     of_loss = loss_noise * float(solver.clip_range / 2)
@@ -297,10 +292,6 @@ def _switched(x, y, z):
     return z * (optax.tree.sum(y[0]) + switch * optax.tree.sum(x))
 
 
-def _ones(zeros: PyTree) -> PyTree:
-    return jax.tree.map(jnp.ones_like, zeros)
-
-
 def _flat(zeros: PyTree) -> jax.Array:
     return jnp.zeros(optax.tree.size(zeros))
 
@@ -313,7 +304,7 @@ def _draws(solver: ExponentialMechanism, zeros: PyTree) -> tuple[Any, PyTree]:
 
 # Problem and initial point by class of solver, from the solver and zeros.
 _CASES: dict[type[AbstractSolver], Callable[[Any, PyTree], tuple[Any, PyTree]]] = {
-    Recalibration: lambda _, zeros: (_CURVED, (zeros, _ones(zeros))),
+    Recalibration: lambda _, zeros: (_CURVED, (zeros, optax.tree.ones_like(zeros))),
     ExponentialMechanism: _draws,
     AdaptiveClipGD: lambda _, zeros: (_PRESENT, zeros),
     RegularizedExponentialMechanism: lambda _, zeros: (_LIPSCHITZ, zeros),

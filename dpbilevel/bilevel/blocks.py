@@ -3,12 +3,14 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
@@ -21,11 +23,6 @@ from ..privacy.releases import Release
 from .levels import levels_queries
 from .penalized import row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 # The blocks of a loss or public term, a function of (x, y).
 LossBlocks = Callable[[Callable[[PyTree, PyTree], Any]], Any]
@@ -200,10 +197,8 @@ class AbstractJointSolver(
     @override
     def dimensions(self, w0):
         d_x, d_y = (optax.tree.size(w) for w in w0)
-        return {
-            _name(self._units(meets, self.sizes)): 2 * d_y + (d_x if meets else 0)
-            for meets in (False, True)
-        }
+        names = [_name(self._units(meets, self.sizes)) for meets in (False, True)]
+        return dict(zip(names, (2 * d_y, 2 * d_y + d_x), strict=True))
 
     def directions(
         self,
@@ -236,10 +231,8 @@ class AbstractJointSolver(
 
             return scaled
 
-        funs = {
-            "upper": of_record(upper, problem.upper),
-            "lower": of_record(lower, problem.lower),
-        }
+        of_upper, of_lower = (upper, problem.upper), (lower, problem.lower)
+        funs = {"upper": of_record(*of_upper), "lower": of_record(*of_lower)}
         q = _scaled(release.apply(funs, data, key=key), units, 1)
         if q.x is None:
             q = dataclasses.replace(q, x=optax.tree.zeros_like(like))

@@ -12,7 +12,6 @@ from ..core.descent import Descent
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .levels import lower_objective
 from .penalized import public_penalty_gradient
-from .problem import BilevelProblem
 
 
 class _Blocks(AbstractBlocks):
@@ -123,12 +122,7 @@ class F2SA(AbstractJointSolver):
 
         # Algorithm 1: all gradients at the same point and on the same batch.
         q = self.directions(problem, data, upper, lower, like=x, key=key)
-        q = self._with_public(problem, q, x, y, z)
-        # The inner steps and the outer one.
-        return self.moved(problem, state, q)
-
-    def _with_public(self, problem: BilevelProblem, q: _Blocks, x, y, z) -> _Blocks:
-        """Return the blocks with public terms, shortened if they would overshoot."""
+        # The public terms; blocks are shortened if they would overshoot these.
         of_lower = lower_objective(problem, x).public
         of_penalized = lower_objective(problem, x, self.penalty).public
         of_x = public_penalty_gradient(problem, self.penalty, x, y, z)
@@ -136,4 +130,5 @@ class F2SA(AbstractJointSolver):
         descents = self.descents(problem)
         q_y = descents.y.curvature_limited(q.y, of_lower, y)
         q_z = descents.z.curvature_limited(q.z, of_penalized, z)
-        return _Blocks(q_y, q_z, q.x)
+        # The inner steps and the outer one.
+        return self.moved(problem, state, _Blocks(q_y, q_z, q.x))

@@ -15,11 +15,9 @@ from .._checks import Count, Positive, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
-from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.certified import CertifiedRelease
+from ..privacy import Basis, Neighbours, PrivacyBudget, Release
 from ..privacy.noise import derive
-from ..privacy.per_example.clipping import Basis
-from ..privacy.releases import Release
+from ..privacy.releases import CertifiedRelease
 from .certificates import certified, sensitivities
 from .problem import BilevelProblem, Sizes
 
@@ -104,9 +102,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         check_fields(self)
         if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
-                f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or "
-                "PenaltyBilevel, which clips."
+                f"{owner}: needs Neighbours.REPLACE_ONE, got {self.neighbours}."
             )
 
     @classmethod
@@ -161,18 +157,13 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             records = math.ceil(factor * min(sizes.upper, sizes.lower))
             raise ValueError(
                 f"{owner}: hopeless: the theorem promises a hypergradient of norm "
-                f"{promised:.3g}, but by the constants it is nowhere longer than "
-                f"{constants.upper_total:.3g}. K = "
-                f"{constants.sensitivity_constant:.3g} asks for {records} records at "
-                f"this epsilon, or epsilon {factor * budget.epsilon:.4g} with these "
-                "records, or a stronger convexity of the lower level; PenaltyBilevel "
-                "does not depend on K."
+                f"{promised:.3g}, but none is longer than {constants.upper_total:.3g}. "
+                f"Use {records} records, epsilon {factor * budget.epsilon:.4g}, a "
+                "larger strong convexity, or PenaltyBilevel."
             )
         steps = math.ceil(drop / (constants.sensitivity_constant * scale))
-        defaults: dict[str, Any] = {
-            "num_steps": max(steps, 1),
-            "step_size": 1 / (2 * constants.smoothness),
-        }
+        step_size = 1 / (2 * constants.smoothness)
+        defaults: Any = {"num_steps": max(steps, 1), "step_size": step_size}
         return cls(**(defaults | fields))
 
     @property
@@ -197,14 +188,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         # The noisy step, and the uniform choice among the iterates so far.
         descent = Descent(self.step_size, problem.x_set)
         x, memory = descent.update(gradient, state.memory, state.x)
-        kept = self.output.update(
-            state.kept,
-            x,
-            before=state.x,
-            t=state.t,
-            num_steps=self.num_steps,
-            key=key_output,
-        )
+        run: Any = {"t": state.t, "num_steps": self.num_steps, "key": key_output}
+        kept = self.output.update(state.kept, x, before=state.x, **run)
         return _State(x, state.start, memory, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:

@@ -68,8 +68,7 @@ def equal_weights(sizes: Sizes | None) -> float:
     """
     if sizes is None:
         raise ValueError(
-            "a run on both levels weighs them by their sizes, which this solver does "
-            "not have. Call solver.with_sizes(sizes), as calibrate does."
+            "a run on both levels needs sizes; call solver.with_sizes(sizes)."
         )
     return sizes.lower / sizes.upper
 

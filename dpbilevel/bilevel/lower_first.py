@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -52,9 +51,7 @@ class LowerFirst(AbstractPipeline):
 
     lower: AbstractSolver
     upper: AbstractSolver
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.5, 0.5), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.5, 0.5)
     stages: ClassVar = {LOWER: AbstractFiniteSum, UPPER: AbstractFiniteSum}
 
     @override
@@ -91,14 +88,12 @@ class LowerFirst(AbstractPipeline):
         """
         if problem.reads_x(LOWER):
             raise ValueError(
-                "LowerFirst: losses of the lower level read x (x_in_records="
-                f"{problem.x_in_records}). Use PenaltyBilevel, SingleLoopBilevel or "
-                'bilevel.F2SA, or declare x_in_records="upper" if that is wrong.'
+                "LowerFirst: losses of the lower level read x. Use PenaltyBilevel, "
+                "SingleLoopBilevel or bilevel.F2SA."
             )
         if w0 is not None and _public_reads_x(problem, w0):
             raise ValueError(
-                "LowerFirst: lower_public reads x, so the solution of the lower level "
-                "depends on x. Use PenaltyBilevel, SingleLoopBilevel or bilevel.F2SA."
+                "LowerFirst: lower_public reads x. Use PenaltyBilevel, for example."
             )
 
 

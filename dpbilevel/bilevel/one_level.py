@@ -7,14 +7,7 @@ from typing_extensions import override
 
 from ..onelevel.adaptive_clip import NoisyDescent
 from ..onelevel.problem import AbstractFiniteSum
-from .levels import (
-    Level,
-    Reads,
-    equal_weights,
-    lower_objective,
-    queries_of,
-    validation_objective,
-)
+from . import levels
 from .pipeline import AbstractPipeline
 
 MODEL = "model"
@@ -41,27 +34,27 @@ class OneLevel(AbstractPipeline):
     """
 
     model: NoisyDescent
-    reads: Reads = eqx.field(static=True, default="upper")
+    reads: levels.Reads = eqx.field(static=True, default="upper")
     stages: ClassVar = {MODEL: AbstractFiniteSum}
     budget_split: ClassVar = (1.0,)
     in_config: ClassVar[bool] = True
 
     @override
     def queries(self, name):
-        return queries_of(self.reads)
+        return levels.queries_of(self.reads)
 
     @override
     def objective(self, name, problem, w0, outputs):
         if self.reads == "upper":
-            return validation_objective(problem, w0[0])
-        penalty = equal_weights(self.sizes) if self.reads == "both" else None
-        return lower_objective(problem, w0[0], penalty)
+            return levels.validation_objective(problem, w0[0])
+        penalty = levels.equal_weights(self.sizes) if self.reads == "both" else None
+        return levels.lower_objective(problem, w0[0], penalty)
 
     @override
     def forecast(self, problem, sizes, w0):
         """Return rows if steps overshoot the public terms at the given x."""
         objective = self.with_sizes(sizes).objective(MODEL, problem, w0, {})
-        level = Level(problem, queries_of(self.reads), objective)
+        level = levels.Level(problem, levels.queries_of(self.reads), objective)
         return self.model.forecast(level, sizes, w0[1])
 
     @override

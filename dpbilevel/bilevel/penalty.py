@@ -18,13 +18,10 @@ from ..core.loop import inner_solve
 from ..core.outputs import SmallestStep
 from ..core.solver import AbstractIterative, AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.ledger import Ledger
-from ..privacy.mechanisms import Gaussian
+from ..privacy import FullBatch, Gaussian, Ledger, Neighbours, PrivacyBudget, Release
 from ..privacy.noise import derive
-from ..privacy.releases import Release
 from ..privacy.rows import ForecastRow
-from ..privacy.sampling.base import AbstractSampling, FullBatch
+from ..privacy.sampling.base import AbstractSampling
 from .levels import Level, levels_queries, lower_level, penalized_level
 from .penalized import (
     penalty_gradients,
@@ -34,8 +31,8 @@ from .penalized import (
     shortened_in_x,
 )
 from .penalty_theorem import PenaltyTheorem, averaged_std
+from .pipeline import with_prefix
 from .problem import BilevelProblem, Levels, Sizes
-from .stages import with_prefix
 
 LOWER = "lower solution"
 PENALIZED = "penalized solution"
@@ -116,9 +113,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     upper_clip_norm: Positive = 1.0
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     run_noise: Gaussian = Gaussian()
-    budget_split: tuple[float, float, float] = eqx.field(
-        default=(0.4, 0.4, 0.2), converter=_checks.floats
-    )
+    budget_split: tuple[float, float, float] = _checks.split_field(0.4, 0.4, 0.2)
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
@@ -127,22 +122,17 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
             AbstractFiniteSum, self.inner.problem_type
         ):
             raise TypeError(
-                f"{owner}: inner must be a solver of a one-level problem, such as "
-                f"NoisyGD, got {_checks.shown(self.inner)}."
+                f"{owner}: inner must solve a one-level problem, such as NoisyGD(...)."
             )
         check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"
         _checks.budget_split(owner, self.budget_split, *parts)
         if getattr(self.inner, "noise_multiplier", None) is not None:
             raise ValueError(
-                f"{owner}: inner has a noise_multiplier, but the noise of inner runs "
-                "follows from budget_split. Give inner without it."
+                f"{owner}: inner has a noise_multiplier. Give inner without it."
             )
         if self.inner.neighbours is not self.run_noise.neighbours:
-            raise ValueError(
-                f"{owner}: run_noise refers to {self.run_noise.neighbours} but inner "
-                f"to {self.inner.neighbours}. Give both the same relation."
-            )
+            raise ValueError(f"{owner}: give run_noise and inner the same relation.")
 
     @classmethod
     def from_theorem(
@@ -248,8 +238,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         )
         if sizes is None:
             raise ValueError(
-                f"{owner}: the solver has no sizes. Take it from "
-                "dpbilevel.calibrate(...).solver."
+                f"{owner}: give a solver from dpbilevel.calibrate(...).solver."
             )
         theorem.check_covers(owner, self)
         of_lower, of_penalized, noise = self._parts(problem)

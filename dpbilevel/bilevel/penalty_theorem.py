@@ -8,9 +8,8 @@ from typing import Any, Literal, Self
 from .. import _checks
 from ..core.descent import Rule
 from ..core.outputs import SmallestStep
-from ..privacy.budget import PrivacyBudget
-from ..privacy.ledger import Ledger
-from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
+from ..privacy import FullBatch, Ledger, Poisson, PrivacyBudget
+from ..privacy.sampling.base import AbstractSampling
 from .certificates.constants import Constants
 from .problem import BilevelProblem, Sizes
 
@@ -187,9 +186,8 @@ class PenaltyTheorem:
         ways = [] if more is None else [f"{math.ceil(more)} records at this epsilon"]
         ways += [] if larger is None else [f"epsilon {larger:.4g} with these records"]
         raise ValueError(
-            f"{owner}: hopeless: with {records} records at epsilon {epsilon:.4g} the "
-            f"theorem promises an accuracy of {promised:.4g}, which has to be below "
-            f"{limit:.4g}: {why}. Use "
+            f"{owner}: hopeless: the theorem promises {promised:.4g} with {records} "
+            f"records at epsilon {epsilon:.4g}, not below {limit:.4g}: {why}. Use "
             f"{', or '.join(ways) or 'larger batches, or a problem of smaller kappa'}."
         )
 

@@ -1,26 +1,123 @@
-"""Pipelines: solvers made of whole runs of one-level solvers, one after the other."""
+"""Solvers in stages, with a part of the budget each; pipelines of one-level runs."""
 
 import abc
 import dataclasses
 import functools
-from typing import Any
+import itertools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
+from .. import _checks
+from .._checks import Number
 from ..core.descent import Rule, SkippedUpdates
 from ..core.loop import inner_solve
-from ..core.solver import AbstractSolver
-from ..privacy.ledger import Ledger
+from ..core.solver import AbstractSolver, State
+from ..privacy import Basis, Ledger, Neighbours
 from ..privacy.noise import derive
 from .levels import Level, Objective, Queries
 from .problem import BilevelProblem, Sizes
-from .stages import AbstractStages, with_prefix
+
+
+class AbstractStages(AbstractSolver[BilevelProblem, State]):
+    """Solvers in turn, in fields that `stages` names.
+
+    Attributes:
+        stages: The fields of the solvers, and the problems that these must solve.
+        budget_split: The split of the squared budget over the stages.
+    """
+
+    stages: ClassVar[Mapping[str, type]]
+    budget_split: AbstractVar[tuple[float, ...]]
+    problem_type: ClassVar[type] = BilevelProblem
+    in_config: ClassVar[bool] = False
+
+    def __check_init__(self):
+        owner = type(self).__name__
+        for name, kind in self.stages.items():
+            part = getattr(self, name)
+            _checks.instance(owner, AbstractSolver, **{name: part})
+            if not issubclass(kind, part.problem_type):
+                raise TypeError(
+                    f"{owner}: {name} must solve a {kind.__name__}, not a "
+                    f"{_checks.names_of(part.problem_type)}."
+                )
+        _checks.budget_split(owner, self.budget_split, *self.stages)
+        relations = {name: getattr(self, name).neighbours for name in self.stages}
+        if len(set(relations.values())) > 1:
+            named = [f"{name} to {value}" for name, value in relations.items()]
+            defaults = [
+                f"{field.name}="
+                for field in dataclasses.fields(self)
+                if field.name in relations and field.default is not dataclasses.MISSING
+            ]
+            too = f", {', '.join(defaults)} too" if defaults else ""
+            raise ValueError(
+                f"{owner}: the stages refer to different relations "
+                f"({', '.join(named)}). Give all the same relation{too}."
+            )
+
+    @property
+    def parts(self) -> tuple[AbstractSolver, ...]:
+        """Solvers of the stages, bound to the sizes."""
+        parts = (getattr(self, name) for name in self.stages)
+        return tuple(part.with_sizes(self.sizes) for part in parts)
+
+    @property
+    @override
+    def neighbours(self) -> Neighbours:
+        return self.parts[0].neighbours
+
+    @property
+    def basis(self) -> Basis:
+        """Weakest basis of all stages."""
+        return functools.reduce(Basis.worse, (part.basis for part in self.parts))
+
+    @override
+    def with_noise(self, scale: Number) -> Self:
+        total = sum(self.budget_split)
+        noisy: dict[str, Any] = {
+            name: getattr(self, name).with_noise(scale / (part / total) ** 0.5)
+            for name, part in zip(self.stages, self.budget_split, strict=True)
+        }
+        return dataclasses.replace(self, **noisy)
+
+    @property
+    def _bilevel_stages(self) -> list[str]:
+        """Names of the stages that solve the bilevel problem itself."""
+        stages = self.stages.items()
+        return [name for name, kind in stages if issubclass(kind, BilevelProblem)]
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """Return the rows of the stages that solve the bilevel problem."""
+        parts = (getattr(self, n).with_sizes(self.sizes) for n in self._bilevel_stages)
+        rows = (part.forecast(problem, sizes, w0) for part in parts)
+        return tuple(itertools.chain(*rows))
+
+    @override
+    def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+        sizes = self.sizes if sizes is None else sizes
+        # The problem of a refit is known only when x is.
+        counted: dict[str, Any] = {
+            name: getattr(self, name).with_sizes(sizes).with_counts(problem, sizes)
+            for name in self._bilevel_stages
+        }
+        return dataclasses.replace(self, **counted)
+
+
+def with_prefix(name: str, dimensions: Mapping[str, int]) -> dict[str, int]:
+    """Return the dimensions of a stage under the names of its releases in a ledger."""
+    return {f"{name}: {release}": size for release, size in dimensions.items()}
+
 
 Outputs = dict[str, PyTree]
 
@@ -96,7 +193,6 @@ class AbstractPipeline(AbstractStages[PipelineState]):
 
         The steps of an optax rule are taken as they are. Arguments as in `objective`.
         """
-        del name, outputs
         return None
 
     @override
@@ -161,10 +257,5 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         shapes = jax.eval_shape(self._zeros, w0)
         found = {}
         for name, part in zip(self.stages, self.parts, strict=True):
-            found |= with_prefix(name, part.dimensions(_sized(shapes[name])))
+            found |= with_prefix(name, part.dimensions(shapes[name]))
         return found
-
-
-def _sized(shapes: PyTree) -> PyTree:
-    """Return arrays of these shapes that take no memory."""
-    return jax.tree.map(lambda v: np.broadcast_to(np.float32(0), v.shape), shapes)

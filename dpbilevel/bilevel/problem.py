@@ -67,12 +67,7 @@ class BilevelProblem(AbstractProblem):
         must hold no private data, not even a statistic of it.
     """
 
-    terms: ClassVar[tuple[str, ...]] = (
-        "upper",
-        "lower",
-        "upper_public",
-        "lower_public",
-    )
+    terms: ClassVar[tuple[str, ...]] = (*LEVELS, "upper_public", "lower_public")
 
     upper: Loss = eqx.field(static=True)
     lower: Loss = eqx.field(static=True)
@@ -88,14 +83,9 @@ class BilevelProblem(AbstractProblem):
     )
 
     def __check_init__(self):
-        owner = "BilevelProblem"
-        for name in self.terms:
-            term = getattr(self, name)
-            if term is not None or "public" not in name:
-                _checks.function(owner, **{name: term})
-        _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
+        _checks.check_fields(self)
         kinds = (Constants, AbstractCertificate, type(None))
-        _checks.instance(owner, kinds, constants=self.constants)
+        _checks.instance("BilevelProblem", kinds, constants=self.constants)
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """Decides `x_in_records` by tracing the functions.
@@ -104,8 +94,7 @@ class BilevelProblem(AbstractProblem):
             TypeError: As in `check`.
             ValueError: As in `check`, but for the claim.
         """
-        self._check_shapes(w0, data)
-        return dataclasses.replace(self, x_in_records=self._x_readers(w0, data))
+        return dataclasses.replace(self, x_in_records=self._checked(w0, data))
 
     def check(self, w0: PyTree, data: Levels) -> None:
         """Check shapes, scalar losses and the claim about `x_in_records`.
@@ -115,32 +104,34 @@ class BilevelProblem(AbstractProblem):
             ValueError: `w0` is not a pair of finite numbers, shapes do not fit, a loss
                 is not a scalar, or a level that is declared not to read `x` does.
         """
-        self._check_shapes(w0, data)
-        undeclared = {
-            role for role in self._x_readers(w0, data) if not self.reads_x(role)
-        }
-        if undeclared:
+        readers = self._checked(w0, data)
+        if undeclared := {role for role in readers if not self.reads_x(role)}:
             raise ValueError(
                 f"BilevelProblem: x_in_records={self.x_in_records} leaves out "
-                f"{sorted(undeclared)}, but tracing shows that losses read x "
-                "there. Declare it, or move the part that reads x to a public term."
+                f"{sorted(undeclared)}, whose losses read x. Declare it, or move that "
+                "part to a public term."
             )
 
-    def _check_shapes(self, w0: PyTree, data: Levels) -> None:
-        self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
+    def _checked(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
+        """Check shapes; return the levels whose losses read x, by tracing."""
+        self.check_people(data, _natural_people(data))
+        records = {}
         for role in LEVELS:  # an empty level is fine: its number may be private
-            _checks.leading_axis(f"data.{role}", shapes_of(getattr(data, role)))
+            level = getattr(data, role)
+            _checks.leading_axis(f"data.{role}", shapes_of(level))
+            records[role] = one_record(level)
         check_pair("BilevelProblem", w0)
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
         check_set("y_set", self.y_set, w0[1])
-        for role in LEVELS:
-            record = one_record(getattr(data, role))
+        for role, record in records.items():
             check_scalar(role, getattr(self, role), *w0, record)
         for name in ("upper_public", "lower_public"):
             term = getattr(self, name)
             if term is not None:
                 check_scalar(name, term, *w0, of="the public term")
+        losses = [(role, getattr(self, role)) for role in LEVELS]
+        return tuple(k for k, loss in losses if reads_first(loss, *w0, records[k]))
 
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
         """Return the sizes; shared levels are `"shared"`, others `"overlapping"`.
@@ -150,7 +141,7 @@ class BilevelProblem(AbstractProblem):
             ValueError: Leading axes differ within a level, or `people` contradicts
                 the data.
         """
-        natural = People.SHARED if _shared(data) else People.OVERLAPPING
+        natural = _natural_people(data)
         self.check_people(data, natural)
         sizes = Sizes(
             _checks.leading_axis("data.upper", shapes_of(data.upper)),
@@ -172,11 +163,7 @@ class BilevelProblem(AbstractProblem):
             ValueError: Levels are shared and people are not, or the reverse; or one
                 array is in both levels and people are disjoint.
         """
-        if not isinstance(data, Levels):
-            raise TypeError(
-                "data of a BilevelProblem must be dpbilevel.Levels(upper=..., "
-                f"lower=...) or Levels.shared(records), got {type(data).__name__}."
-            )
+        _checks.instance("BilevelProblem", Levels, data=data)
         if (people is People.SHARED) != data.is_shared:
             raise ValueError(
                 f"people={people.value!r} contradicts the data: use "
@@ -189,16 +176,10 @@ class BilevelProblem(AbstractProblem):
         """Whether the losses of level `role` are declared to read x."""
         return role in _role_names(self.x_in_records)
 
-    def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
-        return tuple(
-            role
-            for role in LEVELS
-            if reads_first(getattr(self, role), *w0, one_record(getattr(data, role)))
-        )
 
-
-def _shared(data: object) -> bool:
-    return isinstance(data, Levels) and data.is_shared
+def _natural_people(data: object) -> People:
+    shared = isinstance(data, Levels) and data.is_shared
+    return People.SHARED if shared else People.OVERLAPPING
 
 
 def reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:

@@ -17,8 +17,8 @@ from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from .levels import Level, equal_weights, lower_objective, queries_of
 from .penalized import rows_of_steps
+from .pipeline import AbstractStages, with_prefix
 from .problem import BilevelProblem, Sizes
-from .stages import AbstractStages, with_prefix
 
 SEARCH, REFIT = "search", "refit"
 
@@ -56,9 +56,7 @@ class Refitted(AbstractStages[_State]):
 
     search: AbstractSolver
     refit: AbstractSolver
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.8, 0.2), converter=_checks.floats
-    )
+    budget_split: tuple[float, float] = _checks.split_field(0.8, 0.2)
     refit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     stages: ClassVar = {SEARCH: BilevelProblem, REFIT: AbstractFiniteSum}
 

@@ -95,8 +95,7 @@ def elements(values: Any) -> list[Any] | None:
     sized = hasattr(values, "__len__") and hasattr(values, "__getitem__")
     if not sized or isinstance(values, Mapping | type):
         raise ValueError(
-            f"{type(values).__name__} is no sequence. Give a list or an array with one "
-            "element for each record."
+            f"{type(values).__name__} is no sequence. Give a list or an array."
         )
     # A loop would not find the end of some sequences.
     return list(itertools.islice(values, len(values)))
@@ -104,10 +103,7 @@ def elements(values: Any) -> list[Any] | None:
 
 def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
     """Return an array of `count` objects; NumPy never takes one for a row."""
-    entries = np.empty(count, object)
-    for place, value in enumerate(values):
-        entries[place] = value
-    return entries
+    return np.fromiter(values, object, count)
 
 
 def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
@@ -184,8 +180,7 @@ def kind_of(dtype: Any) -> str:
         if str(dtype).startswith("complex"):
             raise ValueError("Complex data not supported: give real numbers.")
         raise ValueError(
-            f"{dtype} is a type of no numbers or texts. Convert it by a rule that "
-            "reads each entry alone."
+            f"{dtype} is a type of no numbers or texts. Convert each entry alone."
         )
     return kind
 

@@ -34,15 +34,12 @@ def check_step_sizes(owner: str, **values: Any) -> None:
             continue
         if callable(value) or isinstance(value, str):
             raise ValueError(
-                f"{owner}: {name} must be a positive number or an optax optimizer such "
-                f"as optax.adam(0.1), got {_checks.shown(value)}. Pass a schedule as "
-                f"{name}=optax.sgd(schedule)."
+                f"{owner}: {name} must be a number or an optimizer such as "
+                f"optax.adam(0.1), got {_checks.shown(value)}. Schedules go in "
+                "optax.sgd(schedule)."
             )
         if value is None:
-            raise ValueError(
-                f"{owner}: {name} is missing. Give a positive number or an optax "
-                "optimizer."
-            )
+            raise ValueError(f"{owner}: give {name}=, a number or an optax optimizer.")
         _checks.positive(owner, **{name: value})
 
 
@@ -129,9 +126,8 @@ class Descent(eqx.Module):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
         new = self.w_set.project(optax.apply_updates(w, updates))
-        (w, state), rejections = finite_or(
-            (new, state), (w, memory.rule), memory.rejections
-        )
+        old = w, memory.rule
+        (w, state), rejections = finite_or((new, state), old, memory.rejections)
         return w, Memory(state, rejections)
 
     def curvature_limited(

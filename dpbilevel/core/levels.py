@@ -44,10 +44,7 @@ class Levels(eqx.Module):
 def check_pair(owner: str, w0: PyTree) -> None:
     """Raise `ValueError` unless an initial point of two levels is a pair (x, y)."""
     if not isinstance(w0, tuple | list) or len(w0) != 2:
-        raise ValueError(
-            f"{owner}: w0 must be a pair (x, y) of the upper and the lower initial "
-            f"point, got {_checks.shown(w0)}."
-        )
+        raise ValueError(f"{owner}: w0 must be a pair (x, y), got {_checks.shown(w0)}.")
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -81,8 +78,7 @@ class Sizes:
             object.__setattr__(self, name, value)  # frozen
         if self.people is People.SHARED and upper != lower:
             raise ValueError(
-                f"Sizes: shared levels have equal sizes, got upper={upper} and "
-                f"lower={lower}."
+                f"Sizes: shared levels differ: upper={upper}, lower={lower}."
             )
 
 
@@ -102,29 +98,20 @@ def check_disjoint(data: Levels) -> None:
     Raises:
         ValueError: The levels hold the same records.
     """
-    upper, lower = (
-        [
-            leaf
-            for leaf in jax.tree_util.tree_leaves_with_path(_arrays(level))
-            if _filled(leaf[1])
-        ]
-        for level in (data.upper, data.lower)
-    )
+    upper, lower = _arrays(data.upper), _arrays(data.lower)
     stores = [v.store for v in (data.upper, data.lower) if isinstance(v, OnDisk)]
     if len(stores) == 2 and (same := _same_files(*stores)):
         raise ValueError(
             f'people="disjoint" contradicts the data: both levels read {same}. Use '
-            'Levels.shared(records) and people="shared", people="overlapping", or '
-            "separate files for each level."
+            'Levels.shared(records), or people="overlapping".'
         )
     for (here, first), (there, second) in itertools.product(upper, lower):
         if first is second or _share_memory(first, second):
             one, other = (jax.tree_util.keystr(path) for path in (here, there))
             raise ValueError(
                 f'people="disjoint" contradicts the data: upper{one} and lower{other} '
-                "are the same array or parts of it. Use Levels.shared(records) and "
-                'people="shared", or people="overlapping"; or split the records, and '
-                "give each level its own copy of a public column."
+                "are the same array or parts of it. Use Levels.shared(records), "
+                'people="overlapping", or a copy of a public column.'
             )
 
 
@@ -139,13 +126,12 @@ def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
     return ""
 
 
-def _arrays(level: PyTree) -> PyTree:
-    """Return the records; for records on disk, the arrays that they are read from."""
-    return level.store.arrays if isinstance(level, OnDisk) else level
-
-
-def _filled(leaf: object) -> bool:
-    return isinstance(leaf, np.ndarray | jax.Array) and leaf.size > 0
+def _arrays(level: PyTree) -> list[tuple[Any, Any]]:
+    """Return path and array of the leaves with entries; of disk, what it reads from."""
+    records = level.store.arrays if isinstance(level, OnDisk) else level
+    leaves = jax.tree_util.tree_leaves_with_path(records)
+    kinds = np.ndarray | jax.Array
+    return [(path, v) for path, v in leaves if isinstance(v, kinds) and v.size]
 
 
 def _share_memory(first: object, second: object) -> bool:
@@ -168,7 +154,6 @@ def one_level(data: PyTree) -> int:
     """
     if isinstance(data, Levels):
         raise TypeError(
-            "data must be the records of one level, got Levels. Give one of them, such "
-            "as data.upper."
+            "data must be the records of one level, got Levels; give data.upper."
         )
     return _checks.leading_axis("data", shapes_of(data))

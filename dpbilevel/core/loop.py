@@ -14,8 +14,7 @@ from ..privacy.exact.matmul_check import check_products
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.per_example.mixing import check_jax
 from ..privacy.records.disk import OnDisk, shapes_of
-from ..privacy.records.rows import BLOCK, padded, padded_rows
-from ..privacy.records.shards import shards_of
+from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
 from . import spent
 from .descent import rejected_updates
 from .levels import Levels, people_of
@@ -206,9 +205,8 @@ def bound_to(
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if solver.sizes is None:
             raise ValueError(
-                f"{owner}: under add-or-remove-one the number of records is private, "
-                "so the public denominators must come from a plan. Run "
-                "dpbilevel.calibrate(problem, solver, budget, sizes=...) first."
+                f"{owner}: add-or-remove-one takes public sizes from a plan. Run "
+                "dpbilevel.calibrate(problem, solver, budget, sizes=...)."
             )
         if people is not None:
             problem.check_people(data, people)
@@ -218,9 +216,7 @@ def bound_to(
         return solver.with_sizes(found)
     if found != solver.sizes:
         raise ValueError(
-            f"{owner}: the plan is for {solver.sizes}, but the data have {found}. The "
-            "guarantee holds for the planned numbers only; calibrate again with "
-            f"sizes={found}."
+            f"{owner}: the plan is for {solver.sizes}, but the data have {found}."
         )
     return solver
 
@@ -258,8 +254,7 @@ def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
     if _checks.leading_axis(name, shapes_of(records)) > rows:
         raise ValueError(
             f"{owner}: {name} has more records than the {rows} rows of the plan for "
-            f"{size} records. Under add-or-remove-one the planned size is a public "
-            "bound: calibrate with a larger sizes=."
+            f"{size} records. Calibrate with a larger sizes=."
         )
     if isinstance(records, OnDisk):
         return records.padded(rows)
@@ -300,7 +295,5 @@ def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return
     raise ValueError(
-        f"{owner}: planned for values computed in {dtype}, but the initial point is "
-        f"{found.name}. Give {dtype} records and initial point, or calibrate without "
-        "64-bit."
+        f"{owner}: planned for {dtype}, but the initial point is {found.name}."
     )

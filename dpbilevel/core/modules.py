@@ -74,10 +74,8 @@ def arrays_of(
     terms = vars(type(problem)).get("terms")
     if terms is None:
         raise TypeError(
-            f"{owner}: w0 holds leaves that are no arrays, which a "
-            f"{type(problem).__name__} cannot carry. Give the first part of "
-            "equinox.partition(w0, equinox.is_inexact_array), and let the losses call "
-            "equinox.combine."
+            f"{owner}: {type(problem).__name__} takes no w0 with leaves that are no "
+            "arrays. Split them off by equinox.partition(w0, equinox.is_inexact_array)."
         )
     arrays, others = eqx.partition(w0, _is_array)
     pair = not isinstance(problem, AbstractOneLevel)

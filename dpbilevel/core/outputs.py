@@ -15,14 +15,8 @@ from .. import _checks
 from .._checks import Checked, Fraction
 from ..privacy.noise import PRNGKey
 
-__all__ = [
-    "AbstractOutput",
-    "Last",
-    "Mean",
-    "SmallestStep",
-    "TailMean",
-    "UniformIterate",
-]
+__all__ = ["AbstractOutput", "Last", "Mean", "SmallestStep", "TailMean"]
+__all__ += ["UniformIterate"]
 
 
 class AbstractOutput(Checked):
@@ -206,8 +200,7 @@ def check_output(owner: str, output: AbstractOutput) -> None:
     if output.needs_key:
         raise ValueError(
             f"{owner}: output={type(output).__name__}() draws at random, for which "
-            "this solver derives no key. Use Last(), Mean(), TailMean() or "
-            "SmallestStep()."
+            "this solver has no key. Use Last(), Mean(), TailMean() or SmallestStep()."
         )
 
 

@@ -13,16 +13,13 @@ import scipy
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..privacy import Gaussian, Ledger, PrivacyBudget, Query, Release
 from ..privacy.accounting import profiles
-from ..privacy.budget import PrivacyBudget
 from ..privacy.exact.floats import check_rounding
-from ..privacy.ledger import AbstractRelease, Ledger
-from ..privacy.mechanisms import Gaussian
+from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import SUMS, Precision
-from ..privacy.queries import RECORDS, Query
-from ..privacy.releases import Release
+from ..privacy.queries import RECORDS
 from ..privacy.report import describe, large_delta
-from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling
 from . import spent
 from .levels import Sizes, check_pair, people_of
@@ -136,8 +133,8 @@ def calibrated(
         forecast=forecast,
     )
     spent.planned(found, report)
-    remarks = (*large_delta(counted, budget), *_too_long(forecast))
-    return Plan(found, report, remarks=remarks)
+    too_long = (str(row) for row in forecast if row.from_start)
+    return Plan(found, report, remarks=(*large_delta(counted, budget), *too_long))
 
 
 def _shaped(leaf: Any) -> Any:
@@ -145,11 +142,6 @@ def _shaped(leaf: Any) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-
-
-def _too_long(forecast: tuple[ForecastRow, ...]) -> tuple[str, ...]:
-    """Return a warning for each row of steps that are too long from the start on."""
-    return tuple(str(row) for row in forecast if row.from_start)
 
 
 def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
@@ -178,22 +170,17 @@ def least_multiplier(
 
 def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     if not ledger.releases:
-        raise ValueError(
-            f"calibrate: {name} makes no release of this problem; run it without a "
-            "plan."
-        )
+        raise ValueError(f"calibrate: {name} makes no release; run it without a plan.")
     events = ledger.events().values()
     if budget.delta == 0 and not all(map(profiles.pure_epsilons, events)):
         raise ValueError(
-            f"calibrate: delta = 0 asks for pure differential privacy, which {name} "
-            "does not have at any noise. Use a delta well below 1/n, "
-            "ExponentialMechanism, or RandomSearch on a black box."
+            f"calibrate: {name} has no noise for delta = 0. Use a delta well below "
+            "1/n, ExponentialMechanism, or RandomSearch."
         )
     if budget.delta == 0 and ledger.failure > 0:
         raise ValueError(
-            f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
-            "draws only close to its target. Use a delta well below 1/n, or Grid, "
-            "which draws exactly."
+            f"calibrate: {name} draws only close to its target, not for delta = 0. Use "
+            "a delta well below 1/n, or Grid."
         )
 
 
@@ -227,13 +214,7 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
     return _least_safe(delta, budget.delta, start, 5e-4, step=1.005)
 
 
-def _least_safe(
-    delta: Callable[[float], float],
-    allowed: float,
-    start: float,
-    tolerance: float,
-    step: float = 2.0,
-) -> float:
+def _least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> float:
     """Return the least argument, up to the tolerance, at which delta is allowed."""
     delta = functools.cache(delta)  # with sampled batches one takes a second
 
@@ -246,10 +227,9 @@ def _least_safe(
         step = step**2  # the bracket grows doubly exponentially
         if high > _LARGEST_SCALE:
             raise ValueError(
-                "calibrate: no amount of noise reaches the budget, because epsilon or "
-                "delta is too small or before= or a declared training costs all of it. "
-                "Delta must exceed the probability that a Poisson batch overflows, and "
-                "1e-15 for each release from sampled batches."
+                "calibrate: no amount of noise reaches the budget. Raise epsilon, or "
+                "delta above the probability that a batch overflows, or give less in "
+                "before=."
             )
     if low == high:
         while not unsafe(low):

@@ -70,10 +70,7 @@ class AbstractOneLevel(AbstractProblem):
             ValueError: Leading axes differ.
         """
         if people is not None:
-            raise TypeError(
-                f"people={_checks.shown(people)} is for two levels; "
-                f"{type(self).__name__} has one."
-            )
+            raise TypeError(f"people={people} is for the problems of two levels.")
         return one_level(data)
 
     @override
@@ -82,6 +79,4 @@ class AbstractOneLevel(AbstractProblem):
 
     def check_people(self, data: PyTree, people: People) -> None:
         """Raise `TypeError`: `people` is for problems of two levels."""
-        raise TypeError(
-            f"people={people.value!r} is for two levels; {type(self).__name__} has one."
-        )
+        raise TypeError(f"people={people} is for the problems of two levels.")

@@ -93,9 +93,8 @@ class Solution(eqx.Module, Generic[Report]):
 
     def _repr_html_(self) -> str:
         report: Any = self.report  # its type depends on the call
-        return html_table(
-            "Solution", self._shapes() | (report.rows() if report else {})
-        )
+        rows = report.rows() if report else {}
+        return html_table("Solution", self._shapes() | rows)
 
     def _shapes(self) -> dict[str, object]:
         shown: dict[str, object] = {"value": eqx.tree_pformat(self.value)}
@@ -118,10 +117,7 @@ class Solution(eqx.Module, Generic[Report]):
 
     def _pair(self) -> tuple[PyTree, PyTree]:
         if not isinstance(self.value, tuple) or len(self.value) != 2:
-            raise AttributeError(
-                "only solutions of bilevel problems and saddle points have x and y; "
-                "use .value."
-            )
+            raise AttributeError("only answers of two parts have x and y; use .value.")
         return self.value
 
 

@@ -2,33 +2,24 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import numpy as np
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Checked, NonNegative, Number
-from ..privacy.budget import Neighbours, People
-from ..privacy.ledger import AbstractRelease, Ledger
-from ..privacy.mechanisms import Gaussian
+from ..privacy import Basis, FullBatch, Gaussian, Ledger, Neighbours, People
+from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
-from ..privacy.per_example.clipping import Basis, Precision
+from ..privacy.per_example.clipping import Precision
 from ..privacy.rows import ForecastRow
-from ..privacy.sampling.base import (
-    AbstractSampling,
-    FullBatch,
-    not_by_pass,
-    unnumbered,
-)
+from ..privacy.sampling.base import AbstractSampling, not_by_pass, unnumbered
 from .levels import people_of
 from .outputs import AbstractOutput, Last, check_output
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Problem = TypeVar("Problem")
 State = TypeVar("State")
@@ -104,7 +95,6 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         The default is all releases of the run, which are more than were made. A solver
         whose steps all make the same releases overrides it.
         """
-        del done
         return self.ledger(problem, sizes)
 
     @abc.abstractmethod
@@ -157,7 +147,6 @@ class AbstractSolver(Checked, Generic[Problem, State]):
             sizes: The planned sizes.
             w0: The initial point, or zeros if only shapes are known.
         """
-        del problem, sizes, w0
         return ()
 
     def with_neighbours(self, neighbours: Neighbours) -> Self:
@@ -269,7 +258,6 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
             problem: The problem.
             sizes: The planned sizes.
         """
-        del problem, sizes
         return ()
 
     @override
@@ -315,10 +303,8 @@ class AbstractIterative(Checked):
         self, memory: PyTree, w: PyTree, *, before: PyTree, t: Int[Array, ""]
     ) -> PyTree:
         """Return the memory of the output rule after step `t`, from `before` to `w`."""
-        steps = self.num_steps
-        return self.output.update(
-            memory, w, before=before, t=t, num_steps=steps, key=None
-        )
+        run: Any = {"t": t, "num_steps": self.num_steps, "key": None}
+        return self.output.update(memory, w, before=before, **run)
 
 
 Solver = TypeVar("Solver", bound=AbstractSolver)

@@ -234,8 +234,7 @@ def released_mean(
         rows = public_rows(rows, query.size, query.role, owner)
     elif len(rows) != query.size:
         raise ValueError(
-            f"{owner}: the release of {release.name!r} is planned for {query.size} "
-            f"{query.role} rows, got {len(rows)}. Plan for the number of rows."
+            f"{owner}: {release.name!r} takes {query.size} rows, got {len(rows)}."
         )
     return _released(query, release.mechanism, rows, key=key)
 
@@ -288,9 +287,8 @@ def _level(columns: Columns, released, noise_std: float) -> LevelUsability:
     for values, block in columns.lists:
         own, rest = rest[: len(values)], rest[len(values) :]
         even = 1 / max(len(values), 1)
-        shares.append(
-            {n: float(v) / block + even for n, v in zip(values, own, strict=True)}
-        )
+        pairs = zip(values, own, strict=True)
+        shares.append({n: float(v) / block + even for n, v in pairs})
     return LevelUsability(
         float(means[0]) + 0.5,
         noise_std,

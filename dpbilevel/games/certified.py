@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.certificates.derivatives import common_dtype, wide
-from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.exact.floats import all_finite, is_finite
 from ..privacy.exact.grid import on_grid
 from ..privacy.per_example.clipping import (
@@ -24,7 +23,7 @@ from ..privacy.per_example.clipping import (
     clipped_mean,
     unsealed,
 )
-from ..privacy.queries import RECORDS, Query
+from ..privacy.queries import RECORDS, AbstractCertifiedQuery, Costs, Query
 from ..privacy.sampling.base import AbstractSampling, Batch
 from .resolvents import OWNER, Number, Resolvent
 

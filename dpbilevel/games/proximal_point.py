@@ -19,9 +19,8 @@ from ..core.descent import SkippedUpdates, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours
-from ..privacy.certified import CertifiedRelease
 from ..privacy.per_example.clipping import Basis
-from ..privacy.releases import Release
+from ..privacy.releases import CertifiedRelease, Release
 from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields

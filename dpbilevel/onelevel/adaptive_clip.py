@@ -85,13 +85,8 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
     @property
     def _updates(self) -> NoisyGD:
         """Descent that moves the iterate along the released gradients."""
-        return NoisyGD(
-            self.num_steps,
-            self.clip_norm,
-            self.step_size,
-            self.momentum,
-            output=self.output,
-        )
+        fields = self.num_steps, self.clip_norm, self.step_size, self.momentum
+        return NoisyGD(*fields, output=self.output)
 
     @override
     def init(self, problem, w0) -> _State:
@@ -103,17 +98,16 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
         w, c = state.descent.w, state.clip_norm
         # Gradients and coordinates, clipped together at C_t and released.
         release = self._release(problem, self.sizes, c / self.clip_norm)
-        lengths = {
-            query.role: self._length(query.clip_norm) for query in release.queries
-        }
+        root = (1 + self.weight**2) ** 0.5
+        norms = {query.role: query.clip_norm for query in release.queries}
+        lengths = {role: norm * self.weight / root for role, norm in norms.items()}
         gradients = problem.record_gradients(w)
         rows = {role: _beside(gradients[role], v) for role, v in lengths.items()}
         gradient, length = release.apply(rows, data, key=key)
         gradient = optax.tree.add(gradient, problem.public_gradient(w))
         # One update of the iterate, and one of the clip norm.
-        descent = self._updates.moved(
-            problem, gradient, state.descent, release.deviation
-        )
+        deviation = release.deviation
+        descent = self._updates.moved(problem, gradient, state.descent, deviation)
         kept = length / sum(lengths.values())  # k_t
         missing = (self.kept - kept) / (1 - self.kept)
         norm = c * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))  # C_{t+1}
@@ -166,10 +160,6 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
     @override
     def dimensions(self, w0):
         return {GRADIENT: optax.tree.size(w0) + 1}
-
-    def _length(self, clip_norm: Number) -> Number:
-        """Return the length of the coordinate in a query of this clip norm."""
-        return clip_norm * self.weight / (1 + self.weight**2) ** 0.5
 
 
 # Descents with the fields of `NoisyGD`, as a stage of a pipeline.

@@ -1,9 +1,9 @@
-r"""Losses $\varphi(\langle a, y \rangle, b)$ of linear models, with their bounds."""
+r"""Linear models: losses $\varphi(\langle a, y \rangle, b)$ and risks, with bounds."""
 
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Number
-from .losses import signed
+from ..sets import Ball
+from .losses import Record, absolute_loss, bounded, hinge_loss, logistic_loss, signed
+from .problem import FiniteSum
 
 Scalar = Float[Array, ""]
 # In widths of a pseudo-Huber loss: far beyond, a loss is linear to 12 digits.
@@ -109,7 +111,6 @@ class PseudoHuber(AbstractLinearModel):
 
     def slope(self, margin: Number) -> float:
         """Return the width, for every margin."""
-        del margin
         return self.width
 
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
@@ -134,3 +135,56 @@ def _softplus_jvp(primals, tangents):
 def module_of(value: Any) -> Any:
     """`jax.numpy` for arrays, `numpy` for what is known on the host."""
     return jnp if isinstance(value, jax.Array) else np
+
+
+# A loss, its curvature in the margin where it is smooth, and whether the label
+# multiplies the margin.
+_LOSSES = {
+    "hinge": (hinge_loss, None, True),
+    "absolute": (absolute_loss, None, False),
+    "logistic": (logistic_loss, 0.25, True),
+}
+
+
+def linear_risk(
+    loss: Literal["hinge", "absolute", "logistic"],
+    *,
+    radius: float,
+    row_norm: float = 1.0,
+) -> FiniteSum:
+    r"""Minimize the mean convex loss of a linear model over a ball.
+
+    Rows longer than $R$ are shortened to it, labels of classes cut to $[-1, 1]$, with 0
+    read as -1, and targets to the largest margin there is, which moves no minimizer, so
+    that every record's loss is $R$-Lipschitz in $w$. The features of a record with an
+    entry that is not finite are read as zeros.
+
+    Args:
+        loss: `"hinge"` (support vector machine), `"absolute"` (median regression) or
+            `"logistic"`.
+        radius: Of the ball of weights about the origin.
+        row_norm: $R$; public.
+
+    Returns:
+        A problem over records `{"features": a, "label": b}` or `(a, b)` with
+        `lipschitz` set, and `smoothness` where the loss is smooth.
+
+    Raises:
+        ValueError: An unknown loss or a number out of range.
+    """
+    owner = "linear_risk"
+    _checks.one_of(owner, "loss", loss, tuple(_LOSSES))
+    _checks.positive(owner, radius=radius)
+    _checks.row_norm(owner, row_norm=row_norm)
+    fun, curvature, is_signed = _LOSSES[loss]
+
+    def record_loss(w: Float[Array, " d"], record: Record) -> Scalar:
+        row, label = bounded(record, row_norm, w.dtype)
+        # Beyond the largest margin a label changes an absolute loss by a constant.
+        limit = 1.0 if is_signed else radius * row_norm
+        label = jnp.clip(label, -limit, limit)
+        return fun(w, (row, label))
+
+    smoothness = None if curvature is None else curvature * row_norm**2
+    w_set, lipschitz = Ball(float(radius)), float(row_norm)
+    return FiniteSum(record_loss, None, w_set, lipschitz, smoothness)

@@ -15,9 +15,8 @@ from .._checks import Count, Positive
 from ..core.descent import SkippedUpdates, finite_or
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
-from ..privacy.budget import PrivacyBudget
-from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling, FullBatch, unnumbered
+from ..privacy import FullBatch, PrivacyBudget, Release
+from ..privacy.sampling.base import AbstractSampling, unnumbered
 from ..sets import Ball
 from .noisy_gd import GRADIENT, gradient_release, noisy_gradient
 from .problem import AbstractFiniteSum, FiniteSum
@@ -73,8 +72,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         unnumbered("LocalizedGD", self.sampling)
         if not isinstance(self.radii, tuple) or not self.radii:
             raise ValueError(
-                "LocalizedGD: radii must be a tuple with one radius per round, got "
-                f"{self.radii!r}."
+                f"LocalizedGD: radii must be one number per round, got {self.radii!r}."
             )
         for radius in self.radii:
             _checks.positive("LocalizedGD", radii=radius)
@@ -123,15 +121,13 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         lipschitz = problem.lipschitz
         if lipschitz is None:
             raise ValueError(
-                f"{owner}: the problem declares no lipschitz, the clip norm. Give "
-                "FiniteSum(loss, lipschitz=...)."
+                f"{owner}: give the problem a FiniteSum(loss, lipschitz=...)."
             )
         ratio = strong_convexity * budget.epsilon * sizes / lipschitz
         if ratio <= math.e:
             raise ValueError(
                 f"{owner}: strong_convexity * epsilon * sizes / lipschitz must be "
-                f"above 2.72, got {ratio:.3g}. Use more records, a larger epsilon or a "
-                "more convex problem."
+                f"above 2.72, got {ratio:.3g}. Use more records or a larger epsilon."
             )
         floor = math.sqrt(dimension) / ratio  # L sqrt(d) / (mu epsilon n)
         radii = [radius]

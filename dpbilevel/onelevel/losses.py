@@ -105,16 +105,14 @@ def example(record: Record) -> tuple[Float[Array, " d"], Array]:
         hasattr(v, "shape") or isinstance(v, int | float) for v in parts
     ):
         raise TypeError(
-            'linear model: records must be {"features": X, "label": y}, further '
-            "entries allowed, or (X, y), with arrays X of shape (n, d) and y of shape "
-            f"(n,), got {_kind(record)}."
+            'linear model: records must be {"features": X, "label": y} or (X, y), with '
+            f"arrays X of shape (n, d) and y of shape (n,), got {_kind(record)}."
         )
     row, label = parts
     if jnp.ndim(row) - 1 != jnp.ndim(label):
         raise ValueError(
             "linear model: a record must have a vector of features and one number as "
-            f"label, got shapes {jnp.shape(row)} and {jnp.shape(label)}. Give arrays X "
-            "of shape (n, d) and y of shape (n,)."
+            f"label, got shapes {jnp.shape(row)} and {jnp.shape(label)}."
         )
     return row, label
 
@@ -142,10 +140,9 @@ def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, 
     """
     if np.shape(row)[-1:] != np.shape(weights)[:1]:
         raise ValueError(
-            "linear model: needs one coefficient per feature, got coefficients of "
-            f"shape {np.shape(weights)} for a record with features of shape "
-            f"{np.shape(row)}. Start from jnp.zeros(d) with d the number of columns "
-            "of the features."
+            "linear model: needs one coefficient per feature, got shapes "
+            f"{np.shape(weights)} and {np.shape(row)}. Start from jnp.zeros(d) with d "
+            "the number of features."
         )
     return row @ weights
 

@@ -9,7 +9,6 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .. import _checks
 from .._checks import Count, Positive, ProperFraction
 from ..core.curvature import overshooting_row, unstable_row
 from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule
@@ -75,8 +74,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
     def __check_init__(self):
         if self.momentum is not None and isinstance(self.step_size, Rule):
             raise ValueError(
-                f"{type(self).__name__}: momentum={_checks.shown(self.momentum)} was "
-                "given with an optax optimizer, which brings its own. Set it there."
+                f"{type(self).__name__}: set momentum in the optax optimizer, not here."
             )
 
     def descent(self, problem: AbstractFiniteSum) -> Descent:

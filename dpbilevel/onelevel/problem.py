@@ -2,28 +2,26 @@
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from .._checks import NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Euclidean
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 
@@ -71,25 +69,19 @@ class FiniteSum(AbstractFiniteSum):
     loss: Callable[[PyTree, PyTree], Scalar] = eqx.field(static=True)
     public: Callable[[PyTree], Scalar] | None = eqx.field(static=True, default=None)
     w_set: AbstractSet = Euclidean()
-    lipschitz: float | None = eqx.field(static=True, default=None)
-    smoothness: float | None = eqx.field(static=True, default=None)
-    lipschitz_spread: float | None = eqx.field(static=True, default=None)
+    lipschitz: Positive | None = eqx.field(static=True, default=None)
+    smoothness: NonNegative | None = eqx.field(static=True, default=None)
+    lipschitz_spread: Positive | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
-        _checks.instance("FiniteSum", AbstractSet, w_set=self.w_set)
-        if self.lipschitz is not None:
-            _checks.positive("FiniteSum", lipschitz=self.lipschitz)
-        if self.smoothness is not None:
-            _checks.non_negative("FiniteSum", smoothness=self.smoothness)
-        if self.lipschitz_spread is not None:
-            _checks.positive("FiniteSum", lipschitz_spread=self.lipschitz_spread)
-            if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
-                raise ValueError(
-                    "FiniteSum: lipschitz_spread must be at most lipschitz, which is "
-                    f"declared too; got lipschitz_spread={self.lipschitz_spread}, "
-                    f"lipschitz={self.lipschitz}."
-                )
-        _checks.function("FiniteSum", loss=self.loss)
+        _checks.check_fields(self)
+        if self.lipschitz_spread is None:
+            return
+        if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
+            raise ValueError(
+                f"FiniteSum: lipschitz_spread={self.lipschitz_spread} must be at most "
+                f"lipschitz={self.lipschitz}."
+            )
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
         r"""$\nabla_w \ell(w, z)$ of one record."""
@@ -128,21 +120,15 @@ def check_start(w0: PyTree) -> None:
             where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"w0{where} must be a floating-point array, got "
-                f"{type(leaf).__name__ if dtype is None else dtype}. Convert numbers "
-                "with jnp.asarray(..., float); split other leaves off, as "
-                "equinox.partition(model, equinox.is_inexact_array) does."
+                f"{(type(leaf).__name__ if dtype is None else dtype)}. Split other "
+                "leaves off by equinox.partition(w0, equinox.is_inexact_array)."
             )
         if jnp.finfo(dtype).bits < 32:
             raise ValueError(
-                f"w0{jax.tree_util.keystr(path)} is {dtype}: released values are of "
-                "float32 or float64. Start there, as w0.astype(jnp.float32); records "
-                "may be of half precision."
+                f"w0{jax.tree_util.keystr(path)} is {dtype}: use float32 or float64."
             )
         if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf, float)).all():
-            raise ValueError(
-                f"w0{jax.tree_util.keystr(path)} holds NaN or infinity; a run from "
-                "there would spend its budget on nothing."
-            )
+            raise ValueError(f"w0{jax.tree_util.keystr(path)} holds NaN or infinity.")
 
 
 def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
@@ -189,8 +175,8 @@ def check_scalar(
             kind = ValueError if missing else type(error)
             what = f"{type(error).__name__}: {error}" if missing else str(error)
             raise kind(
-                f"{name} fails for {shapes}: {what.removesuffix('.')}. Give an "
-                "initial point and records of the fields and lengths that it reads."
+                f"{name} fails for {shapes}: {what.removesuffix('.')}. Give an initial "
+                "point and records that it reads."
             ) from error
         error.add_note(f"This happened while tracing {name}, called with {shapes}.")
         raise
@@ -202,8 +188,7 @@ def check_scalar(
     ):
         got = [f"{v.dtype}{list(v.shape)}" for v in leaves]
         raise ValueError(
-            f"{name} must return one floating-point scalar for {of} (no mean over "
-            f"records, no auxiliary output), got {got}."
+            f"{name} must return one floating-point scalar for {of}, got {got}."
         )
 
 

@@ -7,18 +7,15 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
-from .arguments import check_arguments
+from . import objectives
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
-from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimize_or_nan
-from .minimizers import AbstractLowerSolver, AcceleratedGradient
-from .objectives import (
-    CONVERGED,
-    WeightedSum,
-    if_converged,
-    lower_objective,
-    nan_unless_finite,
-    upper_objective,
+from .lower import (
+    DEFAULT_LINEAR_SOLVER,
+    check_arguments,
+    check_interior,
+    minimize_or_nan,
 )
+from .minimizers import AbstractLowerSolver, AcceleratedGradient
 
 
 def implicit_hypergradient(
@@ -29,7 +26,7 @@ def implicit_hypergradient(
     *,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
     v0: PyTree = None,
-    tolerance: float | None = CONVERGED,
+    tolerance: float | None = objectives.CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
     r"""NON-PRIVATE. Return the implicit gradient of $F$ at $y = y^*(x)$.
 
@@ -70,15 +67,15 @@ def implicit_hypergradient(
         owner, problem, x, y, data, name="y", v0=v0, linear_solver=linear_solver
     )
     check_interior(owner, problem)
-    upper = upper_objective(problem, data, rest)
-    lower = lower_objective(problem, data, rest)
+    upper = objectives.upper_objective(problem, data, rest)
+    lower = objectives.lower_objective(problem, data, rest)
     linearization = lower.linearize(x, y)
-    slope = nan_unless_finite(upper.gradient(x, y), y)
+    slope = objectives.nan_unless_finite(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, linearization[-1], slope, start)
     cross = lower.cross_product(x, y, v.value)
     gradient = optax.tree.sub(upper.gradient(x, y, "x"), cross)
-    return if_converged(owner, gradient, y, linearization, tolerance), v
+    return objectives.if_converged(owner, gradient, y, linearization, tolerance), v
 
 
 def penalty_hypergradient(
@@ -118,13 +115,13 @@ def penalty_hypergradient(
     owner = "penalty_hypergradient"
     y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
     _checks.positive(owner, penalty=penalty)
-    upper = upper_objective(problem, data, rest)
-    lower = lower_objective(problem, data, rest)
+    upper = objectives.upper_objective(problem, data, rest)
+    lower = objectives.lower_objective(problem, data, rest)
     y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
-    penalized = WeightedSum(lower, upper, 1 / jnp.asarray(penalty))  # f + lambda g
-    near, _ = minimize_or_nan(
-        solver, penalized, x, y, problem.y_set
-    )  # from y, which is near
+    weight = 1 / jnp.asarray(penalty)
+    penalized = objectives.WeightedSum(lower, upper, weight)  # f + lambda g
+    # From y, which is near.
+    near, _ = minimize_or_nan(solver, penalized, x, y, problem.y_set)
     slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
 
     def combine(direct, above, below):
@@ -170,8 +167,8 @@ def unrolled_hypergradient(
     y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
 
     def composed(x):
-        lower = lower_objective(problem, data, rest)
+        lower = objectives.lower_objective(problem, data, rest)
         y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
-        return upper_objective(problem, data, rest).value(x, y)
+        return objectives.upper_objective(problem, data, rest).value(x, y)
 
     return jax.grad(composed)(x)

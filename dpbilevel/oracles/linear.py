@@ -7,7 +7,7 @@ Frozen settings that `implicit_hypergradient` and `lower_solution` take as
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .. import _checks
+from .._checks import Checked, Count, positive
 
 Scalar = Float[Array, ""]
 Matvec = Callable[[PyTree], PyTree]
@@ -47,7 +47,7 @@ class LinearSolution(NamedTuple):
     num_products: Int[Array, ""]
 
 
-class AbstractLinearSolver(eqx.Module):
+class AbstractLinearSolver(Checked):
     """Solver of symmetric positive definite systems."""
 
     @abc.abstractmethod
@@ -92,20 +92,14 @@ class ConjugateGradient(AbstractLinearSolver):
         [1.0, 0.25]
     """
 
-    num_steps: int = eqx.field(static=True, default=500)
-    tolerance: float | Scalar | None = 1e-5
-
-    def __check_init__(self):
-        _checks.count("ConjugateGradient", num_steps=self.num_steps)
-        if self.tolerance is not None:
-            _checks.positive("ConjugateGradient", tolerance=self.tolerance)
+    num_steps: Count = eqx.field(static=True, default=500)
+    tolerance: Annotated[float | Scalar, positive] | None = 1e-5
 
     def solve(self, matvec, b, x0=None):
         """Stop early at the tolerance, as `num_products` shows."""
         start, scale = _start(matvec, b, x0)
-        value, products, solves = self._iterated(
-            matvec, start, _unit_square(b, scale), b
-        )
+        unit = _unit_square(b, scale)
+        value, products, solves = self._iterated(matvec, start, unit, b)
         value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), value)
         value = _scaled(scale, value)
         products = products + (0 if x0 is None else 1)
@@ -161,12 +155,8 @@ class Neumann(AbstractLinearSolver):
         step_size: $\eta > 0$, below 2 over the largest eigenvalue of $A$.
     """
 
-    num_steps: int = eqx.field(static=True)
-    step_size: float | Scalar
-
-    def __check_init__(self):
-        _checks.count("Neumann", num_steps=self.num_steps)
-        _checks.positive("Neumann", step_size=self.step_size)
+    num_steps: Count = eqx.field(static=True)
+    step_size: Annotated[float | Scalar, positive]
 
     def solve(self, matvec, b, x0=None):
         """Sum the series, from `x0` on."""
@@ -178,9 +168,8 @@ class Neumann(AbstractLinearSolver):
         products = self.num_steps - (x0 is None)  # the first one from zero is free
         start = _scaled(rate, b) if x0 is None else x0
         value = jax.lax.fori_loop(0, products, step, start)
-        return LinearSolution(
-            value, _residual_norm(matvec, value, b), jnp.asarray(products, jnp.int32)
-        )
+        norm = _residual_norm(matvec, value, b)
+        return LinearSolution(value, norm, jnp.asarray(products, jnp.int32))
 
 
 class Cholesky(AbstractLinearSolver):
@@ -192,7 +181,6 @@ class Cholesky(AbstractLinearSolver):
 
     def solve(self, matvec, b, x0=None):
         """Factor the matrix; `x0` is not used."""
-        del x0
         flat, unravel = jax.flatten_util.ravel_pytree(b)
 
         def column(v):
@@ -201,9 +189,8 @@ class Cholesky(AbstractLinearSolver):
         matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))  # A
         factor = jax.scipy.linalg.cho_factor(matrix, lower=True)
         value = unravel(jax.scipy.linalg.cho_solve(factor, flat))
-        return LinearSolution(
-            value, _residual_norm(matvec, value, b), jnp.asarray(flat.size, jnp.int32)
-        )
+        norm = _residual_norm(matvec, value, b)
+        return LinearSolution(value, norm, jnp.asarray(flat.size, jnp.int32))
 
 
 def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:

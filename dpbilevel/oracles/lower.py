@@ -1,27 +1,23 @@
-"""NON-PRIVATE answers of the lower level, with implicit derivatives."""
+"""NON-PRIVATE answers of the lower level, and checks of the arguments of oracles."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
+from ..onelevel.problem import check_scalar
+from ..privacy.per_example.clipping import one_record
+from ..privacy.queries import LEVELS
 from ..sets import AbstractSet, Euclidean
-from .arguments import check_arguments
-from .layout import lay_out
+from . import objectives
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
-from .objectives import (
-    CONVERGED,
-    AbstractObjective,
-    if_converged,
-    lower_objective,
-    merge,
-    nan_unless_finite,
-    split,
-)
 
 DEFAULT_SOLVER = NewtonCG()
 DEFAULT_LINEAR_SOLVER = ConjugateGradient()
@@ -35,7 +31,7 @@ def lower_solution(
     solver: AbstractLowerSolver = DEFAULT_SOLVER,
     y0: PyTree = None,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
-    tolerance: float | None = CONVERGED,
+    tolerance: float | None = objectives.CONVERGED,
 ) -> PyTree:
     r"""NON-PRIVATE. Return $y^*(x) = \arg\min_y g(x, y)$, with implicit derivatives.
 
@@ -79,10 +75,11 @@ def lower_solution(
     y, _ = _solve(owner, problem, x, data, solver, y0, linear_solver)
     if not isinstance(problem.y_set, Euclidean):
         return y
-    at, rest = split(y)
+    at, rest = objectives.split(y)
     fixed = jax.lax.stop_gradient((x, at))
-    linearization = lower_objective(problem, data, rest).linearize(*fixed)
-    return merge(if_converged(owner, at, fixed[1], linearization, tolerance), rest)
+    linearization = objectives.lower_objective(problem, data, rest).linearize(*fixed)
+    at = objectives.if_converged(owner, at, fixed[1], linearization, tolerance)
+    return objectives.merge(at, rest)
 
 
 def lower_solve(
@@ -116,33 +113,26 @@ def lower_solve(
 
 def minimize_or_nan(
     solver: AbstractLowerSolver,
-    objective: AbstractObjective,
+    objective: objectives.AbstractObjective,
     x: PyTree,
     y0: PyTree,
     y_set: AbstractSet,
 ) -> tuple[PyTree, LowerInfo]:
     """Return `solver.minimize`, but NaN if a solver met numbers that are not finite."""
     y, info = solver.minimize(objective, x, y0, y_set)
-    return nan_unless_finite(y, info.gradient_norm), info
+    return objectives.nan_unless_finite(y, info.gradient_norm), info
 
 
 def _solve(
     owner: str, problem, x, data, solver, y0, linear_solver
 ) -> tuple[PyTree, LowerInfo]:
-    y0, rest = check_arguments(
-        owner,
-        problem,
-        x,
-        y0,
-        data,
-        roles=("lower",),
-        solver=solver,
-        linear_solver=linear_solver,
-    )
-    objective = lower_objective(problem, data, rest)
+    solvers: Any = {"solver": solver, "linear_solver": linear_solver}
+    roles = ("lower",)
+    y0, rest = check_arguments(owner, problem, x, y0, data, roles=roles, **solvers)
+    objective = objectives.lower_objective(problem, data, rest)
     if not isinstance(problem.y_set, Euclidean):
         y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
-        return merge(_without_derivative(owner, y), rest), info
+        return objectives.merge(_without_derivative(owner, y), rest), info
 
     def slope(y):
         # A Hessian that does not depend on y would be finite where y is not. A factor
@@ -156,13 +146,14 @@ def _solve(
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
     def tangent_solve(product, b):
-        return differentiable_solve(linear_solver, lay_out(product, b), b).value
+        linear = objectives.lay_out(product, b)
+        return differentiable_solve(linear_solver, linear, b).value
 
     y, (norm, steps, converged) = jax.lax.custom_root(
         slope, y0, solve, tangent_solve, has_aux=True
     )
     info = LowerInfo(norm, steps.astype(jnp.int32), converged > 0.5)
-    return merge(y, rest), info
+    return objectives.merge(y, rest), info
 
 
 def check_interior(owner: str, problem: BilevelProblem) -> None:
@@ -177,14 +168,119 @@ def check_interior(owner: str, problem: BilevelProblem) -> None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _without_derivative(owner, y):
-    del owner
     return y
 
 
 @_without_derivative.defjvp
 def _refuse(owner, primals, tangents):
-    del primals, tangents
     raise ValueError(
         f"{owner}: the implicit derivative holds inside y_set only. Replace it by "
         "Euclidean() if y*(x) never touches its boundary."
     )
+
+
+_KINDS = {"solver": AbstractLowerSolver, "linear_solver": AbstractLinearSolver}
+
+
+def check_arguments(
+    owner: str,
+    problem: BilevelProblem,
+    x: PyTree,
+    y: PyTree,
+    data: Levels,
+    *,
+    name: str = "y0",
+    roles: tuple[str, ...] = LEVELS,
+    v0: PyTree = None,
+    **solvers: object,
+) -> tuple[PyTree, PyTree]:
+    """Check all arguments; return the arrays of floats of `y`, and the rest of it.
+
+    Args:
+        owner: The function that was called, for the errors.
+        problem: The problem.
+        x: The upper variable.
+        y: The lower variable or an initial point.
+        data: The records.
+        name: The owner's name of `y`.
+        roles: The levels that the owner reads.
+        v0: An initial point of a linear solve, or `None`.
+        **solvers: `solver` and `linear_solver`, those that the owner takes.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: No arrays of floats where the variables should be, records that
+            share no leading axis, a loss or a public term that is not a scalar, or a
+            `v0` unlike `y`.
+    """
+    _checks.instance(owner, BilevelProblem, problem=problem)
+    _checks.instance(owner, Levels, data=data)
+    for key, value in solvers.items():
+        _checks.instance(owner, _KINDS[key], **{key: value})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        kind = _kind(leaf)
+        if kind is None or not jnp.issubdtype(kind, jnp.floating):
+            raise ValueError(
+                f"{owner}: x{jax.tree_util.keystr(path)} must be a floating-point "
+                f"array, got {_described(leaf)}. Split other leaves off by "
+                "equinox.partition(x, equinox.is_inexact_array)."
+            )
+    variable, rest = _split(owner, name, y)
+    if v0 is not None:
+        _check_alike(owner, v0, variable)
+
+    # Leaves of a module that are no arrays cannot be traced.
+    def of_arrays(term: Callable) -> Callable:
+        return lambda x, y, *record: term(x, objectives.merge(y, rest), *record)
+
+    for role in roles:
+        records, where = getattr(data, role), f"{owner}: problem.{role}"
+        _checks.leading_axis(f"{owner}: data.{role}", records)
+        loss, public = getattr(problem, role), getattr(problem, f"{role}_public")
+        check_scalar(where, of_arrays(loss), x, variable, one_record(records))
+        if public is not None:
+            kind = "the public term"
+            check_scalar(f"{where}_public", of_arrays(public), x, variable, of=kind)
+    return variable, rest
+
+
+def _split(owner: str, name: str, y: PyTree) -> tuple[PyTree, PyTree]:
+    if y is None:
+        text = f"{owner}: the shape of y is not known without an initial point. Pass"
+        raise ValueError(f"{text} {name}=, for instance jnp.zeros(d).")
+    variable, rest = objectives.split(y)
+    if not jax.tree.leaves(variable):
+        kinds = sorted({_described(leaf) for leaf in jax.tree.leaves(y)})
+        raise ValueError(
+            f"{owner}: {name} must be a pytree with arrays of floats, got "
+            f"{' and '.join(kinds) or 'no leaves'}."
+        )
+    return variable, rest
+
+
+def _check_alike(owner: str, v0: PyTree, variable: PyTree) -> None:
+    expected = jax.tree.map(_described, variable)
+    try:
+        given = jax.tree.map(_described, jax.eval_shape(lambda v: v, v0))
+    except TypeError:
+        given = jax.tree.map(_described, v0)
+    unlike = jax.tree.structure(given) != jax.tree.structure(expected)
+    if unlike or jax.tree.leaves(given) != jax.tree.leaves(expected):
+        raise ValueError(
+            f"{owner}: v0 must be like the arrays of floats of y, {expected}, got "
+            f"{given}. Pass solution.value of an earlier LinearSolution."
+        )
+
+
+def _kind(leaf: object) -> jnp.dtype | None:
+    known = hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+    return jnp.result_type(leaf) if known else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = _kind(value)
+    if kind is None:
+        return type(value).__name__
+    return f"{kind}{list(jnp.shape(value))}"

@@ -1,8 +1,9 @@
 """NON-PRIVATE solvers of the lower level: their interface, gradient steps, L-BFGS."""
 
 import abc
+import functools
 import math
-from typing import NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
+from .._checks import Checked, Count, Positive, positive
 from ..sets import AbstractSet, Euclidean
 from .objectives import AbstractObjective
 
@@ -33,7 +35,7 @@ class LowerInfo(NamedTuple):
     converged: Bool[Array, ""]
 
 
-class AbstractLowerSolver(eqx.Module):
+class AbstractLowerSolver(Checked):
     r"""Solver that minimizes $g(x, \cdot)$ for a fixed $x$."""
 
     @abc.abstractmethod
@@ -77,25 +79,17 @@ class AcceleratedGradient(AbstractLowerSolver):
         Candès, "Adaptive restart for accelerated gradient schemes", gradient scheme.
     """
 
-    num_steps: int = eqx.field(static=True, default=5000)
-    step_size: float | Scalar | None = None
-    momentum: float | Scalar | None = None
-    tolerance: float | None = 1e-6
+    num_steps: Count = eqx.field(static=True, default=5000)
+    step_size: Annotated[float | Scalar, positive] | None = None
+    momentum: Annotated[float | Scalar, _checks.proper_fraction] | None = None
+    tolerance: Positive | None = 1e-6
 
     def __check_init__(self):
-        owner = "AcceleratedGradient"
-        _checks.count(owner, num_steps=self.num_steps)
-        if self.step_size is not None:
-            _checks.positive(owner, step_size=self.step_size)
-        if self.momentum is not None:
-            _checks.proper_fraction(owner, momentum=self.momentum)
-        if self.tolerance is not None:
-            _checks.positive(owner, tolerance=self.tolerance)
-        elif self.step_size is None:
-            text = (
-                f"{owner}: a fixed number of steps (tolerance=None) needs a step_size"
+        if self.tolerance is None and self.step_size is None:
+            raise ValueError(
+                "AcceleratedGradient: a fixed number of steps (tolerance=None) needs a "
+                "step_size. See AcceleratedGradient.from_constants."
             )
-            raise ValueError(f"{text}. See AcceleratedGradient.from_constants.")
 
     @classmethod
     def from_constants(
@@ -116,9 +110,8 @@ class AcceleratedGradient(AbstractLowerSolver):
         Raises:
             ValueError: A constant out of range.
         """
-        _checks.positive(
-            cls.__name__, smoothness=smoothness, strong_convexity=strong_convexity
-        )
+        _checks.positive(cls.__name__, smoothness=smoothness)
+        _checks.positive(cls.__name__, strong_convexity=strong_convexity)
         if strong_convexity > smoothness:
             text = f"{cls.__name__}: strong_convexity={strong_convexity} exceeds"
             raise ValueError(f"{text} smoothness={smoothness}; no function has both.")
@@ -196,44 +189,30 @@ class LBFGS(AbstractLowerSolver):
         memory_size: The number of pairs in memory. Static.
     """
 
-    num_steps: int = eqx.field(static=True, default=500)
-    tolerance: float = 1e-6
-    memory_size: int = eqx.field(static=True, default=10)
-
-    def __check_init__(self):
-        _checks.positive("LBFGS", tolerance=self.tolerance)
-        _checks.count("LBFGS", num_steps=self.num_steps, memory_size=self.memory_size)
+    num_steps: Count = eqx.field(static=True, default=500)
+    tolerance: Positive = 1e-6
+    memory_size: Count = eqx.field(static=True, default=10)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Take quasi-Newton steps; for problems without a set."""
         check_no_set("LBFGS", y_set)
         rule = optax.lbfgs(memory_size=self.memory_size)
+        value_fn = functools.partial(objective.value, x)
 
         def step(carry):
             steps, y, value, slope, memory = carry
-            updates, memory = rule.update(
-                slope,
-                memory,
-                y,
-                value=value,
-                grad=slope,
-                value_fn=lambda y: objective.value(x, y),
-            )
+            at: Any = {"value": value, "grad": slope, "value_fn": value_fn}
+            updates, memory = rule.update(slope, memory, y, **at)
             y = optax.apply_updates(y, updates)
             return steps + 1, y, *objective.value_and_gradient(x, y), memory
 
         def unfinished(carry):
-            return (carry[0] < self.num_steps) & (
-                optax.tree.norm(carry[3]) > self.tolerance
-            )
+            steep = optax.tree.norm(carry[3]) > self.tolerance
+            return (carry[0] < self.num_steps) & steep
 
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            start = (
-                jnp.asarray(0, jnp.int32),
-                y0,
-                *objective.value_and_gradient(x, y0),
-                rule.init(y0),
-            )
+            first = objective.value_and_gradient(x, y0)
+            start = jnp.asarray(0, jnp.int32), y0, *first, rule.init(y0)
             steps, y, _, slope, _ = jax.lax.while_loop(unfinished, step, start)
         return y, ended(optax.tree.norm(slope), steps, self.tolerance)
 
@@ -250,8 +229,7 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
     """Check that there is no set to keep y in."""
     if not isinstance(y_set, Euclidean):
         raise ValueError(
-            f"{owner}: cannot keep y in {type(y_set).__name__}. Use "
-            "AcceleratedGradient, which projects, or y_set=Euclidean()."
+            f"{owner}: cannot keep y in {type(y_set).__name__}; use Euclidean()."
         )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .. import _checks
+from .._checks import Count, Positive
 from ..sets import Euclidean
 from .linear import ConjugateGradient
 from .minimizers import AbstractLowerSolver, check_no_set, ended
@@ -47,24 +47,17 @@ class NewtonCG(AbstractLowerSolver):
         optimization methods for machine learning", Section 2.
     """
 
-    num_steps: int = eqx.field(static=True, default=50)
-    tolerance: float = 1e-6
-    cg_steps: int = eqx.field(static=True, default=200)
-
-    def __check_init__(self):
-        _checks.positive("NewtonCG", tolerance=self.tolerance)
-        _checks.count("NewtonCG", num_steps=self.num_steps, cg_steps=self.cg_steps)
+    num_steps: Count = eqx.field(static=True, default=50)
+    tolerance: Positive = 1e-6
+    cg_steps: Count = eqx.field(static=True, default=200)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Take Newton steps; for problems without a set."""
         check_no_set("NewtonCG", y_set)
 
         def unfinished(state):
-            return (
-                (state.steps < self.num_steps)
-                & (state.norm > self.tolerance)
-                & ~state.is_stuck
-            )
+            moves = (state.norm > self.tolerance) & ~state.is_stuck
+            return moves & (state.steps < self.num_steps)
 
         # The first pass of the loop moves along nothing: it evaluates the start.
         dtype = jax.eval_shape(objective.value, x, y0).dtype
@@ -102,9 +95,8 @@ class NewtonCG(AbstractLowerSolver):
         def move():
             direction, predicted = self._direction(product, slope, norm, accepted)
             one, steps, no = jnp.ones_like(value), state.steps + 1, jnp.asarray(False)
-            return _Newton(
-                y, direction, value, predicted, norm, one, steps, no, is_rough
-            )
+            rest = one, steps, no, is_rough
+            return _Newton(y, direction, value, predicted, norm, *rest)
 
         def shorten():
             length = state.length / 2  # backtracking

@@ -56,7 +56,4 @@ class PrivacyBudget:
         _checks.non_negative("PrivacyBudget", delta=self.delta)
         _ = float(self.epsilon)  # raises inside a program: plans are made on the host
         if self.delta >= 1:
-            raise ValueError(
-                f"PrivacyBudget: delta must be below 1, got {self.delta}; a delta of 1 "
-                "promises nothing."
-            )
+            raise ValueError(f"PrivacyBudget: delta must be below 1, got {self.delta}.")

@@ -16,7 +16,7 @@ from .accounting import profiles
 from .accounting.closed_forms import gaussian_delta, gaussian_epsilon
 from .budget import Neighbours, People, PrivacyBudget
 from .per_example.clipping import Basis
-from .queries import LEVELS, RECORDS, Query
+from .queries import RECORDS, Query
 from .rows import ForecastRow, LedgerRow, RoleRow
 
 _NEGLIGIBLE = 1e-20  # smaller than any delta of a budget
@@ -52,10 +52,7 @@ class AbstractRelease(abc.ABC):
         if len(set(roles)) != len(roles):
             raise ValueError(f"{owner}: one query per role; add up the clip norms.")
         if RECORDS in roles and len(roles) > 1:
-            raise ValueError(
-                f"{owner}: the records of one level have no others beside them, got "
-                f"queries of {roles}; use the roles {LEVELS} of two levels."
-            )
+            raise ValueError(f"{owner}: {RECORDS!r} allows no other role, got {roles}.")
 
     @property
     def reads(self) -> tuple[Query, ...]:
@@ -124,14 +121,9 @@ class AbstractRelease(abc.ABC):
             q.role: RoleRow(q.size, repr(q.sampling), factor * q.contribution)
             for q in self.queries
         }
-        return LedgerRow(
-            self.name,
-            self.count,
-            roles,
-            type(self.mechanism).__name__,
-            self.mechanism.precision,
-            self.basis.value,
-        )
+        kind, precision = type(self.mechanism).__name__, self.mechanism.precision
+        basis = self.basis.value
+        return LedgerRow(self.name, self.count, roles, kind, precision, basis)
 
     @abc.abstractmethod
     def forecast(self, coordinates: int | None) -> ForecastRow:
@@ -180,11 +172,7 @@ class Ledger:
             object.__setattr__(self, "people", People(self.people))
         relations = {release.neighbours for release in self.releases}
         if len(relations) > 1:
-            raise ValueError(
-                "Ledger: all releases must refer to one neighbouring relation, got "
-                f"{sorted(r.value for r in relations)}. Give the solver and its inner "
-                "solvers mechanisms with the same `neighbours`."
-            )
+            raise ValueError("Ledger: give all mechanisms the same `neighbours`.")
 
     @property
     def neighbours(self) -> Neighbours:
@@ -272,7 +260,7 @@ class Ledger:
         """Return the ledger of both runs on the same records, one after the other."""
         if self.people is not other.people:
             raise ValueError(
-                f"Ledger: cannot add runs on {self.people} and {other.people} people."
+                f"Ledger: cannot add {self.people} and {other.people} people."
             )
         assumptions = dict.fromkeys(self.assumptions + other.assumptions)
         return Ledger(self.releases + other.releases, self.people, tuple(assumptions))
@@ -288,13 +276,12 @@ class Ledger:
 
         A release that is not made equally often in every step counts in full.
         """
-        releases = tuple(
-            dataclasses.replace(r, count=r.count // steps * done)
-            if r.count % steps == 0
-            else r
-            for r in self.releases
-        )
-        return dataclasses.replace(self, releases=releases)
+
+        def first(release: AbstractRelease) -> AbstractRelease:
+            each, rest = divmod(release.count, steps)
+            return release if rest else dataclasses.replace(release, count=each * done)
+
+        return dataclasses.replace(self, releases=tuple(map(first, self.releases)))
 
     def named(self, run: str) -> "Ledger":
         """Return the ledger with each release's name prefixed by the run."""
@@ -310,8 +297,7 @@ class Ledger:
         """
         if any(release.failure > release.overflow for release in self.releases):
             return math.inf
-        mu = profiles.full_batch_mu(event)
-        return math.inf if mu is None else mu
+        return profiles.full_batch_mu(event)
 
     def _epsilon(self, event, delta) -> float:
         """Solve for epsilon with the slack, which itself grows with epsilon."""

@@ -2,11 +2,13 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Self
+from typing import ClassVar as AbstractVar  # for type checkers
+from typing import Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -18,11 +20,6 @@ from .exact.grid import Grid
 from .exact.normal import standard_normal
 from .noise import PRNGKey, check_shared
 from .per_example.clipping import Bounded, Precision
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of
@@ -129,15 +126,11 @@ def check_release(mechanism: AbstractNoise, bounded: Bounded, key: PRNGKey) -> N
         TypeError: As `AbstractNoise.release`.
     """
     owner = type(mechanism).__name__
-    if not isinstance(bounded, Bounded):
-        raise TypeError(
-            f"{owner}: only a Bounded value can be released, because its sensitivity "
-            f"is known, got {type(bounded).__name__}. Compute it with clipped_mean."
-        )
+    _checks.instance(owner, Bounded, bounded=bounded)
     if bounded.precision != mechanism.precision:
         raise ValueError(
-            f"{owner}: precision is {mechanism.precision!r}, but the value is of "
-            f"precision {bounded.precision!r}. Give clipped_mean and {owner} the same."
+            f"{owner}: precision is {mechanism.precision!r}, but that of the value is "
+            f"{bounded.precision!r}. Give clipped_mean the same."
         )
     check_shared(key, bounded.raw)
     _checks.single_precision(owner, mechanism)
@@ -179,11 +172,11 @@ class Gaussian(AbstractNoise):
             released = bounded.raw.with_noise(std, passes, key=key)
         else:
             noise = standard_normal(bounded.raw, key=key)
-            released = jax.tree.map(
-                lambda v, z: jnp.where(passes, v, 0).astype(z.dtype) + std * z,
-                bounded.raw,
-                noise,
-            )
+
+            def noisy(v, z):
+                return jnp.where(passes, v, 0).astype(z.dtype) + std * z
+
+            released = jax.tree.map(noisy, bounded.raw, noise)
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
 
@@ -209,8 +202,6 @@ class Gaussian(AbstractNoise):
     def multiplier(self) -> Number:
         if self.noise_multiplier is None:
             raise ValueError(
-                "Gaussian: no noise multiplier yet, so nothing can be released. Get a "
-                "calibrated solver from dpbilevel.calibrate(problem, solver, budget, "
-                "sizes=...).solver, or give noise_multiplier=."
+                "Gaussian: no noise yet. Use dpbilevel.calibrate(...).solver."
             )
         return self.noise_multiplier

@@ -12,7 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
+from jaxtyping import Array, Float, Key, PyTree, UInt32
+
+from .. import _checks
 
 PRNGKey = Key[Array, ""]
 
@@ -22,12 +24,10 @@ PRNGKey = Key[Array, ""]
 _GENERATORS = {"threefry2x32": 2, "threefry4x32": 4, "philox4x32": 2}
 
 # Names that keys are derived for, each listed once. A new name changes no other key.
-NAMES = """
-    next step sampling noise upper lower penalized outer search refit answer first
-    then select walk cell smooth reject restart side distance proposal rival index
-    stages accept ask tell repeats model models mixture score fit remixture screen
-    setting value base length move moments remoments usability run lengths prepare
-    curvature
+NAMES = """next step sampling noise upper lower penalized outer search refit answer
+first then select walk cell smooth reject restart side distance proposal rival index
+stages accept ask tell repeats model models mixture score fit remixture screen setting
+value base length move moments remoments usability run lengths prepare curvature
 """.split()
 
 
@@ -42,21 +42,18 @@ def check_key(key: Any) -> PRNGKey:
     dtype = key.dtype if isinstance(key, jax.Array) else None
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            "key must be a typed key: dpbilevel.root_key() draws one from the "
-            "operating system, jax.random.key(seed) makes a reproducible one for "
-            f"tests; got {type(key).__name__}"
-            f"{'' if dtype is None else f' of dtype {dtype}'}."
+            f"key must be a typed key, got {type(key).__name__}. Take "
+            "dpbilevel.root_key(), or jax.random.key(seed) for tests."
         )
     if key.shape != ():
         raise ValueError(
-            f"key must be a single key, got a batch of shape {key.shape}; use "
-            "jax.vmap to run one solve per key."
+            f"key must be a single key, got shape {key.shape}. Use jax.vmap."
         )
     name = str(jax.random.key_impl(key))
     if name not in _GENERATORS:
         raise ValueError(
-            f"the generator {name!r} is not fit for privacy noise; make the key with "
-            f"dpbilevel.root_key() or with impl in {[*_GENERATORS]}."
+            f"the generator {name!r} is not fit for privacy noise. Use "
+            f"dpbilevel.root_key(), or impl in {[*_GENERATORS]}."
         )
     return key
 
@@ -78,9 +75,7 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
     every = multihost_utils.process_allgather(np.asarray(jax.random.key_data(key)))
     if (every != every[0]).any():
         raise ValueError(
-            "the processes have different keys, so that they would publish one value "
-            "under several noises; give all of them one key, as dpbilevel.root_key() "
-            "does where all processes call it."
+            "the processes have different keys; call dpbilevel.root_key() together."
         )
 
 
@@ -104,10 +99,7 @@ def root_key(impl: str = "threefry4x32") -> PRNGKey:
     Raises:
         ValueError: The generator is not fit for privacy noise.
     """
-    if impl not in _GENERATORS:
-        raise ValueError(
-            f"root_key: impl must be one of {[*_GENERATORS]}, got {impl!r}."
-        )
+    _checks.one_of("root_key", "impl", impl, _GENERATORS)
     words = np.frombuffer(os.urandom(4 * _GENERATORS[impl]), np.uint32)
     if jax.process_count() > 1:
         words = multihost_utils.broadcast_one_to_all(words)
@@ -200,7 +192,15 @@ def standard_exponential(
     = 1 - e^{-t}$ down to such probabilities. The key is for this draw alone.
     """
     check_key(key)
-    near_one, p = _tail(_words(key, math.prod(shape), dtype), dtype)
+    words = _words(key, math.prod(shape), dtype)
+    # A coin, and a uniform number in (0, 1/2) of full relative precision.
+    near_one = words[0] >> 31 == 1
+    top = (words[0] & jnp.uint32(0x7FFFFFFF)).astype(dtype) * 2.0**-32
+    # From the last word up, so that nothing is rounded away before it must be.
+    rest = jnp.full(words.shape[1:], 0.5, dtype)
+    for word in words[:0:-1]:
+        rest = (word.astype(dtype) + rest) * 2.0**-32
+    p = top + rest * 2.0**-32
     return jnp.where(near_one, -jnp.log1p(-p), -jnp.log(p)).reshape(shape)
 
 
@@ -218,16 +218,3 @@ def standard_gumbel(
 
 def _words(key: PRNGKey, size: int, dtype: DTypeLike) -> UInt32[Array, "words n"]:
     return jax.random.bits(key, (3 if dtype == jnp.float64 else 2, size), jnp.uint32)
-
-
-def _tail(
-    words: UInt32[Array, "words n"], dtype: DTypeLike
-) -> tuple[Bool[Array, " n"], Float[Array, " n"]]:
-    """Return a coin, and a uniform number in (0, 1/2) of full relative precision."""
-    coin = words[0] >> 31 == 1
-    top = (words[0] & jnp.uint32(0x7FFFFFFF)).astype(dtype) * 2.0**-32
-    # From the last word up, so that nothing is rounded away before it must be.
-    rest = jnp.full(words.shape[1:], 0.5, dtype)
-    for word in words[:0:-1]:
-        rest = (word.astype(dtype) + rest) * 2.0**-32
-    return coin, top + rest * 2.0**-32

@@ -1,8 +1,9 @@
 """Queries: reads of one role's records, and their costs."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from jaxtyping import Array, Float, PyTree
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from .budget import Neighbours
 from .noise import PRNGKey
-from .per_example.clipping import Bounded, Precision, clipped_mean
+from .per_example.clipping import Basis, Bounded, Precision, clipped_mean
 from .records.disk import OnDisk, shapes_of
 from .records.rows import BLOCK, Padded, padded_rows, unpacked
 from .sampling.base import AbstractSampling, FullBatch, Index
@@ -87,13 +88,61 @@ class Query:
             Sealed with this query's `contribution`.
         """
         batch = self.sampling.draw(records, self.size, key=key, index=index)
-        return clipped_mean(
-            fun,
-            batch,
-            clip_norm=self.clip_norm,
-            precision=precision,
-            neighbours=neighbours,
-        )
+        options: Any = {"precision": precision, "neighbours": neighbours}
+        return clipped_mean(fun, batch, clip_norm=self.clip_norm, **options)
+
+
+class Costs(NamedTuple):
+    """The cost of a release of a certified query, as fields of a `Release`."""
+
+    queries: tuple[Query, ...]
+    basis: Basis
+    value_norm: float
+    joint: bool = False
+
+
+class AbstractCertifiedQuery(abc.ABC):
+    """A read and its cost, which a proof bounds instead of clipping.
+
+    Its value is no sum over records, and one proof bounds what a record of each role
+    does to it, so that one object has the costs of all roles.
+    """
+
+    @abc.abstractmethod
+    def costs(self, precision: Precision) -> Costs:
+        """Return what the ledger lists: the largest contribution of each role.
+
+        Args:
+            precision: As for `read`.
+
+        Raises:
+            ValueError: The problem lacks what the proof needs, or the default
+                floating-point dtype is too coarse for it.
+        """
+
+    @abc.abstractmethod
+    def read(
+        self,
+        point: Any,
+        data: PyTree,
+        *,
+        precision: Precision,
+        key: PRNGKey | None,
+        index: Index = None,
+    ) -> Bounded:
+        """Return the value, sealed with its contribution at the point.
+
+        That is a multiple of the listed ones, the same for every role and at least what
+        a record of any role contributes there: disjoint people are charged by the
+        listed shares. It may exceed their sum where the point is coarser than planned.
+
+        Args:
+            point: Where it is computed: released or public.
+            data: The records.
+            precision: `"float"`, or `"grid"`: rounded to a public grid.
+            key: A typed key for the batch, where its sampling needs one.
+            index: The number of the batch in the run.
+        """
 
 
 def of_role(data: PyTree, role: str) -> PyTree:
@@ -123,8 +172,7 @@ def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) ->
     if neighbours is Neighbours.REPLACE_ONE:
         if rows > size:
             raise ValueError(
-                f"step: the plan is for {size} records in {name}, got {rows} rows. "
-                "Give as many as planned, or calibrate for their number."
+                f"step: the plan is for {size} records in {name}, got {rows} rows."
             )
         return
     least = padded_rows(size)
@@ -132,8 +180,6 @@ def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) ->
     fits = least <= rows < least + BLOCK * jax.device_count()
     if not isinstance(records, Padded | OnDisk) or not fits:
         raise ValueError(
-            f"step: {name} is not padded to the {least} rows of the plan for {size} "
-            "records. Under add-or-remove-one the number of records is private, so no "
-            "shape may depend on it: run the steps by dpbilevel.advance, or give step "
-            "the data of dpbilevel.start(...), which pads them."
+            f"step: {name} is not padded to the {least} rows of the plan. Use "
+            "dpbilevel.advance, or the data of dpbilevel.start(...)."
         )

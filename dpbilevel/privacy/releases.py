@@ -19,7 +19,7 @@ from .ledger import AbstractRelease
 from .mechanisms import AbstractNoise
 from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded
-from .queries import LEVELS, RECORDS, Query, check_rows, of_role
+from .queries import LEVELS, RECORDS, AbstractCertifiedQuery, Query, check_rows, of_role
 from .rows import ForecastRow, LedgerRow
 from .sampling.base import FullBatch, Index
 
@@ -53,9 +53,7 @@ class AbstractNoisyRelease(AbstractRelease):
             or len({repr(query.sampling) for query in self.queries}) > 1
         ):
             raise ValueError(
-                f"{owner}: joint queries read one batch of the same records, so there "
-                "must be one of the upper and one of the lower level, of one size and "
-                f"one sampling; got {self.queries}."
+                f"{owner}: joint queries must be of {LEVELS}, alike but for clip norms."
             )
 
     def apply(
@@ -105,17 +103,13 @@ class AbstractNoisyRelease(AbstractRelease):
         queries = self.queries[-1:] if self.joint else self.queries
         roles = [query.role for query in queries]
         keys = [key] if roles == [RECORDS] else derive(check_key(key), *roles)
-        drawn = [
-            query.sampling.in_pass(of_role(data, query.role), key=key)
-            for query, key in zip(queries, keys, strict=True)
-        ]
+        pairs = zip(queries, keys, strict=True)
+        drawn = [q.sampling.in_pass(of_role(data, q.role), key=k) for q, k in pairs]
         if self.joint:  # one batch for both
             drawn *= len(self.queries)
-        bound = tuple(
-            dataclasses.replace(query, sampling=sampling)
-            for query, sampling in zip(self.queries, drawn, strict=True)
-        )
-        return dataclasses.replace(self, queries=bound)
+        pairs = zip(self.queries, drawn, strict=True)
+        bound = (dataclasses.replace(q, sampling=s) for q, s in pairs)
+        return dataclasses.replace(self, queries=tuple(bound))
 
     def read(
         self, what: Any, data: PyTree, *, key: PRNGKey | None, index: Index = None
@@ -133,7 +127,7 @@ class AbstractNoisyRelease(AbstractRelease):
         if set(funs) != set(roles):
             raise ValueError(
                 f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
-                f"but functions of {[*funs]} are to be read."
+                f"but reads {[*funs]}."
             )
         drawn = [query.role for query in self.queries if query.sampling.needs_key]
         key_of = {RECORDS: key}
@@ -142,17 +136,16 @@ class AbstractNoisyRelease(AbstractRelease):
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
             parts = [_in_one(*parts)]  # one batch, clipped once
-        means = [
-            query.read(
-                fun,
-                of_role(data, query.role),
-                precision=self.mechanism.precision,
-                neighbours=self.mechanism.neighbours,
-                key=key_of.get(query.role),
-                index=index,
-            )
-            for query, fun in parts
-        ]
+        precision, neighbours = self.mechanism.precision, self.mechanism.neighbours
+        options: Any = {
+            "precision": precision,
+            "neighbours": neighbours,
+            "index": index,
+        }
+        means = []
+        for query, fun in parts:
+            records, key = of_role(data, query.role), key_of.get(query.role)
+            means.append(query.read(fun, records, key=key, **options))
         return functools.reduce(operator.add, means)  # contributions add up
 
     @property
@@ -257,10 +250,9 @@ class Release(AbstractNoisyRelease):
         largest = max(q.contribution * q.size for q in self.queries)
         if largest > _LARGEST_SUM * least or most > _LARGEST_SHARE * least:
             raise ValueError(
-                f"Release: {self.name!r} adds two means; one record moves one by up to "
-                f"{most:.3g}, the other by up to {least:.3g}, and no grid "
-                "of 61-bit integers holds both. Bring the clip norms or the penalty "
-                'closer together, or use precision="float" for research.'
+                f"Release: {self.name!r} adds means that one record moves by up to "
+                f"{most:.3g} and {least:.3g}, and no grid holds both. Bring the clip "
+                "norms or the penalty closer together."
             )
 
     @property
@@ -325,3 +317,35 @@ class Release(AbstractNoisyRelease):
                 yield query.role, query, self.mechanism.event(share)
             else:
                 yield PERSON, query, self.mechanism.part(share)
+
+
+@dataclasses.dataclass(frozen=True)
+class CertifiedRelease(Release):
+    """Releases of one certified query, from which all that they cost follows.
+
+    Args:
+        name: What is released, in the words of the algorithm.
+        count: How many times.
+        mechanism: The noise, relative to the sensitivity of what is read.
+        query: What is read, and what it costs; `apply` takes the point to read it at.
+        clip_ratio: As in `Release`.
+    """
+
+    queries: tuple[Query, ...] = dataclasses.field(init=False)
+    joint: bool = dataclasses.field(init=False)
+    basis: Basis = dataclasses.field(init=False)
+    value_norm: float = dataclasses.field(init=False)
+    query: AbstractCertifiedQuery = dataclasses.field(
+        kw_only=True, repr=False, compare=False
+    )
+
+    def __post_init__(self):
+        costs = self.query.costs(self.mechanism.precision)
+        for name, value in costs._asdict().items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
+        super().__post_init__()
+
+    @override
+    def read(self, what, data, *, key, index=None) -> Bounded:
+        precision = self.mechanism.precision
+        return self.query.read(what, data, precision=precision, key=key, index=index)

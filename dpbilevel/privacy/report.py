@@ -25,6 +25,7 @@ class Status(enum.Enum):
     HEURISTIC = "HEURISTIC"  # a sampler cut short: no epsilon is claimed
 
 
+_INFINITE = {math.inf: "inf", -math.inf: "-inf"}  # numbers that JSON has not
 GENERATOR = "JAX's generator of random bits is not a cryptographic one"
 IDEALISED = {
     "grid": "the noise is a rounded Gaussian, for each released number up to 2^-54 of "
@@ -82,7 +83,8 @@ class PrivacyReport:
     def to_json(self) -> str:
         """Return the report as JSON text; `from_json` restores it exactly."""
         fields = dataclasses.asdict(self, dict_factory=_known)
-        return json.dumps(_finite(fields | {"status": self.status.value}), indent=2)
+        fields["status"] = self.status.value
+        return json.dumps(_replaced(fields, _INFINITE), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyReport":
@@ -95,7 +97,8 @@ class PrivacyReport:
             ValueError: The text is not a report.
         """
         try:
-            fields = {"people": None} | _infinite(json.loads(text))
+            numbers = {text: number for number, text in _INFINITE.items()}
+            fields = {"people": None} | _replaced(json.loads(text), numbers)
             fields["status"] = Status(fields["status"])
             for row in fields["ledger"]:
                 row["roles"] = {k: RoleRow(**v) for k, v in row["roles"].items()}
@@ -173,7 +176,6 @@ def describe(
         dimensions: Coordinates per release name, where known.
         forecast: The rows of the solver.
     """
-    status = _STATUS[ledger.basis]
     by_person = ledger.epsilons(budget.delta)
     if ledger.delta(budget.epsilon) <= budget.delta:
         # Solving for epsilon may end slightly above one that is known to hold.
@@ -181,9 +183,10 @@ def describe(
     releases = ledger.releases
     dimensions = dimensions or {}
     precisions = {release.mechanism.precision for release in releases}
+    queries = (query for release in releases for query in release.reads)
     packages = "dp-accounting", "jax", "optax", "equinox"
     return PrivacyReport(
-        status=status,
+        status=_STATUS[ledger.basis],
         epsilon=max(by_person.values(), default=0.0),
         delta=budget.delta,
         relation=ledger.neighbours.value,
@@ -193,7 +196,7 @@ def describe(
         forecast=tuple(r.forecast(dimensions.get(r.name)) for r in releases) + forecast,
         assumptions=(
             *ledger.assumptions,
-            *_of_sampling(ledger),
+            *dict.fromkeys(text for q in queries for text in q.sampling.assumptions),
             *_bounded_numbers(ledger),
             *large_delta(ledger, budget),
             TRUSTED,
@@ -232,12 +235,6 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
     if any(map(profiles.uses_renyi, events)):
         return "profile and Renyi divergences of private selection"
     return "privacy loss distributions, composed by weighed Fourier transforms"
-
-
-def _of_sampling(ledger: Ledger) -> dict[str, None]:
-    """Return the assumptions of the sampling schemes, each once."""
-    queries = (query for release in ledger.releases for query in release.reads)
-    return dict.fromkeys(text for q in queries for text in q.sampling.assumptions)
 
 
 def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
@@ -281,18 +278,10 @@ def _known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in pairs if value is not None}
 
 
-def _finite(value):
-    """Return the value with strings for infinities, which JSON has no number for."""
-    return _replace(value, lambda v: str(v) if v in (math.inf, -math.inf) else v)
-
-
-def _infinite(value: Any) -> Any:
-    return _replace(value, lambda v: float(v) if v in ("inf", "-inf") else v)
-
-
-def _replace(value, leaf):
+def _replaced(value: Any, table: dict[Any, Any]) -> Any:
+    """Return the value with all leaves that are keys of a table replaced."""
     if isinstance(value, dict):
-        return {k: _replace(v, leaf) for k, v in value.items()}
+        return {k: _replaced(v, table) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace(v, leaf) for v in value]
-    return leaf(value)
+        return [_replaced(v, table) for v in value]
+    return table.get(value, value)

@@ -67,8 +67,7 @@ class Selection(AbstractNoisyRelease):
         relations = {r.neighbours for training in self.trainings for r in training}
         if relations - {self.neighbours}:
             raise ValueError(
-                "Selection: trainings and value must refer to one neighbouring "
-                "relation; give their mechanisms the same `neighbours`."
+                "Selection: give trainings and value the same `neighbours`."
             )
 
     @property
@@ -126,8 +125,7 @@ class Selection(AbstractNoisyRelease):
                 mu = profiles.gaussian_mu(dp_accounting.ComposedDpEvent(events))
                 if mu is None:
                     raise ValueError(
-                        "Selection: trainings are accounted for where they make "
-                        "Gaussian releases on full batches; use FullBatch sampling."
+                        "Selection: trainings must use Gaussian noise and FullBatch."
                     )
                 found[person] = max(found[person], mu)
         return dict(found)

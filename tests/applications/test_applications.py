@@ -267,12 +267,12 @@ def test_bad_source_weighting_is_named(arguments, message):
 
 def test_bad_penalty_tuning_is_named():
     for bounds in ((1.0, 0.0), (-jnp.inf, 0.0), (0.0, jnp.nan)):
-        with pytest.raises(ValueError, match="two finite, increasing numbers"):
+        with pytest.raises(ValueError, match="bounds must be finite and increasing"):
             dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0]), bounds=bounds)
     with pytest.raises(ValueError, match="counted from 0, got -1"):
         dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0, -1]))
     for groups in (jnp.asarray([0.5]), ["a", "b"], [], None, [[0, 1, 2], [3, 4]]):
-        with pytest.raises(ValueError, match="groups must hold integers"):
+        with pytest.raises(ValueError, match="groups must hold the group"):
             dpb.penalty_tuning(dpb.squared_loss, groups)
 
 

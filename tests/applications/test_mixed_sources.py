@@ -13,7 +13,7 @@ from dpbilevel.applications import (
     MixedSources,
     source_weights,
 )
-from dpbilevel.applications.mixtures import Mixture, moments_objective
+from dpbilevel.applications.mixed_sources import Mixture, moments_objective
 from dpbilevel.applications.source_pipeline import score_objective
 from tests.applications.sources import (
     DATA,

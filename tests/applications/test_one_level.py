@@ -83,11 +83,11 @@ def test_people_of_a_level_that_is_not_read_spend_nothing():
 
 
 def test_fits_on_both_levels_need_sizes():
-    with pytest.raises(ValueError, match=r"Call solver.with_sizes\(sizes\)"):
+    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
         OneLevel(GD, "both").objective("model", WEIGHTING, W0, {})
     with pytest.raises(ValueError, match="reads must be one of"):
         OneLevel(GD, "all")
-    with pytest.raises(ValueError, match=r"Call solver.with_sizes\(sizes\)"):
+    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
         _ = dataclasses.replace(SELECTED, fit_reads="both").fit_penalty
     with pytest.raises(ValueError, match="fit_reads must be one of"):
         dataclasses.replace(SELECTED, fit_reads="all")

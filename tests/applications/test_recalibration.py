@@ -241,8 +241,8 @@ def test_a_search_for_another_problem_is_refused():
 @pytest.mark.parametrize(
     ("y", "intercept", "said"),
     [
-        (jnp.zeros(3), 3, "place of a feature"),
-        (jnp.zeros(3), "last", "place of a feature"),
+        (jnp.zeros(3), 3, "intercept must be a place in y"),
+        (jnp.zeros(3), "last", "intercept must be a place in y"),
         ({"w": jnp.zeros(3), "b": jnp.zeros(2)}, -1, "y must be one array"),
         (jnp.zeros((2, 2, 2)), -1, "y must be one array"),
     ],

@@ -201,7 +201,7 @@ def test_what_it_cannot_do_is_refused_with_the_remedy():
             ScaledGroups(GD, screen=screen)
     with pytest.raises(ValueError, match="screen must be one step of size 1"):
         ScaledGroups(GD, screen=dataclasses.replace(WIDE, step_size=optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"Call solver.with_sizes\(sizes\)"):
+    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
         ScaledGroups(GD).objective("screen", TUNING, W0, {})
     with pytest.raises(ValueError, match=r"full_above must be strictly between"):
         ScaledGroups(GD, full_above=1.0)

@@ -72,7 +72,7 @@ def test_a_start_coarser_than_the_plan_is_refused():
     with jax.enable_x64(True):
         budget = dpb.PrivacyBudget(1.0, 0.0)
         plan = dpb.calibrate(problem, solver, budget, sizes=100)
-    with pytest.raises(ValueError, match="planned for values computed in float64"):
+    with pytest.raises(ValueError, match="planned for float64"):
         dpb.solve(
             problem,
             plan.solver,

@@ -282,13 +282,13 @@ def test_a_norm_that_leaves_something_out_is_seen(broken, norm):
 
 
 def test_masked_rows_that_are_added_are_seen(broken):
-    honest = summation.products
+    honest = factored.products
     data = factors(10, 2)
     mask = jnp.arange(10) != 9
     hidden = with_last(data, np.float32(1), np.float32(1))
     assert moved(data, hidden, mask) == 0
     broken(
-        summation,
+        factored,
         "products",
         lambda weights, *rest: honest(jnp.full_like(weights, weights[0]), *rest),
     )

@@ -116,7 +116,7 @@ def test_records_that_overflow_in_the_dtype_of_the_start_contribute_nothing(x64)
 def test_a_plan_in_64_bits_is_not_run_in_32(x64):
     problem = inequality()
     plan = planned(problem, dimension=1)
-    with pytest.raises(ValueError, match="planned for values computed in float64"):
+    with pytest.raises(ValueError, match="planned for float64"):
         dpb.solve(
             problem,
             plan.solver,

@@ -21,8 +21,8 @@ from dpbilevel.draws.samplers.base import (
     Regularity,
 )
 from dpbilevel.draws.samplers.proximal import ProximalPlan
-from dpbilevel.privacy.accounting import profiles, renyi
-from dpbilevel.privacy.accounting.repetitions import Repetitions
+from dpbilevel.privacy.accounting import profiles
+from dpbilevel.privacy.accounting.repetitions import Repetitions, renyi_profile
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.rows import padded_rows
@@ -244,7 +244,7 @@ def test_every_selection_is_charged_and_may_run_out_of_runs():
     assert one.failure > 0
     assert three.failure == pytest.approx(3 * one.failure)
     charged = [
-        renyi.Divergences(profiles._flatten(event)).epsilon(1e-5)
+        renyi_profile(profiles._flatten(event))(3.0)
         for part in (one, three)
         for _, event in part.charges(dpb.People.OVERLAPPING)
     ]

@@ -14,8 +14,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates import sensitivities
-from dpbilevel.bilevel.certificates.bounds import Metric
-from dpbilevel.bilevel.certificates.fixed_count import Spectrum
+from dpbilevel.bilevel.certificates.fixed_count import Metric, Spectrum
 from dpbilevel.draws.mechanisms import BoundedScore, Draw
 from dpbilevel.draws.samplers.base import (
     AbstractPotential,

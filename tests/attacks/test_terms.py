@@ -14,7 +14,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates import certified, sensitivities
-from dpbilevel.bilevel.certificates.bounds import Bounds
+from dpbilevel.bilevel.certificates.fixed_count import Bounds
 from dpbilevel.games import certified as resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.per_example.norms import scale_and_norm
@@ -75,7 +75,7 @@ def test_a_hypergradient_rounded_to_its_grid_moves_no_further_than_is_charged(
     records = {"features": jnp.zeros((40, 2)), "label": jnp.ones(40)}
 
     def sealed(value):
-        monkeypatch.setattr(certified, "hypergradient", lambda *_: value)
+        monkeypatch.setattr(certified.LowerLevel, "hypergradient", lambda _: value)
         query = certified.HypergradientQuery(example, sizes)
         start = jnp.zeros(1), jnp.zeros(2)
         return query.read(

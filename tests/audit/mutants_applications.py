@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.applications.mixtures import Mixture, moments_objective
+from dpbilevel.applications.mixed_sources import Mixture, moments_objective
 from dpbilevel.bilevel.levels import Level, queries_of
 from dpbilevel.privacy.queries import Query
 from tests.applications.test_mixed_sources import planned_moments

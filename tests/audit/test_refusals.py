@@ -34,7 +34,7 @@ def where_positive(value):
 
 @pytest.mark.parametrize("same", [ONE, {"a": jnp.asarray([1.0, jnp.nan])}])
 def test_a_pair_that_is_equal_is_refused(same):
-    with pytest.raises(ValueError, match="Change one person's records in neighbour"):
+    with pytest.raises(ValueError, match="Change one person's records"):
         tried(data=same, neighbour=jax.tree.map(np.array, same))
 
 
@@ -42,9 +42,9 @@ def test_a_pair_that_is_equal_is_refused(same):
     ("data", "neighbour", "message"),
     [
         (jnp.zeros(3), jnp.zeros(2), r"same shape, got \(3,\) and \(2,\)"),
-        ({"a": ONE}, {"a": jnp.zeros(1)}, r"data\['a'\].* a record that contributes"),
-        ({"a": ONE}, {"b": ZERO}, "same structure"),
-        ({"a": ONE}, ONE, "same structure"),
+        ({"a": ONE}, {"a": jnp.zeros(1)}, r"data\['a'\].* the same shape"),
+        ({"a": ONE}, {"b": ZERO}, "different structures"),
+        ({"a": ONE}, ONE, "different structures"),
     ],
 )
 def test_a_pair_of_another_structure_or_shape_is_refused(data, neighbour, message):
@@ -61,7 +61,7 @@ def test_observations_that_are_finite_on_neither_side_are_refused(value):
 
 
 def test_observations_that_are_the_same_in_every_run_are_refused():
-    with pytest.raises(ValueError, match="every run on either dataset shows the same"):
+    with pytest.raises(ValueError, match="all runs show the same"):
         tried(returns(jnp.arange(3.0)))
 
 
@@ -99,7 +99,7 @@ def test_a_statistic_may_be_infinite():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"claim": 1.0}, r"claim must be a profile.*float. Make one with audit\.g"),
+        ({"claim": 1.0}, "claim must be a function, got 1.0"),
         ({"runs": 2e3}, "runs must be an integer, got 2000.0"),
         ({"runs": True}, "runs must be an integer"),
         ({"run": 3}, r"run must be a function, got 3"),

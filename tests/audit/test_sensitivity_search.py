@@ -103,12 +103,12 @@ def test_a_private_denominator_is_refused():
             lambda z: z["v"], records, clip_norm=1.0, precision="float"
         )
 
-    with pytest.raises(ValueError, match="public denominator"):
+    with pytest.raises(ValueError, match="give clipped_mean denominator="):
         search(own_number, dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
 
 def test_a_query_that_seals_nothing_is_refused():
-    with pytest.raises(TypeError, match="must return a Bounded"):
+    with pytest.raises(TypeError, match="must be an instance of Bounded"):
         search(lambda records: records["v"], dpb.Neighbours.REPLACE_ONE)
 
 

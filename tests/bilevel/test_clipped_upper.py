@@ -11,10 +11,10 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.audit.unseal import open_value
+from dpbilevel.audit.sensitivity import open_value
 from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel.certificates import certified, sensitivities
-from dpbilevel.bilevel.certificates.clipped_upper import ClippedUpper
+from dpbilevel.bilevel.certificates.certified import ClippedUpper
 from tests.bilevel.test_constants import SIZES as SIX
 from tests.bilevel.test_constants import exact_solution, tuning, worst_neighbours
 from tests.bilevel.test_implicit import implicit, planned_implicit, value_at, wide

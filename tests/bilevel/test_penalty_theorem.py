@@ -55,7 +55,7 @@ def test_the_promised_accuracy_is_returned(fields):
     found = dpb.bilevel.theorem_accuracy(QUADRATIC, BUDGET, sizes, **options)
     assert found == pytest.approx(accuracy(made(**fields)))
     few = dpb.Sizes(50, 60, "disjoint")
-    with pytest.raises(ValueError, match="theorem_accuracy: hopeless: with 50 records"):
+    with pytest.raises(ValueError, match=r"theorem_accuracy: hopeless.* 50 records"):
         dpb.bilevel.theorem_accuracy(QUADRATIC, BUDGET, few, **options)
 
 

@@ -90,7 +90,7 @@ def test_shared_data_cannot_be_called_disjoint():
         ((0, 5), "upper must be an integer of at least 1"),
         ((5, 5.0), "lower must be an integer"),
         ((5, 5, "strangers"), "people must be one of"),
-        ((5, 6, "shared"), "shared levels have equal sizes"),
+        ((5, 6, "shared"), "shared levels differ"),
     ],
 )
 def test_bad_sizes_are_named(arguments, message):
@@ -298,7 +298,7 @@ def test_a_plan_in_place_of_its_solver_is_named():
 
 
 def test_a_two_level_solver_as_inner_solver_is_refused():
-    with pytest.raises(TypeError, match="solver of a one-level problem"):
+    with pytest.raises(TypeError, match="must solve a one-level problem"):
         dpb.PenaltyBilevel(2, 1.0, SOLVER, step_size=0.1)
 
 
@@ -339,7 +339,7 @@ def test_bad_terms_and_sets_are_refused_at_construction():
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 SMALL_BOX = dpb.sets.Box(jnp.zeros(5), jnp.ones(5))
 BAD_ARGUMENTS = {
-    "data that are no levels": ({"data": (RECORDS, RECORDS)}, r"dpbilevel\.Levels\("),
+    "data that are no levels": ({"data": (RECORDS, RECORDS)}, r"dpb\.Levels\("),
     "a start that is no pair": ({"w0": jnp.zeros(3)}, r"w0 must be a pair \(x, y\)"),
     "a start of words": ({"w0": ("a", "b")}, r"w0\[0\] must be a floating-point"),
     "a start of NaN": ({"w0": (W0[0], W0[1] * jnp.nan)}, r"w0\[1\] holds NaN"),
@@ -409,7 +409,7 @@ def test_no_run_takes_the_same_records_for_those_of_disjoint_people(data):
 
 
 def test_people_of_one_level_are_refused():
-    with pytest.raises(TypeError, match="is for two levels; FiniteSum has one"):
+    with pytest.raises(TypeError, match="is for the problems of two levels"):
         dpb.fit(
             dpb.FiniteSum(lambda w, z: jnp.sum(w * z)),
             dpb.NoisyGD(2, 1.0, step_size=0.1),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.audit.unseal import open_value
+from dpbilevel.audit.sensitivity import open_value
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.per_example.clipping import Bounded
 from tests.cases import first_of_each_class, found

@@ -88,7 +88,7 @@ OPENS = {
     "privacy/mechanisms.py",
     "draws/mechanisms.py",
 }
-OPENS |= {"audit/unseal.py"}
+OPENS |= {"audit/sensitivity.py"}
 UNSEALS = {"games/certified.py", "draws/scores/mean_loss.py", "draws/scores/hyper.py"}
 UNSEALS |= {"search/losses.py"}
 

@@ -134,10 +134,10 @@ def test_noise_has_the_claimed_deviation_and_follows_the_key(kind):
 @every_noise
 def test_only_sealed_values_of_the_same_precision_are_opened(kind):
     mechanism = MECHANISMS[kind]
-    with pytest.raises(TypeError, match="only a Bounded value can be released"):
+    with pytest.raises(TypeError, match="bounded must be an instance of Bounded"):
         mechanism.release(jnp.zeros(1), key=jax.random.key(0))
     other = dataclasses.replace(mechanism, precision="grid")
-    with pytest.raises(ValueError, match="precision is 'grid', but the value"):
+    with pytest.raises(ValueError, match="precision is 'grid', but that of the value"):
         other.release(BOUNDED, key=jax.random.key(0))
     with pytest.raises(TypeError, match="must be a typed key"):
         mechanism.release(BOUNDED, key=jnp.zeros(2, jnp.uint32))

@@ -81,7 +81,7 @@ def test_a_problem_that_cannot_keep_leaves_says_how_to_split_them():
     class Own(dpb.FiniteSum):
         pass
 
-    with pytest.raises(TypeError, match="Own cannot carry"):
+    with pytest.raises(TypeError, match="Own takes no w0"):
         dpb.calibrate(Own(error), SOLVER, BUDGET, sizes=20, w0=MODEL)
 
 

@@ -148,7 +148,7 @@ def test_what_is_released_before_is_a_tuple_within_the_budget():
     with pytest.raises(TypeError, match="before"):
         dpb.calibrate(MEAN, solver, BUDGET, sizes=2000, before=[])  # pyright: ignore
     large = RecordsCheck.planned(ONE, LARGE, 2000).releases
-    with pytest.raises(ValueError, match="before= or a declared training costs"):
+    with pytest.raises(ValueError, match="give less in before="):
         dpb.calibrate(MEAN, solver, BUDGET, sizes=2000, before=large)
 
 

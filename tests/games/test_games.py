@@ -330,7 +330,7 @@ def test_records_of_two_levels_are_refused_where_there_is_one():
     descent = dpb.NoisyGD(1, 1.0, step_size=0.1, noise_multiplier=1.0)
     levels, key = dpb.Levels(data, data), jax.random.key(0)
     for problem, method, start in ((game, solver, w0), (mean, descent, w0[0])):
-        with pytest.raises(TypeError, match="such as data"):
+        with pytest.raises(TypeError, match="give data"):
             dpb.solve(problem, method, levels, start, key=key)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.oracles.layout import lay_out
-from dpbilevel.oracles.objectives import lower_objective, upper_objective
+from dpbilevel.oracles.objectives import lay_out, lower_objective, upper_objective
 
 RNG = np.random.default_rng(0)
 MATRIX = RNG.normal(size=(7, 4))

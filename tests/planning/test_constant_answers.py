@@ -215,9 +215,7 @@ def test_such_plans_can_be_written_into_a_config(solver):
 
 
 def test_a_place_that_is_no_feature_is_refused():
-    with pytest.raises(
-        ValueError, match="auto: intercept must be the place of a feature"
-    ):
+    with pytest.raises(ValueError, match="auto: intercept must be a place in y"):
         dpb.auto(
             ONE, dpb.PrivacyBudget(1.0, 1e-6), sizes=100, w0=jnp.zeros(3), intercept=3
         )

@@ -74,7 +74,7 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
         (
             {"synthetic": lambda k, n: rows(k, 6)},
             ValueError,
-            "must be dpbilevel.Levels",
+            "must be an instance of Levels",
         ),
         ({"synthetic": lambda key: 1}, ValueError, "function of a key and sizes"),
         (

@@ -297,9 +297,9 @@ def test_a_release_outside_of_a_pass_is_refused():
     query = Query("records", N, 1.0, SCHEME)
     release = Release("mean", BATCHES, (query,), Gaussian(1.0))
     what = {"records": lambda z: z}
-    with pytest.raises(ValueError, match=r"needs index=.*AllocatedGD draws whole"):
+    with pytest.raises(ValueError, match=r"needs index=.*use AllocatedGD"):
         release.apply(what, RECORDS, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"needs index=.*AllocatedGD draws whole"):
+    with pytest.raises(ValueError, match=r"needs index=.*use AllocatedGD"):
         release.apply(what, RECORDS, key=jax.random.key(0), index=0)
 
 
@@ -328,11 +328,11 @@ def test_solvers_that_number_batches_refuse_the_scheme(name):
 def test_more_batches_than_records_are_refused():
     solver = dpb.onelevel.AllocatedGD(2, 300, 1.0, 0.1)
     problem = dpb.FiniteSum(lambda w, z: w[0] * z)
-    with pytest.raises(ValueError, match=r"300 batches of 200 records; give batches="):
+    with pytest.raises(ValueError, match="300 batches of 200 records"):
         dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=200)
 
 
 def test_more_batches_than_places_are_drawn_for_are_refused():
-    with pytest.raises(ValueError, match="batches must be at most 65536"):
+    with pytest.raises(ValueError, match="at most 65536 batches"):
         RandomAllocation(65_537)
     assert jax.random.randint(jax.random.key(0), (9,), 0, 65_536).max() < 65_536

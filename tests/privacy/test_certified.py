@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.privacy.certified import AbstractCertifiedQuery, CertifiedRelease
+from dpbilevel.privacy.queries import AbstractCertifiedQuery
+from dpbilevel.privacy.releases import CertifiedRelease
 from tests.bilevel.test_implicit import implicit
 from tests.games.saddle_zoo import N, example, point
 from tests.problems import EXACT, LEVELS

@@ -354,7 +354,7 @@ def test_what_needs_records_in_memory_says_so(tmp_path):
         dpb.bilevel.certificates.derivatives._mean(lambda total: total, disk, N)
     with pytest.raises(ValueError, match="share their leading axis"):
         fitted({"both": disk})
-    with pytest.raises(ValueError, match="mask= is for records in memory"):
+    with pytest.raises(ValueError, match="OnDisk records take no mask="):
         mean(logistic, W0, disk, mask=jnp.ones(N, bool))
 
 

@@ -31,7 +31,7 @@ def sample_of(partitionable=True):
 def test_values_are_the_nearest_numbers_of_integers(dtype):
     with jax.enable_x64(dtype == jnp.float64):
         key = jax.random.key(2)
-        drawn = normal.normal_integers(1000, jnp.int32(42), key=key)
+        (drawn,) = normal.normal_integers([(1000,)], jnp.int32(42), key=key)
         exact = np.asarray(drawn, np.int64)
         value = standard_normal(jnp.zeros(1000, dtype), key=jax.random.key(2))
     assert value.dtype == dtype
@@ -161,7 +161,7 @@ def test_integers_get_no_noise():
 def test_only_typed_keys_are_accepted(key):
     if isinstance(key, str):
         key = jax.random.key_data(jax.random.key(0))
-    with pytest.raises(TypeError, match=r"must be a typed key: dpbilevel\.root_key"):
+    with pytest.raises(TypeError, match=r"must be a typed key.*dpbilevel\.root_key"):
         check_key(key)
 
 
@@ -175,7 +175,7 @@ def test_generators_unfit_for_noise_are_refused(impl):
 
 def test_a_batch_of_keys_is_refused_but_vmap_takes_it():
     keys = jax.random.split(jax.random.key(0), 3)
-    with pytest.raises(ValueError, match=r"batch of shape \(3,\).*jax\.vmap"):
+    with pytest.raises(ValueError, match=r"got shape \(3,\).*jax\.vmap"):
         standard_normal(jnp.zeros(2), key=keys)
     noise = jax.vmap(lambda key: standard_normal(jnp.zeros(2), key=key))(keys)
     assert len(np.unique(noise)) == 6

@@ -196,7 +196,9 @@ def test_the_law_is_a_rounded_gaussian_plus_noise_to_what_is_claimed(doublings, 
 
 
 integers = jax.jit(
-    lambda size, doublings, key: module.normal_integers(size, doublings, key=key),
+    lambda size, doublings, key: module.normal_integers([(size,)], doublings, key=key)[
+        0
+    ],
     static_argnums=0,
 )
 
@@ -234,8 +236,8 @@ def test_draws_are_independent_over_places_keys_and_lanes(impl):
 def test_arrays_share_one_draw():
     key = jax.random.key(6, impl="threefry4x32")
     shapes = [(3, 2), (), (5,)]
-    arrays = module.arrays_of_integers(shapes, jnp.int32(30), key=key)
-    flat = module.normal_integers(12, jnp.int32(30), key=jax.random.clone(key))
+    arrays = module.normal_integers(shapes, jnp.int32(30), key=key)
+    (flat,) = module.normal_integers([(12,)], jnp.int32(30), key=jax.random.clone(key))
     assert [v.shape for v in arrays] == shapes
     joined = np.concatenate([np.asarray(v).reshape(-1) for v in arrays])
     np.testing.assert_array_equal(joined, np.asarray(flat))
@@ -295,12 +297,17 @@ def test_every_doubling_has_its_number_of_bits_and_no_bit_is_read_twice():
     )  # the table has the first three
 
 
+def from_words(words, doublings):
+    """The normal integers of these random bits, eight words for each."""
+    return module._joined(*module._from_words(words, doublings))
+
+
 def test_what_is_drawn_from_given_words_is_the_definition_for_every_scale():
     words = np.random.default_rng(3).integers(0, 2**32, (8, 60), dtype=np.uint32)
     words[3:, :3], words[3:, 3:6] = 0, 2**32 - 1
     cells = np.asarray(jax.jit(module._cell)(jnp.asarray(words))).tolist()
     scales = jnp.arange(MOST_DOUBLINGS + 1, dtype=jnp.int32)
-    drawn = jax.jit(jax.vmap(module.from_words, (None, 0)))(jnp.asarray(words), scales)
+    drawn = jax.jit(jax.vmap(from_words, (None, 0)))(jnp.asarray(words), scales)
     drawn = np.asarray(drawn).tolist()
     values, mean = cells, 0  # twice the mean
     for h, row in enumerate(drawn):
@@ -320,7 +327,7 @@ def test_every_bit_of_the_words_moves_what_it_should():
     for w in range(8):
         for p in range(32):
             flips[w, 32 * w + p] ^= np.uint32(1 << p)
-    drawn = module.from_words(jnp.asarray(flips), jnp.int32(MOST_DOUBLINGS))
+    drawn = from_words(jnp.asarray(flips), jnp.int32(MOST_DOUBLINGS))
     *moved, base = np.asarray(drawn).tolist()
     moved = [v - base for v in moved]
     places = {

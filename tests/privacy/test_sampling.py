@@ -124,7 +124,7 @@ def test_the_chance_of_overflow_is_the_binomial_tail():
 
 def test_a_fixed_capacity_is_refused_for_more_records_than_it_is_accounted_for(getkey):
     query = dpb.privacy.Query("records", 100, 1.0, dpb.Poisson(0.1, capacity=40))
-    with pytest.raises(ValueError, match=r"with 100 records, .* from 1000 rows"):
+    with pytest.raises(ValueError, match="with 100 records, got 1000 rows"):
         query.read(lambda z: z, jnp.ones(1000), precision="float", key=getkey())
     for fitting in (90, 128):
         query.read(lambda z: z, jnp.ones(fitting), precision="float", key=getkey())
@@ -231,12 +231,12 @@ def test_a_small_subset_runs_out_of_members_as_rarely_as_it_is_charged(size, n):
 
 
 def test_fixed_size_is_refused_under_add_or_remove_with_the_reason():
-    with pytest.raises(ValueError, match=r"has other members.*Use Poisson"):
+    with pytest.raises(ValueError, match=r"other members.*Use Poisson"):
         dpb.FixedSize(5).event(GAUSSIAN, ADD_OR_REMOVE, 10)
 
 
 def test_a_fixed_size_larger_than_the_data_is_refused(getkey):
-    message = "cannot draw a batch of 11 from 10 records"
+    message = "no batch of 11 from 10 records"
     with pytest.raises(ValueError, match=message):
         dpb.FixedSize(11).event(GAUSSIAN, REPLACE, 10)
     with pytest.raises(ValueError, match=message):

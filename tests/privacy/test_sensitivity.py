@@ -221,7 +221,7 @@ def test_sum_of_mean_and_mean_of_other_shape_is_refused():
     many = dpb.privacy.clipped_mean(
         lambda v: jnp.zeros(9) * v, records, clip_norm=1.0, precision="float"
     )
-    with pytest.raises(ValueError, match="cannot add values of shapes"):
+    with pytest.raises(ValueError, match="cannot add shapes"):
         _ = one + many
 
 
@@ -233,7 +233,7 @@ def test_own_number_of_rows_is_no_denominator_where_it_is_private():
     given = dpb.privacy.clipped_mean(
         lambda v: v, jnp.ones(4), clip_norm=1.0, denominator=4.0, precision="float"
     )
-    with pytest.raises(ValueError, match="give clipped_mean a public denominator"):
+    with pytest.raises(ValueError, match="give clipped_mean denominator="):
         own.sensitivity(relation)
     assert given.sensitivity(relation) == 0.25
     assert own.sensitivity() == 0.5

@@ -94,10 +94,10 @@ def test_bad_parquet_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no column 'c'; its columns are 'a', 'b'"):
         OnDisk.parquet(good, {"v": ["a", "c"]})
     for name, kind in {"a": "string", "b": "list"}.items():
-        match = rf"column '{name}' .* numbers or truth values, got {kind}"
+        match = rf"column '{name}' .* holds {kind}"
         with pytest.raises(ValueError, match=match):
             OnDisk.parquet(text, {"v": name})
-    with pytest.raises(ValueError, match=r"other\.parquet have other types"):
+    with pytest.raises(ValueError, match=r"other\.parquet has other types"):
         OnDisk.parquet([good, other], {"v": "a"})
     with pytest.raises(ValueError, match="at least one file"):
         OnDisk.parquet([], {"v": "a"})
@@ -123,7 +123,7 @@ def test_a_file_under_two_names_is_one_file(tmp_path):
         with pytest.raises(ValueError, match="both levels read one file"):
             check_disjoint(Levels(*levels))
     levels = [OnDisk.parquet(v, {"x": "a"}) for v in (path, other)]
-    with pytest.raises(ValueError, match="have the same bytes, so that each"):
+    with pytest.raises(ValueError, match="have the same bytes"):
         OnDisk.parquet([path, other], {"x": "a"})
     with pytest.raises(ValueError, match=r"both levels read the same bytes \("):
         check_disjoint(Levels(*levels))
@@ -170,15 +170,15 @@ def test_a_file_that_is_rewritten_with_its_times_restored_has_changed(kind, tmp_
     after = path.stat()
     same = "st_ino", "st_size", "st_mtime_ns"
     assert [getattr(before, k) for k in same] == [getattr(after, k) for k in same]
-    with pytest.raises(OSError, match="has changed since it was opened"):
+    with pytest.raises(OSError, match="has changed"):
         disk.store.check()
 
 
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        (["a"], "columns must map the entries"),
-        ({"x": {"a": "a"}}, r"columns\['x'\] must be the name of a column or a list"),
+        (["a"], "columns must be as"),
+        ({"x": {"a": "a"}}, r"columns\['x'\] must be a name or a list"),
         ({"x": []}, r"columns\['x'\] must be"),
         ({"x": ["a", 3]}, r"columns\['x'\] must be"),
     ],

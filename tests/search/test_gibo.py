@@ -399,7 +399,7 @@ def test_single_precision_is_refused_with_the_remedy():
         ({"keep": 0}, "keep must be an integer"),
         ({"polish": -1}, "polish must be an integer"),
         ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
-        ({"step_size": None}, "step_size is missing. Give a positive"),
+        ({"step_size": None}, "give step_size="),
         # One record more would be a state of another shape, and an error.
         (
             {"neighbours": ADD_OR_REMOVE},

@@ -337,7 +337,7 @@ def test_the_ledger_says_where_time_tells_what_was_drawn():
             r"candidates\[0\] samples by Poisson",
         ),
         ({"num_steps": 5}, r"TunedTraining: more than num_steps=5"),
-        ({"mean": 1.0}, "mean must be a number above 1"),
+        ({"mean": 1.0}, "mean must be above 1"),
         ({"budget_split": (1.0,)}, "training and loss"),
     ],
 )
@@ -349,7 +349,7 @@ def test_what_cannot_be_accounted_for_is_refused(fields, message):
 def test_one_relation_for_training_and_loss():
     added = dpb.Neighbours.ADD_OR_REMOVE_ONE
     solver = tuned(neighbours=added).with_noise(1.0)
-    with pytest.raises(ValueError, match="one neighbouring relation"):
+    with pytest.raises(ValueError, match="the same `neighbours`"):
         solver.ledger(WEIGHTING, dpb.Sizes(60, 60))
 
 

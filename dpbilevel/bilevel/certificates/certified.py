@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,82 @@ from typing_extensions import override
 from ... import _checks
 from ..._checks import Number
 from ...privacy.budget import People
-from ...privacy.certified import AbstractCertifiedQuery, Costs
 from ...privacy.exact.floats import all_finite
 from ...privacy.exact.grid import ROUNDED_BITS, on_grid
 from ...privacy.per_example.clipping import Basis, Bounded, Precision
-from ...privacy.queries import LEVELS, Query
+from ...privacy.queries import LEVELS, AbstractCertifiedQuery, Costs, Query
 from ...sets import Ball, Euclidean
 from ..problem import BilevelProblem, Levels, Sizes
 from . import sensitivities
-from .bounds import Bounds
-from .clipped_upper import ClippedUpper
-from .constants import AbstractCertificate
+from .constants import AbstractCertificate, SecondOrderConstants
 from .derivatives import Means, common_dtype, readable
+from .fixed_count import Bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedUpper(AbstractCertificate):
+    r"""A certificate of another one's lower records, where upper records are clipped.
+
+    With $u_z(x) = \nabla_x f_z - \nabla_{xy} G\, [\nabla_{yy} G]^{-1} \nabla_y f_z$ at
+    $y^*(x)$, where $f_z$ is the loss of upper record $z$ with the public term, a
+    hypergradient is the mean of the records' contributions $u_z$. What is released is
+
+    $$\frac{1}{n_f} \sum_z \mathrm{clip}_{C(x)}(u_z(x)), \qquad C(x) = \min(C, \bar
+    L(x)).$$
+
+    - *An upper record* moves neither $y^*$ nor a derivative of $G$: $S_{up} = 2 C(x) /
+      n_f$, whatever the losses are.
+    - *A lower record* moves all contributions. $u_z$ is the hypergradient of $n_f$
+      copies of the record $z$, of which the certificate holds too, so that each of them
+      moves by at most $S_{low}$. Clipping is a projection onto a ball and sets no two
+      of them further apart, nor does their mean: it moves by at most $\min(S_{low}, 2
+      C(x))$. The constants of numerical errors carry over by the same argument.
+
+    Args:
+        certificate: The one of the problem.
+        clip_norm: $C > 0$.
+    """
+
+    certificate: AbstractCertificate
+    clip_norm: float
+
+    def __post_init__(self):
+        _checks.positive("ClippedUpper", clip_norm=self.clip_norm)
+
+    @property
+    def varies(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the bounds of the problem's certificate depend on x."""
+        return self.certificate.varies
+
+    @override
+    def bounds(self, sizes, x=None) -> Bounds:
+        bounds = self.certificate.bounds(sizes, x)
+        least = jnp.minimum if isinstance(bounds.gradient, jax.Array) else min
+        clip = least(self.clip_norm, bounds.gradient)  # C(x)
+        return dataclasses.replace(bounds, upper=2 * clip / sizes.upper, clip=clip)
+
+    @override
+    def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree):
+        return self.certificate.metric(problem, sizes, x, y)
+
+    @override
+    def check(self, problem: Any) -> None:
+        self.certificate.check(problem)
+
+    @property
+    @override
+    def second_order(self) -> SecondOrderConstants:
+        return self.certificate.second_order
+
+    @property
+    @override
+    def assumptions(self) -> tuple[str, ...]:
+        return (
+            "the guarantee of upper records rests on clipping: each one's contribution "
+            f"is clipped at {self.clip_norm:.6g}, whatever the losses are; that of "
+            "lower records rests on the constants of both levels' losses",
+            *self.certificate.assumptions,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +175,15 @@ class HypergradientQuery(AbstractCertifiedQuery):
             certificate, sizes, dtype, x, dimensions
         )
         # The noise is a constant of derivatives through released values.
-        shares = jax.lax.stop_gradient(
-            jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
-        )
-        given = self.problem, data, x, y0, sizes, bounds, counts
+        shares = jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
+        shares = jax.lax.stop_gradient(shares)
+        lower = LowerLevel(self.problem, data, x, y0, sizes, bounds, counts)
         with jax.default_matmul_precision("highest"):
             if bounds.clip is None:
-                value, shares = _rounded(hypergradient(*given), shares, precision)
+                value, shares = _rounded(lower.hypergradient(), shares, precision)
             else:
                 query = Query(LEVELS[0], sizes.upper, bounds.clip)
-                fun = upper_contribution(*given)
+                fun = lower.upper_contribution()
                 value = query.read(fun, data.upper, precision=precision, key=None)
                 value, shares = _with_lower(value, x, shares, bounds.clip, precision)
         ratios, factor = sensitivities.multiple_of_ratios(certificate, sizes, shares)
@@ -162,8 +226,7 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
         rows = _checks.leading_axis(role, getattr(data, role))
         if rows > getattr(sizes, role):
             raise ValueError(
-                f"ImplicitBilevel: {rows} records of the {role} level, but planned for "
-                f"{getattr(sizes, role)}; calibrate for the sizes of the data."
+                f"ImplicitBilevel: {rows} records of the {role} level exceed the plan."
             )
 
 
@@ -177,100 +240,92 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
         none = problem.constants is None
         kind = None if none else f"of type {type(problem.constants).__name__}"
         raise ValueError(
-            "BilevelProblem: this solver's guarantee rests on bounds of the problem's "
-            f"functions, but problem.constants is {kind}. "
-            "Declare dpbilevel.bilevel.SecondOrderConstants(...), take a problem that "
-            "brings its own, such as dpbilevel.linear_tuning(...), or use "
-            "PenaltyBilevel, which clips."
+            "BilevelProblem: this solver rests on bounds of the losses, but "
+            f"problem.constants is {kind}. Declare "
+            "dpbilevel.bilevel.SecondOrderConstants(...), or use PenaltyBilevel, which "
+            "clips."
         )
     if not isinstance(problem.y_set, Euclidean):
         raise ValueError(
-            "BilevelProblem: implicit derivatives are those of an unconstrained lower "
-            f"level, got y_set={problem.y_set}. Leave y_set out; the constants' "
-            "solution_radius says where the lower solutions are."
+            "BilevelProblem: implicit derivatives need an unconstrained lower level, "
+            f"got y_set={problem.y_set}. Leave y_set out."
         )
     problem.constants.check(problem)
     return problem.constants
 
 
-def hypergradient(
-    problem: BilevelProblem,
-    data: Levels,
-    x: PyTree,
-    y0: PyTree,
-    sizes: Sizes,
-    bounds: Bounds,
-    counts: sensitivities.StepCounts,
-) -> PyTree:
-    """Return the hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE.
+class LowerLevel(NamedTuple):
+    """The lower level at an upper variable, solved inexactly. NON-PRIVATE.
 
-    The lower solve starts at `y0`; `bounds` are the certificate's at `x`.
+    Attributes:
+        problem: The problem.
+        data: The records.
+        x: The upper variable.
+        y0: The point where the lower solve starts.
+        sizes: The planned sizes.
+        bounds: The bounds of the certificate at `x`.
+        counts: The numbers of steps.
     """
-    means, y, solve = _lower_level(problem, data, x, y0, sizes, bounds, counts)
-    direct, right = means.upper(x, y)  # the right-hand side of the system
-    lower_x = functools.partial(means.lower_x, x)
-    cross = jax.jvp(lower_x, (y,), (solve(right),))[1]
-    value = optax.tree.sub(direct, cross)
-    finite = all_finite(value)
-    value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
-    return Ball(bounds.gradient).project(value)  # the ball of the exact one
 
+    problem: BilevelProblem
+    data: Levels
+    x: PyTree
+    y0: PyTree
+    sizes: Sizes
+    bounds: Bounds
+    counts: sensitivities.StepCounts
 
-def upper_contribution(
-    problem: BilevelProblem,
-    data: Levels,
-    x: PyTree,
-    y0: PyTree,
-    sizes: Sizes,
-    bounds: Bounds,
-    counts: sensitivities.StepCounts,
-) -> Callable[[PyTree], PyTree]:
-    r"""Return a function from an upper record to its contribution. NON-PRIVATE.
+    def hypergradient(self) -> PyTree:
+        """Return the hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE."""
+        means, y, solve = self._solved()
+        direct, right = means.upper(self.x, y)  # the right-hand side of the system
+        lower_x = functools.partial(means.lower_x, self.x)
+        cross = jax.jvp(lower_x, (y,), (solve(right),))[1]
+        value = optax.tree.sub(direct, cross)
+        finite = all_finite(value)
+        value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
+        return Ball(self.bounds.gradient).project(value)  # the ball of the exact one
 
-    $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
-    G$, the derivative of the lower solution. As Chebyshev's steps apply a polynomial of
-    the symmetric $\nabla_{yy} G$, this is the `hypergradient` of copies of the record,
-    in exact arithmetic. Arguments are those of `hypergradient`.
-    """
-    means, y, solve = _lower_level(problem, data, x, y0, sizes, bounds, counts)
-    flat, unravel = ravel_pytree(x)
-    mixed = functools.partial(means.lower_yx, x, y)  # of a direction of x
-    basis = jnp.eye(flat.size, dtype=flat.dtype)
-    jacobian = jax.vmap(lambda e: solve(mixed(unravel(-e))))(basis)  # rows: J^T
+    def upper_contribution(self) -> Callable[[PyTree], PyTree]:
+        r"""Return a function from an upper record to its contribution. NON-PRIVATE.
 
-    def fun(record: PyTree) -> PyTree:
-        record = readable(record, flat.dtype)
+        $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
+        G$, the derivative of the lower solution. As Chebyshev's steps apply a
+        polynomial of the symmetric $\nabla_{yy} G$, this is the `hypergradient` of
+        copies of the record, in exact arithmetic.
+        """
+        (means, y, solve), x = self._solved(), self.x
+        flat, unravel = ravel_pytree(x)
+        mixed = functools.partial(means.lower_yx, x, y)  # of a direction of x
+        basis = jnp.eye(flat.size, dtype=flat.dtype)
+        jacobian = jax.vmap(lambda e: solve(mixed(unravel(-e))))(basis)  # rows: J^T
 
-        def loss(x, y):
-            public = problem.upper_public
-            own = problem.upper(x, y, record)
-            return own if public is None else own + public(x, y)
+        def fun(record: PyTree) -> PyTree:
+            record = readable(record, flat.dtype)
 
-        direct, slope = jax.grad(loss, (0, 1))(x, y)
-        rows = jax.vmap(functools.partial(optax.tree.vdot, slope))(jacobian)
-        value = optax.tree.add(direct, unravel(jnp.asarray(rows)))
-        return jax.lax.optimization_barrier(value)  # formed, as rounding assumes
+            def loss(x, y):
+                public = self.problem.upper_public
+                own = self.problem.upper(x, y, record)
+                return own if public is None else own + public(x, y)
 
-    return fun
+            direct, slope = jax.grad(loss, (0, 1))(x, y)
+            rows = jax.vmap(functools.partial(optax.tree.vdot, slope))(jacobian)
+            value = optax.tree.add(direct, unravel(jnp.asarray(rows)))
+            return jax.lax.optimization_barrier(value)  # formed, as rounding assumes
 
+        return fun
 
-def _lower_level(
-    problem: BilevelProblem,
-    data: Levels,
-    x: PyTree,
-    y0: PyTree,
-    sizes: Sizes,
-    bounds: Bounds,
-    counts: sensitivities.StepCounts,
-) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
-    """Return means, the lower solution, and a solver of systems with its Hessian."""
-    ball = Ball(bounds.solution_radius)
-    spectrum, means = bounds.spectrum, Means(problem, data, sizes)
-    lower_y = functools.partial(means.lower_y, x)
-    y = spectrum.accelerated_gradient(lower_y, ball.project(y0), counts.lower)
-    y = ball.project(y)  # where the bounds hold
+    def _solved(self) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
+        """Return means, the lower solution, and a solver of its Hessian's systems."""
+        ball = Ball(self.bounds.solution_radius)
+        spectrum = self.bounds.spectrum
+        means = Means(self.problem, self.data, self.sizes)
+        lower_y = functools.partial(means.lower_y, self.x)
+        start = ball.project(self.y0)
+        y = spectrum.accelerated_gradient(lower_y, start, self.counts.lower)
+        y = ball.project(y)  # where the bounds hold
 
-    def hessian(v):
-        return jax.jvp(lower_y, (y,), (v,))[1]
+        def hessian(v):
+            return jax.jvp(lower_y, (y,), (v,))[1]
 
-    return means, y, lambda b: spectrum.chebyshev(hessian, b, counts.linear)
+        return means, y, lambda b: spectrum.chebyshev(hessian, b, self.counts.linear)

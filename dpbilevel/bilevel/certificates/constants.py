@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ... import _checks
 from ...core.levels import Sizes
-from .bounds import Bounds, Metric
+from .fixed_count import Bounds, Metric
 
 # Bounds on sums of records and a public term that must hold for a record alone.
 _PER_RECORD = ("upper_x", "upper_y", "lower_xy", "lower_yy")
@@ -92,7 +92,6 @@ class AbstractCertificate(abc.ABC):
             x: The upper variable; `None` for the numbers of the worst one.
             y: A lower variable, for its shape.
         """
-        del problem
         bounds = self.bounds(sizes, x)
         ones = jax.tree.map(jnp.ones_like, y)
         return Metric(ones, 1.0, bounds.spectrum, bounds.solution_radius)
@@ -193,11 +192,8 @@ class SecondOrderConstants(AbstractCertificate):
 
     def __post_init__(self):
         owner = "SecondOrderConstants"
-        _checks.positive(
-            owner,
-            strong_convexity=self.strong_convexity,
-            solution_radius=self.solution_radius,
-        )
+        _checks.positive(owner, strong_convexity=self.strong_convexity)
+        _checks.positive(owner, solution_radius=self.solution_radius)
         for name, value in self._numbers().items():
             whole = name.removesuffix("_spread")
             value = getattr(self, whole) if value is None else value
@@ -206,9 +202,7 @@ class SecondOrderConstants(AbstractCertificate):
             object.__setattr__(self, name, float(value))
         if self.lower_yy < self.strong_convexity:
             raise ValueError(
-                f"{owner}: lower_yy={self.lower_yy} bounds the largest eigenvalue of "
-                "a matrix whose smallest one is at least strong_convexity="
-                f"{self.strong_convexity}; it cannot be below."
+                f"{owner}: lower_yy={self.lower_yy} is below strong_convexity."
             )
 
     @property
@@ -294,7 +288,6 @@ class SecondOrderConstants(AbstractCertificate):
         $\|y\| \le 3 r$ the gradient of a record is at most $L_{gy} + 2 \beta_{gyy} r$,
         that of the public term $L_{gy} + 4 \beta_{gyy} r$.
         """
-        del x
         mu, cross = self.strong_convexity, self.lower_xy
         moved = 2 * self._spread("lower_y") / (mu * sizes.lower)  # d
         hessian = cross * self._spread("lower_yy") / mu**2  # through v
@@ -326,9 +319,8 @@ class SecondOrderConstants(AbstractCertificate):
             if beside and self._spread(name) < getattr(self, name):
                 raise ValueError(
                     f"SecondOrderConstants: with {public}, {name} bounds no single "
-                    "record, on which rounding and draws rest: records and public term "
-                    f"may cancel. Leave out {name}_spread, or let {name} hold for each "
-                    "record too and declare per_record=True."
+                    f"record. Leave out {name}_spread, or declare per_record=True if "
+                    "it does."
                 )
         if self.terms is not None:
             check_terms("SecondOrderConstants", problem, self.terms)
@@ -363,7 +355,6 @@ def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
     """Raise `ValueError` if the certificate is for a problem with other terms."""
     if terms_of(problem) != terms:
         raise ValueError(
-            f"{owner}: a loss or a public term of the problem was exchanged, but its "
-            "constants are those of the original ones. Declare "
+            f"{owner}: a loss or a public term was exchanged. Declare "
             "dpbilevel.bilevel.SecondOrderConstants(...) for the new problem."
         )

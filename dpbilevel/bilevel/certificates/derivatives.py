@@ -26,9 +26,7 @@ def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
         names = ", ".join(sorted(dtype.name for dtype in dtypes))
         raise ValueError(
-            f"{owner}: all variables must be of one dtype, float32 or float64, since "
-            f"the sensitivity includes its rounding; got {names}. Convert the starting "
-            "point, as in jax.tree.map(lambda v: v.astype(jnp.float64), w0)."
+            f"{owner}: variables must be all float32 or all float64, got {names}."
         )
     return dtypes.pop()
 
@@ -128,10 +126,11 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
 
 def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
     """One or many records with their floating-point entries in a dtype."""
-    return jax.tree.map(
-        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
-        records,
-    )
+
+    def widened(v):
+        return v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v
+
+    return jax.tree.map(widened, records)
 
 
 def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:

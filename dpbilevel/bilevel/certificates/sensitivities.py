@@ -20,8 +20,8 @@ from ..._checks import Number
 from ...privacy.budget import People
 from ...privacy.exact.floats import check_rounding
 from ..problem import Levels, Sizes
-from .bounds import Bounds
 from .constants import AbstractCertificate
+from .fixed_count import Bounds
 
 # How much of the sensitivity both inexact solves may add, and how much rounding may.
 _SOLVES, _ROUNDING = 0.01, 0.05
@@ -67,20 +67,16 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
             count = steps(allowed / factor)
         if not count <= MOST_STEPS:
             raise ValueError(
-                "ImplicitBilevel: the constants ask for more than "
-                f"{MOST_STEPS} inner steps, with smoothness {bounds.smoothness:.3g} "
-                f"and strong convexity {bounds.strong_convexity:.3g}. Raise the strong "
-                "convexity (mu_g) by a larger public penalty, or use PenaltyBilevel, "
-                "which needs no constants."
+                f"ImplicitBilevel: the constants ask for more than {MOST_STEPS} inner "
+                f"steps. Raise strong_convexity={bounds.strong_convexity:.3g} by a "
+                "larger public penalty, or use PenaltyBilevel."
             )
         return int(count)
 
     accelerated = functools.partial(spectrum.accelerated_steps, radius)
     linear_factor = bounds.linear_error * bounds.upper_gradient
-    return StepCounts(
-        fewest(accelerated, bounds.lower_error),
-        fewest(spectrum.chebyshev_steps, linear_factor),
-    )
+    linear = fewest(spectrum.chebyshev_steps, linear_factor)
+    return StepCounts(fewest(accelerated, bounds.lower_error), linear)
 
 
 def hypergradient_sensitivity(

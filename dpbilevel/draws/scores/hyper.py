@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from ..._checks import Number
 from ...bilevel.certificates import certified, derivatives, sensitivities
-from ...bilevel.certificates.bounds import Bounds, Metric
 from ...bilevel.certificates.constants import AbstractCertificate
+from ...bilevel.certificates.fixed_count import Bounds, Metric
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
 from ...privacy.per_example.clipping import clipped_mean, unsealed
 from ...sets import Ball, Euclidean
@@ -201,7 +201,7 @@ def _hypergradient(potential: "_Objective | _Norm", x: PyTree) -> PyTree:
     bounds = certificate.bounds(sizes, x)
     steps = sensitivities.step_counts(certificate, sizes)
     arguments = problem, potential.data, x, potential.y0, sizes
-    return certified.hypergradient(*arguments, bounds, steps)
+    return certified.LowerLevel(*arguments, bounds, steps).hypergradient()
 
 
 class _Objective(AbstractPotential):

@@ -41,7 +41,7 @@ from typing import Literal
 import numpy as np
 import scipy
 
-from .closed_forms import gaussian_delta
+from .closed_forms import gaussian_delta, normal_masses
 
 Way = Literal["replace", "remove", "add"]
 
@@ -96,12 +96,12 @@ class _Term:
         The mean of $e^{\mu z - \mu^2/2}$ over a cell is the probability of the cell for
         a law that is moved by $\mu$.
         """
-        mass = _cells(edges)
+        mass = normal_masses(edges)
         mean = self.constant * mass
         if self.up:
-            mean += self.up * _cells(edges - self.mu)
+            mean += self.up * normal_masses(edges - self.mu)
         if self.down:
-            mean -= self.down * _cells(edges + self.mu)
+            mean -= self.down * normal_masses(edges + self.mu)
         return mass, mean
 
     @property
@@ -110,12 +110,6 @@ class _Term:
         spread, shared = math.expm1(self.mu**2), math.expm1(-(self.mu**2))
         alone = (self.up - self.down) ** 2 * spread
         return math.sqrt(alone + 2 * self.up * self.down * (spread - shared))
-
-
-def _cells(edges):
-    """Return the standard normal mass between neighbours, accurate in both tails."""
-    below, above = scipy.special.ndtr(edges), scipy.special.ndtr(-edges)
-    return np.where(edges[:-1] > 0, -np.diff(above), np.diff(below))
 
 
 def divergence(way: Way, mu: float, batches: int, epsilon: float) -> float:

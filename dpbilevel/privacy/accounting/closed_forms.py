@@ -56,6 +56,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return high
 
 
+def normal_masses(edges: np.ndarray) -> np.ndarray:
+    """Return the standard normal mass between neighbours, accurate in both tails."""
+    below, above = scipy.special.ndtr(edges), scipy.special.ndtr(-edges)
+    return np.where(edges[:-1] > 0, -np.diff(above), np.diff(below))
+
+
 def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
     r"""Return the event of the worst $\varepsilon$-DP release without $\delta$.
 

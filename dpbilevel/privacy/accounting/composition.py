@@ -35,18 +35,17 @@ class Composition:
         self.losses = [loss for loss, _ in parts]
         self.counts = np.array([count for _, count in parts], float)
         pieces = [loss.pieces(_REACHES) for loss in self.losses]
+        counted = [*zip(self.counts, pieces, strict=True)]
         spread = sum(
             count * (mass @ loss**2 - (mass @ loss) ** 2)
-            for count, (mass, loss, _, _) in zip(self.counts, pieces, strict=True)
+            for count, (mass, loss, _, _) in counted
         )
         tilts = np.geomspace(1e-3, 40.0, _TILTS) / math.sqrt(max(spread, 1e-30))
         self.tilts = np.concatenate([-tilts[::-1], [0.0], tilts])
         # Logarithms of moments, of losses that are cut off at each reach.
         self.logs = np.zeros((len(_REACHES), len(self.tilts)))
         self.beyond = np.zeros(len(_REACHES))
-        for count, (mass, loss, within, beyond) in zip(
-            self.counts, pieces, strict=True
-        ):
+        for count, (mass, loss, within, beyond) in counted:
             with np.errstate(over="ignore"):
                 rises = np.expm1(np.multiply.outer(self.tilts, loss)) * mass
             self.logs += count * np.log1p(np.cumsum(rises, axis=1)[:, within - 1].T)
@@ -88,9 +87,8 @@ class Composition:
         near = slice(_TILTS + place, _TILTS + place + 3)
         tilts, logs = self.tilts[near], self.logs[reach, near]
         up, down = np.diff(logs) / np.diff(tilts)
-        return math.sqrt(
-            2 * math.pi * max(1e-300, 2 * (down - up) / (tilts[2] - tilts[0]))
-        )
+        variance = 2 * (down - up) / (tilts[2] - tilts[0])
+        return math.sqrt(2 * math.pi * max(1e-300, variance))
 
     def _law(self, reach: int, place: int, height: float, epsilon: float) -> "_Law":
         """Return the law for deltas of about the exponential of `height`."""
@@ -145,9 +143,8 @@ class _Law:
         self.law = np.roll(law, (origin - start) % size)
         # A transform is off by this part of its norm, and a power by as many times.
         rounding = 8 * _UNIT * math.log2(size)
-        self._off = rounding * (off + _norm(law)) + 16 * _UNIT * counts.sum() * _norm(
-            law
-        )
+        norm = _norm(law)
+        self._off = rounding * (off + norm) + 16 * _UNIT * counts.sum() * norm
         self._log = log
         self._beyond = infinite + math.exp(min(outside, 0.0))
         self._relative = 1 + counts.sum() * 2.0**-46
@@ -165,9 +162,8 @@ class _Law:
 
 def _norm(values) -> float:
     # No linear algebra library is used, because its threads wait for each other.
-    largest = (
-        float(np.max(np.abs(values), initial=0.0)) or 1.0
-    )  # its square may overflow
+    # The square of the largest value may overflow.
+    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
     return largest * math.sqrt(np.sum((values / largest) ** 2))
 
 

@@ -17,10 +17,10 @@ import functools
 import math
 
 import numpy as np
-import scipy
 from typing_extensions import override
 
 from . import allocation_loss
+from .closed_forms import normal_masses
 
 _PIECES = 1024  # number of pieces of a law by which tilts and grids are chosen
 # Length of the lower tail in standard deviations. Smaller losses are raised to the end
@@ -221,9 +221,8 @@ class Atoms(AbstractLoss):
     def _losses(self) -> np.ndarray:
         mass, other = np.asarray(self.mass), np.asarray(self.other)
         with np.errstate(divide="ignore"):
-            return np.where(
-                other > 0, np.log(mass / np.where(mass > 0, other, 1)), np.inf
-            )
+            losses = np.log(mass / np.where(mass > 0, other, 1))
+        return np.where(other > 0, losses, np.inf)
 
     @override
     def cells(self, edges):
@@ -274,12 +273,3 @@ class Allocated(AbstractLoss):
 def _log_mixed(fraction: float, exponent: float) -> float:
     r"""Return $\log(1 - p + p e^a)$ of a fraction $p$ and an exponent $a$."""
     return exponent if fraction == 1 else math.log1p(fraction * math.expm1(exponent))
-
-
-def normal_masses(edges: np.ndarray) -> np.ndarray:
-    """Return the standard normal probability between neighbouring places.
-
-    Accurate relatively in both tails.
-    """
-    below, above = scipy.special.ndtr(edges), scipy.special.ndtr(-edges)
-    return np.where(edges[:-1] > 0, -np.diff(above), np.diff(below))

@@ -13,19 +13,11 @@ from collections.abc import Callable
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..sampling.allocation import RandomAllocationEvent
-from . import allocation_loss, renyi
-from .closed_forms import (
-    gaussian_delta,
-    gaussian_epsilon,
-    is_pure,
-    pure_and_gaussian_delta,
-    pure_delta,
-    pure_epsilon,
-    smallest_pure_epsilon,
-)
+from . import allocation_loss, closed_forms
+from .closed_forms import gaussian_delta, gaussian_epsilon, is_pure, pure_epsilon
 from .composition import Composition
 from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
-from .repetitions import BestOf, Repetitions
+from .repetitions import BestOf, Repetitions, is_selection, renyi_profile
 
 # A batch with noise below one over this counts as a full batch, because its losses are
 # too large to be discretized.
@@ -53,7 +45,7 @@ def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
 
 def uses_renyi(event: "dp_accounting.DpEvent") -> bool:
     """Return whether `event` is accounted for by Renyi divergences."""
-    return renyi.uses_renyi(_flatten(event))
+    return any(is_selection(part) for part, _ in _flatten(event))
 
 
 def is_exact(event: "dp_accounting.DpEvent") -> bool:
@@ -117,14 +109,15 @@ def profile(
         return lambda epsilon: float(gaussian_delta(mu, epsilon))
     parts = pure_epsilons(event)
     if parts is not None and len(parts) == 1:
-        return lambda epsilon: float(pure_delta(parts[0], epsilon))
+        return lambda epsilon: float(closed_forms.pure_delta(parts[0], epsilon))
     if uses_renyi(event):
         return _profile_of_selections(_flatten(event))
     if _draw_and_gaussians(event):
         mu, ((draw, _),) = _split(event)
         assert is_pure(draw)
         total = pure_epsilon(draw)
-        return lambda epsilon: float(pure_and_gaussian_delta(total, mu, epsilon))
+        both = closed_forms.pure_and_gaussian_delta
+        return lambda epsilon: float(both(total, mu, epsilon))
     ways = compositions(event, neighbours, rough=rough)
     whole = full_batch_mu(event)
 
@@ -132,10 +125,8 @@ def profile(
         if parts is not None and epsilon >= sum(parts):
             return 0.0  # without the rounding of a discretized loss
         epsilon = min(epsilon, _LARGEST_EPSILON)
-        most = 1.0 if whole is None else float(gaussian_delta(whole, epsilon))
-        return min(
-            most, max((w.delta(epsilon, rough=rough) for w in ways), default=1.0)
-        )
+        deltas = (w.delta(epsilon, rough=rough) for w in ways)
+        return min(float(gaussian_delta(whole, epsilon)), max(deltas, default=1.0))
 
     return numeric
 
@@ -151,16 +142,13 @@ def epsilon(
         return gaussian_epsilon(mu, delta)
     parts = pure_epsilons(event)
     if parts is not None and (delta == 0 or len(parts) == 1):
-        return smallest_pure_epsilon(sum(parts), delta)
+        return closed_forms.smallest_pure_epsilon(sum(parts), delta)
     if delta == 0 and not _draw_and_gaussians(event):
         return math.inf
     about = smallest_epsilon(profile(event, neighbours, rough=True), delta)
-    value = smallest_epsilon(
-        profile(event, neighbours), delta, min(about, _LARGEST_EPSILON)
-    )
-    whole = full_batch_mu(event)
-    if whole is not None:
-        value = min(value, gaussian_epsilon(whole, delta))
+    start = min(about, _LARGEST_EPSILON)
+    value = smallest_epsilon(profile(event, neighbours), delta, start)
+    value = min(value, gaussian_epsilon(full_batch_mu(event), delta))
     return value if parts is None else min(value, sum(parts))
 
 
@@ -189,18 +177,18 @@ def smallest_epsilon(
     return high
 
 
-def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
+def full_batch_mu(event: "dp_accounting.DpEvent") -> float:
     r"""Return the $\mu$ that the Gaussian releases of an event have on full batches.
 
     By the convexity of the divergence in pairs of laws, a batch that is drawn
     independently of record values costs no more than a batch with the record.
 
     Returns:
-        `None` if there are other releases.
+        Infinity if there are other releases.
     """
     mu, sampled = _split(event)
-    if any(is_pure(part) or renyi.uses_renyi([(part, 1)]) for part, _ in sampled):
-        return None
+    if any(is_pure(part) or is_selection(part) for part, _ in sampled):
+        return math.inf
     return math.hypot(mu, *(math.sqrt(n) * _shift(part) for part, n in sampled))
 
 
@@ -252,9 +240,7 @@ def _shift(part) -> float:
         return pure_epsilon(part) / _LARGEST_SHIFT
     base = getattr(part, "event", None)
     if not isinstance(base, dp_accounting.GaussianDpEvent):
-        raise ValueError(
-            f"accounting: {part} is not accounted for; use Gaussian noise."
-        )
+        raise ValueError(f"accounting: {part} is not accounted for.")
     multiplier = base.noise_multiplier
     return 1 / multiplier if multiplier else math.inf
 
@@ -284,9 +270,7 @@ def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
             if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
                 ways = "remove", "add"
             return tuple(Allocated(way, mu, batches) for way in ways)
-    raise ValueError(
-        f"accounting: {type(part).__name__} is not accounted for under {neighbours}."
-    )
+    raise ValueError(f"accounting: {part} is not accounted for.")
 
 
 def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]":
@@ -314,7 +298,7 @@ def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
 
 def _profile_of_selections(parts) -> Callable[[float], float]:
     """Return the profile by divergences, or a single selection's own if lower."""
-    together = renyi.Divergences(parts).delta
+    together = renyi_profile(parts)
     part, count = parts[0]
     if len(parts) > 1 or count > 1 or part.event.noise_multiplier == 0:
         return together

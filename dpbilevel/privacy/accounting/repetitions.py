@@ -1,4 +1,4 @@
-r"""Private selection: the law of the number of repetitions, and the profile.
+r"""Private selection: the law of the number of repetitions, and the profiles.
 
 The best of $K$ runs that are each $\mu$-GDP has a profile in closed form.
 With $f(s)$ the mean of $s^K$, $p'(p) = \Phi(\Phi^{-1}(p) + \mu)$ and
@@ -9,19 +9,41 @@ $$
 
 the best is $(\varepsilon, \delta)$-DP with $\delta = \mathrm E\, \kappa(e^{\varepsilon}
 e^{-L})$, where $L \sim \mathcal N(\mu^2 / 2, \mu^2)$ is the privacy loss of the
-Gaussian. The proof is in `docs/mathematics.md`, "Private selection".
+Gaussian.
+
+Compositions of selections have no privacy loss distribution and are accounted for by
+Renyi divergences. With $m$ the mean of $K$ the one of a selection at the order
+$\lambda$ is at most
+
+$$
+\frac{\lambda \mu^2}{2} + \frac{\log m}{\lambda - 1} + \sup_p w(p), \qquad
+a = \frac{\lambda}{\lambda - 1},
+$$
+
+$w = m (p' - a p)$ for the Poisson law, $w = (1 + \eta) \log(u' u^{-a} \gamma^{a - 1})$
+for the others, with $u = \gamma + (1 - \gamma) p$ and $u'$ the same of $p'$. The
+proofs are in `docs/mathematics.md`, "Private selection".
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import scipy
 from jaxtyping import Float
+from typing_extensions import TypeIs
 
 from ..._extras import dp_accounting
 from .closed_forms import Profile, gaussian_delta
+
+# Dense enough that finer ones change no third digit; see tests.
+_ORDERS = 1 + np.geomspace(0.05, 2.0**17, 120)
+_RATIOS = _ORDERS / (_ORDERS - 1)
+
+_Curve: TypeAlias = Float[np.ndarray, " orders"]
 
 _CELLS, _KINKS = 6_000, 150
 # Beyond these quantiles of a chance one cell stands for all.
@@ -47,13 +69,10 @@ class Repetitions:
 
     def __post_init__(self):
         if not (math.isfinite(self.mean) and self.mean > 1):
-            raise ValueError(
-                f"Repetitions: mean must be a number above 1, got {self.mean!r}."
-            )
+            raise ValueError(f"Repetitions: mean must be above 1, got {self.mean!r}.")
         if not self.shape >= 0:
             raise ValueError(
-                "Repetitions: shape must be at least 0 (1 is geometric, math.inf "
-                f"Poisson), got {self.shape!r}."
+                f"Repetitions: shape must be at least 0, got {self.shape!r}."
             )
 
     def __str__(self) -> str:
@@ -148,3 +167,78 @@ class BestOf:
         found: Profile = gaussian_delta(self._mu, epsilon - self._shifts)
         total = float(self._weights @ found)
         return min(1.0, total) if np.isfinite(total) else 1.0
+
+
+def renyi_profile(
+    parts: "list[tuple[dp_accounting.DpEvent, int]]",
+) -> Callable[[float], float]:
+    r"""Return $\delta$ at $\varepsilon \ge 0$ by the divergences of a composition.
+
+    Args:
+        parts: Gaussian releases and selections among such, each with how often it
+            happens; multipliers are relative to the sensitivity under the relation.
+
+    Raises:
+        ValueError: Another event is among them.
+
+    References:
+        Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
+        ICLR 2022: Theorem 6, with the exact profile of the Gaussian in it, and the
+        proof of Theorem 2, with the exact chances of its events.
+    """
+    curves = (count * _curve(part) for part, count in parts)
+    orders, curve = list(_ORDERS), list(sum(curves, np.zeros_like(_ORDERS)))
+    compute = dp_accounting.rdp.rdp_privacy_accountant.compute_delta
+    return lambda epsilon: float(compute(orders, curve, max(epsilon, 0.0))[0])
+
+
+def is_selection(
+    part: "dp_accounting.DpEvent",
+) -> "TypeIs[dp_accounting.dp_event.RepeatAndSelectDpEvent]":
+    """Return whether a part of a composition is a private selection."""
+    return isinstance(part, dp_accounting.dp_event.RepeatAndSelectDpEvent)
+
+
+def _curve(part: "dp_accounting.DpEvent") -> _Curve:
+    """Return the divergences of one part."""
+    base = part.event if is_selection(part) else part
+    if not isinstance(base, dp_accounting.GaussianDpEvent):
+        raise ValueError(
+            f"accounting: {base} is not accounted for beside private selection."
+        )
+    if base.noise_multiplier == 0:
+        return np.full_like(_ORDERS, math.inf)
+    mu = 1 / base.noise_multiplier
+    single = _ORDERS * mu * mu / 2
+    if not is_selection(part):
+        return single
+    law = Repetitions(part.mean, part.shape)  # the bound in the module's docstring
+    selected = single + math.log(law.mean) / (_ORDERS - 1) + _weight(law, mu)
+    # A divergence grows with its order, so a larger order's bounds a smaller's.
+    return np.minimum.accumulate(selected[::-1])[::-1]
+
+
+def _weight(law: Repetitions, mu: float) -> _Curve:
+    """Return the supremum in the module's docstring."""
+    if math.isinf(law.shape):
+        return law.mean * gaussian_delta(mu, np.log(_RATIOS))
+    return (1 + law.shape) * _largest_log_ratio(law.gamma, mu)
+
+
+def _largest_log_ratio(gamma: float, mu: float) -> _Curve:
+    r"""Return the supremum of $\log(u' u^{-a} \gamma^{a - 1})$, from above.
+
+    A concave function of $p$ over a convex one has a single peak, and beside it every
+    value is bounded by $u'$ at the right end of its bracket and $u$ at the left.
+    """
+
+    def log_u(quantile):
+        return np.log1p((1 / gamma - 1) * scipy.special.ndtr(quantile))  # over gamma
+
+    low, high = np.full_like(_ORDERS, -50 - mu), np.full_like(_ORDERS, 50.0)
+    for _ in range(80):
+        middle = (low + high) / 2
+        slopes = log_u(middle) - log_u(middle + mu) - mu * (middle + mu / 2)
+        rises = slopes > np.log(_RATIOS)
+        low, high = np.where(rises, middle, low), np.where(rises, high, middle)
+    return log_u(high + mu) - _RATIOS * log_u(low)

@@ -12,7 +12,7 @@ from ..noise import PRNGKey
 from . import int61
 from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
 from .int61 import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
-from .normal import LOG2_STD, MOST_DOUBLINGS, arrays_of_integers
+from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
 # A released value is rounded to steps of at most half this share of a record's
 # contribution over the root of the number of coordinates, twice, which moves neighbours
@@ -123,7 +123,7 @@ class Grid(eqx.Module):
             kept = int61.where(passes, kept, int61.zeros_like(kept))
             return kept + int61.where(silent, int61.zeros_like(noise), noise)
 
-        noise = arrays_of_integers([v.shape for v in leaves], doublings, key=key)
+        noise = normal_integers([v.shape for v in leaves], doublings, key=key)
         counts = treedef.unflatten(map(release, leaves, noise))
         return self._in_steps(counts, exponent, numerator)
 

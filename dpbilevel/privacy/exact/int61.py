@@ -223,19 +223,11 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
         ValueError: There are 2^11 summands or more.
     """
     if jax.lax.axis_size(axes) >= _MANY:
-        raise ValueError(
-            f"sum_over: fewer than {_MANY} devices at once, got "
-            f"{jax.lax.axis_size(axes)}; spread the records over fewer."
-        )
+        raise ValueError(f"sum_over: give fewer than {_MANY} devices.")
     mask, rest = 2**_PART - 1, _BITS - _PART
-    low, middle, high = jax.lax.psum(
-        (
-            value.low & mask,
-            (value.low >> _PART) | ((value.high << rest) & mask),
-            value.high >> rest,
-        ),
-        axes,
-    )
+    middle = (value.low >> _PART) | ((value.high << rest) & mask)
+    parts = value.low & mask, middle, value.high >> rest
+    low, middle, high = jax.lax.psum(parts, axes)
     middle += low >> _PART
     high = jnp.clip(high + (middle >> _PART), -(2**_PART) - 1, 2**_PART)
     middle &= mask
@@ -246,8 +238,7 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
 def _check_rows(owner: str, rows: int, most: int) -> None:
     if rows > most:
         raise ValueError(
-            f"{owner}: at most {most} rows at once, got {rows}; sum parts of them and "
-            "add."
+            f"{owner}: at most {most} rows at once, got {rows}. Sum parts."
         )
 
 

@@ -33,15 +33,8 @@ _REACH = 2 ** (LOG2_STD + 4)
 _PROBABILITY_BITS = 96
 # In which word and from which place on the bits are read of which the first k_b belong
 # to doubling b: k is 7, 6, 6, 5, 5, 5, then 4 up to b = 11, 3 up to 21, and 2.
-_FIELDS = (
-    (3, 18, 14),
-    (3, 4, 14),
-    (4, 18, 14),
-    (4, 7, 11),
-    (4, 1, 6),
-    (3, 1, 3),
-    (3, 0, 1),
-)
+_FIELDS = (3, 18, 14), (3, 4, 14), (4, 18, 14), (4, 7, 11), (4, 1, 6), (3, 1, 3)
+_FIELDS += ((3, 0, 1),)
 # The same for the doublings beyond the first 14.
 _LATE_FIELDS = ((5, 0, 28), (6, 0, 28), (7, 0, 7))
 _DOUBLINGS, _LATE_DOUBLINGS = 14, 28
@@ -51,11 +44,13 @@ _FEW = 2**12
 _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 
 
-def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> Limbs:
+def normal_integers(
+    shapes: Sequence[tuple[int, ...]], doublings: Int32[Array, ""], *, key: PRNGKey
+) -> list[Limbs]:
     r"""Draw independent integers of standard deviation $2^{10 + h}$, mean 0 or -1/2.
 
     Args:
-        size: How many.
+        shapes: The shapes of the arrays, which are parts of one flat draw.
         doublings: $h$ from 0 to 42; public.
         key: A typed key for this draw alone.
 
@@ -73,14 +68,6 @@ def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> 
         constant-time", 2017, who widen a base sampler by sums as well; the doublings
         and their proof are ours.
     """
-    (integers,) = arrays_of_integers([(size,)], doublings, key=key)
-    return integers
-
-
-def arrays_of_integers(
-    shapes: Sequence[tuple[int, ...]], doublings: Int32[Array, ""], *, key: PRNGKey
-) -> list[Limbs]:
-    """Draw arrays of `normal_integers`, from one flat draw."""
     check_key(key)
     sizes = [math.prod(shape) for shape in shapes]
     value, added, late = _from_words(_words(sum(sizes), key), doublings)
@@ -122,22 +109,18 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
             raise TypeError(f"noise needs floating-point values, got {kind}.")
         if kind == jnp.float64:
             dtype = jnp.float64
-    draws = arrays_of_integers(shapes, jnp.int32(MOST_DOUBLINGS), key=key)
+    draws = normal_integers(shapes, jnp.int32(MOST_DOUBLINGS), key=key)
     unit = 2.0 ** -(LOG2_STD + MOST_DOUBLINGS)
     return treedef.unflatten([v.astype(dtype) * unit for v in draws])
-
-
-def from_words(
-    words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
-) -> Limbs:
-    """Return the normal integers of these random bits, eight words for each."""
-    return _joined(*_from_words(words, doublings))
 
 
 def _from_words(
     words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, ""]]:
-    """Return the value after the first doublings, a summand, and the doublings left."""
+    """Return the value after the first doublings, a summand, and the doublings left.
+
+    They follow from eight words of random bits for each number.
+    """
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
@@ -146,13 +129,9 @@ def _from_words(
     # it; the second sum makes up for that.
     late_mean -= (mean & 1) << late
     # Because of these barriers each sum is one loop that stores no random words.
-    value, added = jax.lax.optimization_barrier(
-        (
-            (_cell(words) << early) + ones - ((mean + 1) >> 1),
-            rest - ((late_mean + 1) >> 1),
-        )
-    )
-    return value, added, late
+    value = (_cell(words) << early) + ones - ((mean + 1) >> 1)
+    added = rest - ((late_mean + 1) >> 1)
+    return *jax.lax.optimization_barrier((value, added)), late
 
 
 def _joined(
@@ -190,10 +169,8 @@ def _cell(words: Sequence[UInt32[Array, " n"]]) -> Int32[Array, " n"]:
     first = jax.lax.optimization_barrier(words[0])
     bits = 32 - _REACH.bit_length()
     column = first >> bits
-    row = [
-        jnp.asarray(v).at[column].get(mode="promise_in_bounds")
-        for v in _alias_table().T
-    ]
+    table = map(jnp.asarray, _alias_table().T)
+    row = [v.at[column].get(mode="promise_in_bounds") for v in table]
     mask = np.uint32(2**bits - 1)
     below = words[2] < row[2]
     for word, bound in ((words[1], row[1]), (first & mask, row[0] & mask)):
@@ -281,13 +258,9 @@ def _alias_table() -> UInt32[np.ndarray, "columns 3"]:
         left[j] -= full - left[i]
         if left[j] < full:
             small.append(large.pop())
-    alias_places = 32 - _REACH.bit_length()
+    places, mask = 32 - _REACH.bit_length(), 0xFFFFFFFF
     words = [
-        (
-            alias << alias_places | bound >> 64,
-            bound >> 32 & 0xFFFFFFFF,
-            bound & 0xFFFFFFFF,
-        )
+        (alias << places | bound >> 64, bound >> 32 & mask, bound & mask)
         for alias, bound in zip(aliases, bounds, strict=True)
     ]
     table = np.asarray(words, np.uint32)

@@ -18,8 +18,7 @@ from ..exact.floats import accumulation_dtype, is_below
 from ..exact.grid import Grid
 from ..exact.matmul_check import check_products
 from ..records.disk import OnDisk, reader, shapes_of
-from ..records.rows import BLOCK
-from ..records.shards import Shards, shards_of
+from ..records.rows import BLOCK, Shards, shards_of
 from ..sampling.base import Batch
 from .factored import is_structured
 from .microbatches import pass_rows, whole_blocks
@@ -89,15 +88,10 @@ class Bounded(eqx.Module):
                 the value was divided by that number, or was summed for replace-one.
         """
         if self.neighbours not in (None, neighbours):
-            raise ValueError(
-                f"Bounded: this mean was summed for {self.neighbours}, where all other "
-                f"records keep their rows; give clipped_mean neighbours={neighbours}."
-            )
+            raise ValueError(f"Bounded: give clipped_mean neighbours={neighbours}.")
         if neighbours is Neighbours.ADD_OR_REMOVE_ONE and not self.public_denominator:
             raise ValueError(
-                "Bounded: under add-or-remove-one the number of records is private, "
-                "but this mean was divided by it; give clipped_mean a public "
-                "denominator=."
+                "Bounded: divided by a private number; give clipped_mean denominator=."
             )
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
@@ -109,14 +103,11 @@ class Bounded(eqx.Module):
         """
         if self.precision != other.precision:
             raise ValueError(
-                f"Bounded: cannot add a value of precision {self.precision!r} and one "
-                f"of {other.precision!r}."
+                f"Bounded: cannot add a {self.precision} and a {other.precision} value."
             )
         shapes = [jax.tree.map(jnp.shape, v._values) for v in (self, other)]
         if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"Bounded: cannot add values of shapes {shapes[0]} and {shapes[1]}."
-            )
+            raise ValueError(f"Bounded: cannot add shapes {shapes[0]} and {shapes[1]}.")
         add = Grid.__add__ if self.precision == "grid" else optax.tree.add
         return Bounded(
             add(self.raw, other.raw),
@@ -236,8 +227,7 @@ def clipped_mean(
     if isinstance(records, Batch):
         if mask is not None or denominator is not None:
             raise ValueError(
-                "clipped_mean: a Batch brings its own mask and denominator; leave "
-                "mask= and denominator= out."
+                "clipped_mean: a Batch brings its own mask= and denominator=."
             )
         rows_fixed = records.rows_fixed and rows_fixed
         size, shards = records.size, records.shards
@@ -259,9 +249,8 @@ def clipped_mean(
         cheap, value = _cheapest(plain, constants, record, products=products)
         per_shard, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
         rows = rows if n % BLOCK else whole_blocks(per_shard, rows)
-        rule = SUMS[precision](
-            _widened(value), *numbers, size, rows, rows_fixed, per_shard
-        )
+        given = _widened(value), *numbers, size, rows, rows_fixed, per_shard
+        rule = SUMS[precision](*given)
         if rows_fixed or rule.rounding <= MOST_ROUNDING:
             break
     if rule.rounding:
@@ -285,13 +274,11 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
         return
     if on_disk:
         raise ValueError(
-            "clipped_mean: mask= is for records in memory, got OnDisk records. Write "
-            "NaN into the records that are to be ignored."
+            "clipped_mean: OnDisk records take no mask=. Write NaN instead."
         )
     if mask.shape != (n,) or mask.dtype != bool:
         raise ValueError(
-            f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
-            f"records, got {mask.dtype} of shape {mask.shape}."
+            f"clipped_mean: mask must be ({n},) booleans, got {mask.dtype}{mask.shape}."
         )
 
 
@@ -309,16 +296,14 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
     def add(sums, index):
         chunk, keep = read(index)
         keep &= valid
-        values, norms, lengths = jax.vmap(lambda z: scale_and_norm(fun(z), clip_norm))(
-            chunk
-        )
+        scaled = jax.vmap(lambda z: scale_and_norm(fun(z), clip_norm))
+        values, norms, lengths = scaled(chunk)
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, TOO_LONG)
         # Places that cancel count for the rounding of their sum, if not for its norm.
         norms = jnp.maximum(norms, lengths / rule.cancellation_factor)
-        weights = jnp.where(
-            keep, rule.clip_fraction / jnp.maximum(norms, rule.clip_fraction), 0
-        )
+        fraction = rule.clip_fraction
+        weights = jnp.where(keep, fraction / jnp.maximum(norms, fraction), 0)
         return rule.add(sums, weights, values), None
 
     if rule.chunks == 1:  # convolutions take twice the time in a loop of one turn
@@ -336,8 +321,7 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
     others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
     if others or not kinds:
         raise TypeError(
-            "clipped_mean: fun must return floating-point arrays, got "
-            f"{others[0] if others else 'none'}."
+            f"clipped_mean: fun must return floating-point arrays, got {others[:1]}."
         )
     if all(jnp.finfo(kind).bits <= 32 for kind in kinds):
         return cheap, value
@@ -347,10 +331,8 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
 
 def one_record(records: PyTree) -> PyTree:
     """Return the shapes and dtypes of one record of `records`."""
-    return jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype),
-        _shapes(shapes_of(records)),
-    )
+    shapes = _shapes(shapes_of(records))
+    return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), shapes)
 
 
 def _shapes(tree: PyTree) -> PyTree:
@@ -364,8 +346,7 @@ def _widened(value: PyTree) -> PyTree:
 
     def widened(v):
         floating = jnp.issubdtype(v.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(
-            v.shape, accumulation_dtype(v.dtype) if floating else v.dtype
-        )
+        dtype = accumulation_dtype(v.dtype) if floating else v.dtype
+        return jax.ShapeDtypeStruct(v.shape, dtype)
 
     return jax.tree.map(widened, value)

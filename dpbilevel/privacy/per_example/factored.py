@@ -86,16 +86,14 @@ class Factored(eqx.Module):
     def dense(self) -> Array:
         """Return the array of one record."""
         # The sum is in float32 at least, and is not rounded to fewer bits.
-        left, right = (
-            v.astype(accumulation_dtype(self.dtype)) for v in (self.left, self.right)
-        )
+        dtype = accumulation_dtype(self.dtype)
+        left, right = self.left.astype(dtype), self.right.astype(dtype)
         return self.folded(jnp.einsum("tp,tq->pq", left, right))
 
     def turned(self) -> "Factored":
         """Return the same array with its factors exchanged."""
-        return Factored(
-            self.right, self.left, self.shape, self.right_axes, self.left_axes
-        )
+        axes = self.right_axes, self.left_axes
+        return Factored(self.right, self.left, self.shape, *axes)
 
     def times(self, change: Callable[[Array], Array]) -> "Factored":
         """Return the array times a number, by a function that multiplies with it."""
@@ -103,11 +101,9 @@ class Factored(eqx.Module):
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
         """Return the array with its axes moved: axis `i` becomes `place(i)`."""
-        sides = (tuple(map(place, s)) for s in (self.left_axes, self.right_axes))
-        left_axes, right_axes = sides
-        return dataclasses.replace(
-            self, shape=tuple(shape), left_axes=left_axes, right_axes=right_axes
-        )
+        left, right = self.left_axes, self.right_axes
+        left, right = (tuple(map(place, axes)) for axes in (left, right))
+        return Factored(self.left, self.right, tuple(shape), left, right, self.given)
 
     def plus(self, other: "Factored | SparseRows") -> "Factored | None":
         """Return the sum, with all places; `None` if axes are split differently."""
@@ -179,7 +175,6 @@ class SparseRows(eqx.Module):
 
     def cheapest(self, products: bool) -> "SparseRows | Array":
         """Return the rows, each index once, if they are fewer than the array's."""
-        del products
         if len(self.indices) >= self.count:
             return self.dense()
         kept = (self.indices >= 0) & (self.indices < self.count)

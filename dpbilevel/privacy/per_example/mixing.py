@@ -7,7 +7,6 @@ near the largest one must leave the last bit of every other record's values unch
 The test is finite: it can refute the assumption and does not prove it.
 """
 
-import concurrent.futures
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float, PyTree
 
 from ..._version import TESTED_JAX, __version__
+from ..exact.matmul_check import apart
 from ..records.rows import BLOCK
 from .structure import rowwise
 
@@ -152,22 +152,15 @@ def check_rows(owner: str) -> None:
         raise ValueError(
             f"{owner}: on {device.device_kind} ({device.platform}, JAX "
             f"{jax.__version__}), one record changes what is computed from others, in "
-            f"{', '.join(mixed)}. Use another release of JAX or another device, for "
-            "example the CPU with JAX_PLATFORMS=cpu; `dpbilevel device` repeats the "
-            "test."
+            f"{', '.join(mixed)}. Use another release of JAX, or the CPU with "
+            "JAX_PLATFORMS=cpu."
         )
 
 
 @functools.cache
 def _mixed(device: Any) -> tuple[str, ...]:
-    """Return the mixing operations, found in a thread without the caller's contexts."""
-
-    def found() -> tuple[str, ...]:
-        with jax.default_device(device):
-            return mixed_rows()
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(found).result()
+    """Return the mixing operations, found without the caller's contexts."""
+    return apart(device, mixed_rows)
 
 
 def check_jax(owner: str) -> None:

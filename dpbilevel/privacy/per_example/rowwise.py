@@ -94,8 +94,7 @@ def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
         if not _is_rowwise(eqn):
             name = eqn.primitive.name
             raise ValueError(
-                f"{owner}: the function of a record uses the primitive {name!r}, which "
-                f"may combine records if it is vectorized. {_remedy(name)}"
+                f"{owner}: primitive {name!r} may combine records. {_remedy(name)}"
             )
         for inner in inner_jaxprs(eqn):
             check_rowwise(owner, inner, inner.invars)
@@ -260,9 +259,8 @@ def _by_products(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
         places = [np.multiply(place, strides).tolist() for place in np.ndindex(*window)]
         found = [product("gbfp,gofp->gbo", seen(p, kernel, gaps), rhs) for p in places]
         result = jnp.stack(found, axis=-1)
-    result = jnp.swapaxes(result.astype(out), 0, 1).reshape(
-        batch, groups * outputs, *window
-    )
+    result = jnp.swapaxes(result.astype(out), 0, 1)
+    result = result.reshape(batch, groups * outputs, *window)
     return jnp.transpose(result, np.argsort(numbers.out_spec).tolist())
 
 

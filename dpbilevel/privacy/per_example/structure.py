@@ -19,35 +19,13 @@ from jaxtyping import Array, PyTree
 
 from ..exact.floats import accumulation_dtype
 from ..jaxprs import evaluated
-from ..records.shards import Shards
+from ..records.rows import Shards
 from .factored import Factored, SparseRows, Structured
 from .rowwise import check_rowwise, computed
 
 _MOST_WINDOW = 256  # positions of a convolution's output that become slices
 # Calls that only name what they contain, with the name of that parameter.
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr"}
-
-
-def factored(
-    fun: Callable[[PyTree], PyTree], record: PyTree, *, products: bool
-) -> Callable[[PyTree], PyTree]:
-    """Return the function with `Factored` and `SparseRows` leaves if that is cheaper.
-
-    Finds them in the jaxpr of `fun`: values that are made by a matrix product, a
-    convolution or an addition into rows of zeros, and by sums, multiples and
-    transposes of such. So are gradients of layers, and derivatives of gradients.
-
-    Args:
-        fun: Maps a record to a pytree of arrays.
-        record: The shapes of one record.
-        products: Whether `Factored` leaves may be more than one row times a number.
-
-    Returns:
-        A function of a record. Where it maps many records by `jax.vmap`, no array of
-        the size of a matrix is formed for each of them.
-    """
-    run, constants = opened(fun, record, Shards())
-    return lambda record: run(constants, record, products=products)
 
 
 def opened(
@@ -58,9 +36,13 @@ def opened(
 ) -> tuple[Callable[..., PyTree], list[Any]]:
     """Return `fun` as a function of its closure and a record, and the closure.
 
-    It runs on every device that records are spread over. With `products`, as in
-    `factored`, its leaves may be forms; without, they are the arrays of `fun`. Under
-    `jax.vmap` it computes the value of each record from that record alone.
+    It runs on every device that records are spread over. Under `jax.vmap` it computes
+    the value of each record from that record alone. Its leaves are the arrays of `fun`
+    unless `products` says whether `Factored` leaves may be more than one row times a
+    number. Leaves are then `Factored` or `SparseRows` if that is cheaper: values that
+    are made by a matrix product, a convolution or an addition into rows of zeros, and
+    by sums, multiples and transposes of such. So are gradients of layers, and
+    derivatives of gradients.
 
     Raises:
         ValueError: `fun` uses a primitive that may mix records; `owner` is named.
@@ -141,8 +123,8 @@ class _Run:
 
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
             return [_Filled(_array(operands[0]), functools.cache(array))]
-        rule = _RULES.get(name, _formed)
-        form = rule(self, eqn, operands) if _is_floating(*eqn.outvars) else None
+        rule = _RULES.get(name) if _is_floating(*eqn.outvars) else None
+        form = None if rule is None else rule(self, eqn, operands)
         return _bound(eqn, operands) if form is None else [_Lazy(array, form)]
 
     def given(self, operand: Any) -> bool:
@@ -268,7 +250,6 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
 
 def _rows(run: _Run, eqn, operands: list[Any]):
     """Return the form of an addition into rows of zeros."""
-    del run
     table, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     count, *window = eqn.outvars[0].aval.shape
@@ -293,7 +274,6 @@ def _rows(run: _Run, eqn, operands: list[Any]):
 
 
 def _transposed(run: _Run, eqn, operands: list[Any]):
-    del run
     form = _form_of(operands[0])
     order = list(eqn.params["permutation"])
     if not isinstance(form, Factored):
@@ -303,7 +283,6 @@ def _transposed(run: _Run, eqn, operands: list[Any]):
 
 def _reshaped(run: _Run, eqn, operands: list[Any]):
     """Return the form of a reshape that splits or joins axes of one factor."""
-    del run
     form = _form_of(operands[0])
     reordered = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
     if not isinstance(form, Factored) or reordered:
@@ -318,9 +297,8 @@ def _reshaped(run: _Run, eqn, operands: list[Any]):
         return None
     sides = tuple(range(cuts[0])), tuple(range(cuts[0], len(shape)))
     left, right = sides if first == form.left_axes else sides[::-1]
-    return lambda: dataclasses.replace(
-        form, shape=shape, left_axes=left, right_axes=right
-    )
+    changes: Any = {"shape": shape, "left_axes": left, "right_axes": right}
+    return lambda: dataclasses.replace(form, **changes)
 
 
 def _multiplied(run: _Run, eqn, operands: list[Any]):
@@ -329,8 +307,7 @@ def _multiplied(run: _Run, eqn, operands: list[Any]):
         number = _number(other)
         if number is None:
             continue
-        form = _form_of(value)
-        if form is not None:
+        if (form := _form_of(value)) is not None:
             return functools.partial(_times, form, number)
         if run.given(value) and isinstance(number, jax.Array):
             axes = tuple(range(value.ndim))
@@ -345,7 +322,6 @@ def _times(form: Structured, number: Any) -> Structured:
 
 
 def _divided(run: _Run, eqn, operands: list[Any]):
-    del run, eqn
     number = _number(operands[1])
     form = _form_of(operands[0])
     if form is None or number is None:
@@ -354,14 +330,12 @@ def _divided(run: _Run, eqn, operands: list[Any]):
 
 
 def _negated(run: _Run, eqn, operands: list[Any]):
-    del run, eqn
     form = _form_of(operands[0])
     return None if form is None else lambda: form.times(jnp.negative)
 
 
 def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
     """Return the form of a sum or difference of two factored values, or one and 0."""
-    del run, eqn
     if not all(isinstance(v, _Lazy) or _is_zero(v) for v in operands):
         return None  # as where a bias is added to a layer
     forms = [form for v in operands if (form := _form_of(v)) is not None]
@@ -374,7 +348,6 @@ def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
 
 
 def _converted(run: _Run, eqn, operands: list[Any]):
-    del run
     form, dtype = _form_of(operands[0]), accumulation_dtype(eqn.outvars[0].aval.dtype)
     if form is None:
         return None
@@ -389,11 +362,6 @@ def _converted(run: _Run, eqn, operands: list[Any]):
 def _is_floating(*variables) -> bool:
     """Return whether all variables are floating-point arrays."""
     return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables)
-
-
-def _formed(run: _Run, eqn, operands: list[Any]) -> None:
-    """Return no form: the array is computed."""
-    del run, eqn, operands
 
 
 _RULES: dict[str, Callable] = {

@@ -15,19 +15,9 @@ from ..exact import int61
 from ..exact.floats import floor_log2, folded, power_of_two, two_sum
 from ..exact.grid import Grid
 from ..exact.int61 import split
-from ..records.shards import Axes
-from .factored import (
-    COARSE,
-    GROUP,
-    HIGHEST,
-    Factored,
-    SparseRows,
-    is_structured,
-    largest_group,
-    multiples,
-    products,
-    relative_error,
-)
+from ..records.rows import Axes
+from . import factored
+from .factored import GROUP, Factored, SparseRows, is_structured
 
 # Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
 _MOST_RECORDS = 2**34
@@ -70,8 +60,7 @@ class AbstractSum(abc.ABC):
         """Check that sums have room for so many records."""
         if self.n > _MOST_RECORDS:
             raise ValueError(
-                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}; sum "
-                "parts of them and add what is released."
+                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}."
             )
 
     @property
@@ -109,14 +98,14 @@ class AbstractSum(abc.ABC):
         leaves = self._grouped
         sizes = [self.group_size(v) for v in leaves]
         pairs = zip(sizes, leaves, strict=True)
-        roots = [relative_error(k, v) * math.sqrt(k) for k, v in pairs]
+        roots = [factored.relative_error(k, v) * math.sqrt(k) for k, v in pairs]
         largest = max(sizes, default=0)
         return self.cancellation_factor * math.sqrt(largest) * max(roots, default=0.0)
 
     def group_size(self, value: Factored) -> int:
         """Return the number of records whose products are added before rounding."""
         if self.rows_fixed:
-            return min(largest_group(value), self.rows)
+            return min(factored.largest_group(value), self.rows)
         return self._group_records(value, self._group_places)
 
     def _group_records(self, value: Factored, places: int) -> int:
@@ -131,12 +120,10 @@ class AbstractSum(abc.ABC):
     def _margin(self, places: int) -> float:
         """Return the margin of sums in any order, in groups of so many places."""
         pairs = [(self._group_records(v, places), v) for v in self._grouped]
-        worst = max((relative_error(k, v) for k, v in pairs), default=0.0)
+        worst = max((factored.relative_error(k, v) for k, v in pairs), default=0.0)
         steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
-        return (
-            2 * self.cancellation_factor * self.n * worst
-            + math.sqrt(steps) * 2.0**-_BITS
-        )
+        summed = 2 * self.cancellation_factor * self.n * worst
+        return summed + math.sqrt(steps) * 2.0**-_BITS
 
     def groups(self, size: int) -> int:
         """Return the number of groups of all shards that may hold a record."""
@@ -232,13 +219,13 @@ class GridSum(AbstractSum):
         def add(v, total):
             if _is_grouped(v):
                 size = self.group_size(v)
-                sums_of = products(weights, v, size)
+                sums_of = factored.products(weights, v, size)
                 # A sum of k such rows is at most k times as long.
                 sums_of = jnp.clip(sums_of, -size * steps, size * steps)
                 counts = int61.sum_floats(sums_of)
                 return total.plus(jax.tree.map(v.turned().folded, counts))
             if isinstance(v, Factored):
-                counts = int61.sum_rows(multiples(weights, v, largest))
+                counts = int61.sum_rows(factored.multiples(weights, v, largest))
                 return total.plus(jax.tree.map(v.folded, counts))
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
@@ -342,7 +329,7 @@ def _is_grouped(value: Any) -> bool:
 
 def _coarse(value: Any) -> int:
     """Return the number of steps of the grid that entries are rounded to."""
-    return COARSE if isinstance(value, Factored) and value.narrow else 1
+    return factored.COARSE if isinstance(value, Factored) and value.narrow else 1
 
 
 def _rows_of(value: Any) -> Any:
@@ -357,9 +344,5 @@ def _split(values: PyTree) -> tuple[PyTree, PyTree]:
 
 def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
     # Products run in reduced precision on accelerators by default.
-    return jnp.einsum(
-        "gr,gr...->g...",
-        split(weights.astype(values.dtype), GROUP),
-        split(values, GROUP),
-        precision=HIGHEST,
-    )
+    groups = (split(v, GROUP) for v in (weights.astype(values.dtype), values))
+    return jnp.einsum("gr,gr...->g...", *groups, precision=factored.HIGHEST)

@@ -61,9 +61,7 @@ class OnDisk(_checks.AbstractStored):
         found = dict(zip(names, arguments, strict=False)) | fields
         if not isinstance(found.get("store"), AbstractStore):
             raise TypeError(
-                "OnDisk: it is not made by OnDisk(...). Call OnDisk.parquet(paths, "
-                "columns) for Parquet files, or OnDisk.arrays(records) for NumPy "
-                "arrays that are mapped from files."
+                "OnDisk: call OnDisk.parquet(...) or OnDisk.arrays(records)."
             )
         for name, value in found.items():
             setattr(self, name, value)
@@ -87,9 +85,8 @@ class OnDisk(_checks.AbstractStored):
             if not isinstance(leaf, np.ndarray):
                 raise TypeError(
                     f"OnDisk.arrays: records{jax.tree_util.keystr(path)} must be a "
-                    f"NumPy array, got {_checks.shown(type(leaf))}. Give what "
-                    'numpy.load(path, mmap_mode="r") returns; arrays of JAX are in '
-                    "memory already and are given to solvers as they are."
+                    f"NumPy array, got {_checks.shown(type(leaf))}. Use "
+                    'numpy.load(path, mmap_mode="r").'
                 )
         _checks.leading_axis("OnDisk.arrays: records", records)
         return cls._of(ArrayStore([leaf for _, leaf in found]), structure, progress)
@@ -119,9 +116,8 @@ class OnDisk(_checks.AbstractStored):
         """
         if not isinstance(columns, Mapping):
             raise TypeError(
-                "OnDisk.parquet: columns must map the entries of a record to names of "
-                'columns, as {"features": ["age", "income"], "label": "paid"}, got '
-                f"{_checks.shown(columns)}."
+                'OnDisk.parquet: columns must be as {"features": ["age", "income"], '
+                f'"label": "paid"}}, got {_checks.shown(columns)}.'
             )
         store = ParquetStore(paths, dict(sorted(columns.items())))
         structure = jax.tree.structure(dict.fromkeys(columns, 0))

@@ -1,11 +1,30 @@
-"""Rows of a public number, so that no shape shows how many records there are."""
+"""Rows of records: their public number, and their parts on several devices."""
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ..jaxprs import bound, evaluated, retraced, traced
+
+_PARTS = "parts"  # of a vmap over them
+_NO_MESH = AbstractMesh((), ())
+# In jaxprs for explicit meshes: parameters that tell places, equations that only move,
+# and calls, of which those with a rule for derivatives need none where records are.
+_PLACES = "sharding", "out_sharding"
+_MOVES = "reshard", "sharding_constraint"
+_CALLS = dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+_CALLS |= {"closed_call": "call_jaxpr", "jit": "jaxpr"}
 
 # Rows come in multiples of this many. A compiled program treats the rows of such blocks
 # alike, wherever they stand; the last ones of another number may be rounded otherwise.
@@ -58,3 +77,218 @@ def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
     if isinstance(records, Padded):
         return records.records, records.present
     return records, None
+
+
+Axes = str | tuple[str, ...]  # of a mesh, or of a `jax.vmap`
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The cut of the leading axis of records into equal parts.
+
+    Attributes:
+        count: The number of parts.
+        mesh: The mesh of devices that they are spread over; `None` where only the
+            compiler will find out, or where there is one part.
+        axes: Those of its axes that the rows are spread over, in order.
+    """
+
+    count: int = 1
+    mesh: Any = None
+    axes: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Number of parts, or one if it is a guess."""
+        return self.count if self.mesh is not None else 1
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether array types tell the distribution: the mesh has explicit axes."""
+        return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+
+    def traced(self, fun: Callable, record: PyTree) -> tuple[Any, list[Any], PyTree]:
+        """Return the jaxpr of a function of one record, as each device runs it.
+
+        Its variables, constants first, are for what the function closes over, which
+        follows, and for the record. Last are the shapes of the value.
+        """
+        with self._context():
+            closed, shapes = jax.make_jaxpr(fun, return_shape=True)(record)
+        if self.mesh is None:
+            return closed.jaxpr, closed.consts, shapes
+        variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            local = traced(
+                lambda *args: evaluated(closed.jaxpr, args, _local), variables
+            )
+        return local.jaxpr, [*local.consts, *closed.consts], shapes
+
+    def _context(self) -> contextlib.AbstractContextManager:
+        """Return a context in which functions of arrays of the mesh can be traced."""
+        if not self.is_typed:
+            return contextlib.nullcontext()
+        mesh = self.mesh
+        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        return jax.sharding.use_abstract_mesh(abstract)
+
+    def summed(
+        self,
+        part: Callable[[PyTree, PyTree, Axes | None], PyTree],
+        numbers: PyTree,
+        rows: PyTree,
+    ) -> PyTree:
+        """Return a sum over rows; each device adds up the rows that it has.
+
+        Args:
+            part: Maps numbers, some rows and the axes that other rows are spread over
+                to the sum over all of them; no axes where there are no others.
+            numbers: What is the same for all rows.
+            rows: A pytree of arrays that share their leading axis.
+        """
+        if self.mesh is not None:
+
+            def on_device(numbers, rows):
+                return part(numbers, rows, self.axes or None)
+
+            return self.mapped(on_device, numbers, rows, rows=(False, True), out=P())
+        if self.count == 1:
+            return part(numbers, rows, None)
+        # The compiler leaves every part where it is.
+        parts = jax.tree.map(lambda v: v.reshape(self.count, -1, *v.shape[1:]), rows)
+        return jax.vmap(
+            lambda rows: part(numbers, rows, _PARTS), axis_name=_PARTS, out_axes=None
+        )(parts)
+
+    def mapped(self, fun: Callable, *args: PyTree, rows: Sequence[bool], out: P) -> Any:
+        """Return `fun` mapped over parts; `rows` says which arguments are cut."""
+        specs = tuple(P(self.axes) if cut else P() for cut in rows)
+        placed = [self._placed(v, spec) for v, spec in zip(args, specs, strict=True)]
+        mapped = jax.shard_map(
+            fun, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False
+        )
+        return mapped(*placed)
+
+    def _placed(self, tree: PyTree, spec: P) -> PyTree:
+        """Return the arrays, distributed if types tell the distribution."""
+        if not self.is_typed:
+            return tree
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.tree.map(lambda v: jax.sharding.reshard(v, sharding), tree)
+
+
+def shards_of(records: PyTree) -> Shards:
+    """Return how records are distributed over devices.
+
+    The distribution is known from the types of arrays in a mesh of explicit axes, and
+    outside of `jax.jit` from the arrays themselves. Elsewhere there are as many parts
+    as there may be devices: the number of devices that rows are spread over divides
+    both that of the rows and, in a mesh of all devices, that of the devices, so that
+    every part of consecutive rows is on one device.
+    """
+    leaves = jax.tree.leaves(records)
+    found = [_shards(leaf) for leaf in leaves]
+    spread = max((v for v in found if v and v.mesh), key=_count, default=None)
+    if spread or None not in found or jax.sharding.get_abstract_mesh().manual_axes:
+        return spread or Shards()
+    return Shards(math.gcd(len(leaves[0]), jax.device_count()))
+
+
+def _count(shards: Shards) -> int:
+    return shards.count
+
+
+def _shards(leaf: Any) -> Shards | None:
+    """Return the distribution of one array; `None` if only the compiler knows it."""
+    if not isinstance(leaf, jax.Array):
+        return Shards()
+    traced = isinstance(leaf, Tracer)
+    sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
+    if traced and AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    if not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return Shards()
+    mesh, first = sharding.mesh, sharding.spec[0]
+    axes = first if isinstance(first, tuple) else (first,)
+    axes = tuple(name for name in axes if isinstance(name, str))
+    shards = Shards(math.prod(mesh.shape[name] for name in axes), mesh, axes)
+    return shards if shards.is_typed or shards.count > 1 else Shards()
+
+
+def taken(
+    records: PyTree, members: Int[Array, " rows"]
+) -> tuple[PyTree, Int[Array, " rows"], Shards]:
+    """Return the rows with these numbers, fillers for numbers beyond the last row.
+
+    Spread records give a batch that is spread evenly over the same devices, in the same
+    order and filled up with nothing, so that every device has a multiple of 64 rows.
+
+    Returns:
+        The rows, the numbers of them all, and how they are spread.
+    """
+    n = len(jax.tree.leaves(records)[0])
+    shards = shards_of(records)
+    if shards.mesh is None:  # each device takes all of them where it is not known
+        return jax.tree.map(lambda v: _at(v, members), records), members, Shards()
+    rows_per_shard = n // shards.count
+    rows = -(-len(members) // shards.count)
+    rows += -rows % BLOCK
+    padding = rows * shards.count - len(members)
+    members = jnp.pad(members, (0, padding), constant_values=n)
+
+    def exchange(members, records):
+        """Return a part of the batch; each device adds its rows, zeros for others."""
+        device = jax.lax.axis_index(shards.axes) if shards.axes else 0
+        local = members - device * rows_per_shard
+        is_here = (local >= 0) & (local < rows_per_shard)
+        local = jnp.where(is_here, local, rows_per_shard)
+        present = jax.lax.dynamic_slice_in_dim(members, device * rows, rows) < n
+
+        def move(v):
+            found = _bits(v.at[local].get(mode="fill", fill_value=0))
+            if shards.axes:
+                found = jax.lax.psum_scatter(found, shards.axes, tiled=True)
+            column = jnp.expand_dims(present, range(1, v.ndim))
+            return jnp.where(column, _from_bits(found, v.dtype), filler(v.dtype))
+
+        return jax.tree.map(move, records)
+
+    batch = shards.mapped(
+        exchange, members, records, rows=(False, True), out=P(shards.axes)
+    )
+    return batch, members, shards
+
+
+def _local(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return the results of an equation, regardless of where it was traced."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        inner = params[_CALLS[name]]
+        return evaluated(inner.jaxpr, [*inner.consts, *operands], _local)
+    if name in _MOVES:
+        return operands
+    params = {
+        k: None if k in _PLACES else retraced(v, _local) for k, v in params.items()
+    }
+    return bound(eqn, operands, params)
+
+
+def _at(v: Array, members: Int[Array, " rows"]) -> Array:
+    if len(v) == 0:  # an empty axis cannot be indexed
+        return jnp.full((len(members), *v.shape[1:]), filler(v.dtype), v.dtype)
+    return jnp.asarray(v).at[members].get(mode="fill", fill_value=filler(v.dtype))
+
+
+def _bits(v: Array) -> Array:
+    """Return integers, whose sums with zero are exact for every value."""
+    if v.dtype == jnp.bool_:
+        return v.astype(jnp.uint8)
+    if jnp.issubdtype(v.dtype, jnp.integer):
+        return v
+    kind = np.dtype(f"uint{8 * v.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(v, kind)
+
+
+def _from_bits(bits: Array, dtype: Any) -> Array:
+    integers = dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
+    return bits.astype(dtype) if integers else jax.lax.bitcast_convert_type(bits, dtype)

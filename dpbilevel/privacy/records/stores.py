@@ -87,8 +87,7 @@ class AbstractStore(abc.ABC):
         for path, state in self._states.items():
             if _state(path) != state:
                 raise OSError(
-                    f"OnDisk: {path} has changed since it was opened. All passes must "
-                    "read the same records; make a new OnDisk for a new release."
+                    f"OnDisk: {path} has changed. Make a new OnDisk for a new release."
                 )
 
 
@@ -195,8 +194,7 @@ class ParquetStore(AbstractStore):
         super().__init__(files)
         if len(set(self.identities)) < len(files):
             raise ValueError(
-                "OnDisk.parquet: a file is given twice, so that each of its records "
-                f"would count twice: {', '.join(map(str, files))}. Give each file once."
+                f"OnDisk.parquet: a file is given twice: {', '.join(map(str, files))}."
             )
         self._columns = [_listed(names) for names in columns.values()]
         self._groups: list[list[int]] = []  # rows of each row group of each file
@@ -210,8 +208,7 @@ class ParquetStore(AbstractStore):
                 self.kinds = kinds
             if kinds != self.kinds:
                 raise ValueError(
-                    f"OnDisk.parquet: the columns of {path} have other types than "
-                    f"those of {files[0]}; write all files with one schema."
+                    f"OnDisk.parquet: {path} has other types than {files[0]}."
                 )
             _check_nulls(path, about, self._wanted)
         sizes = [sum(groups) for groups in self._groups]
@@ -220,9 +217,8 @@ class ParquetStore(AbstractStore):
         self.tables = [path for path, rows in pairs if rows]
         for group in copies(self.tables):
             raise ValueError(
-                f"OnDisk.parquet: {group[0]} and {group[1]} have the same bytes, so "
-                "that each of their records would count twice. Give one of them; if "
-                "the records are different ones that are equal, write them to one file."
+                f"OnDisk.parquet: {group[0]} and {group[1]} have the same bytes. Give "
+                "one of them, or write one file with the records of both."
             )
 
     @override
@@ -275,9 +271,8 @@ def _check_names(key: str, names: Any) -> None:
     known = isinstance(listed, list | tuple) and len(listed) > 0
     if not known or not all(isinstance(name, str) for name in listed):
         raise TypeError(
-            f"OnDisk.parquet: columns[{key!r}] must be the name of a column or a list "
-            f"of at least one name, got {_checks.shown(names)}. Records are "
-            "dictionaries without further levels."
+            f"OnDisk.parquet: columns[{key!r}] must be a name or a list of names, got "
+            f"{_checks.shown(names)}."
         )
 
 
@@ -300,9 +295,7 @@ def _kind(path: Path, schema: Any, names: str | Sequence[str]):
         tests = types.is_integer, types.is_floating, types.is_boolean
         if not any(test(kind) for test in tests):
             raise ValueError(
-                f"OnDisk.parquet: column {name!r} of {path} must hold numbers or truth "
-                f"values, got {kind}. Write texts as numbers, and one column for each "
-                "number of a list."
+                f"OnDisk.parquet: column {name!r} of {path} holds {kind}, no numbers."
             )
         dtypes.append(np.dtype(kind.to_pandas_dtype()))
     shape = () if isinstance(names, str) else (len(names),)
@@ -322,8 +315,7 @@ def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
             found = any(batch.column(0).null_count for batch in batches)
         if found:
             raise ValueError(
-                f"OnDisk.parquet: column {name!r} of {path} has nulls. Write a public "
-                "value in their place, or NaN, with which a record is ignored."
+                f"OnDisk.parquet: column {name!r} of {path} has nulls; write NaN."
             )
 
 
@@ -400,7 +392,7 @@ def copies(files: Iterable[Path]) -> list[list[Path]]:
         Reads the records, so an error that tells of a copy is not protected.
     """
     groups = [[file for file in files if file.is_file()]]  # pipes are left out
-    for read in (_size, _ends, _digest):
+    for read in (os.path.getsize, _ends, _digest):
         groups = [some for group in groups for some in _grouped(group, read)]
     return groups
 
@@ -411,10 +403,6 @@ def _grouped(files: list[Path], read: Callable[[Path], object]) -> list[list[Pat
     for file in files:
         found[read(file)].append(file)
     return [group for group in found.values() if len(group) > 1]
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
 
 
 def _ends(file: Path) -> bytes:

@@ -53,18 +53,17 @@ class RandomAllocation(AbstractSampling):
         2025; Chua et al., "Balls-and-bins sampling for DP-SGD", AISTATS 2025.
     """
 
-    batches: int = eqx.field(static=True)
+    batches: _checks.Count = eqx.field(static=True)
     places: Int[Array, " n"] | None = None
     needs_key: ClassVar[bool] = False  # but for the places of a pass
     numbered: ClassVar[bool] = True
     per_epoch: ClassVar[bool] = True
 
     def __check_init__(self):
-        _checks.count("RandomAllocation", batches=self.batches)
+        _checks.check_fields(self)
         if self.batches > MOST_BATCHES:
             raise ValueError(
-                f"RandomAllocation: batches must be at most {MOST_BATCHES}, so that "
-                f"places are drawn as accounted for, got {self.batches}."
+                f"RandomAllocation: at most {MOST_BATCHES} batches, got {self.batches}."
             )
 
     @override
@@ -86,8 +85,7 @@ class RandomAllocation(AbstractSampling):
         """
         if index is None or self.places is None:
             raise ValueError(
-                "RandomAllocation.draw: needs index=, the number of the batch, and a "
-                "pass drawn by in_pass; AllocatedGD draws whole passes."
+                "RandomAllocation.draw: needs index= and a pass; use AllocatedGD."
             )
         del key  # the places are drawn already
         records, present = unpacked(records)
@@ -108,8 +106,7 @@ class RandomAllocation(AbstractSampling):
         del neighbours
         if self.batches > size:
             raise ValueError(
-                f"RandomAllocation: {self.batches} batches of {size} records; give "
-                "batches= records over the size of a batch."
+                f"RandomAllocation: {self.batches} batches of {size} records."
             )
         return RandomAllocationEvent(self.batches, event)
 

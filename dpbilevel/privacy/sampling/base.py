@@ -16,8 +16,7 @@ from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
-from ..records.rows import BLOCK, padded_rows, unpacked
-from ..records.shards import Shards, taken
+from ..records.rows import BLOCK, Shards, padded_rows, taken, unpacked
 
 # The probability, per draw, that a batch exceeds the default capacity. Ten million
 # draws cost less than a thousandth of a delta of 1e-15 at epsilon 22, of 1e-6 at
@@ -50,7 +49,7 @@ class Batch(eqx.Module):
     shards: Shards | None = eqx.field(static=True, default=None)
 
 
-class AbstractSampling(eqx.Module):
+class AbstractSampling(_checks.Checked):
     """A sampling scheme: how a batch is drawn, and the event that accounts for it.
 
     Attributes:
@@ -115,7 +114,6 @@ class AbstractSampling(eqx.Module):
             records: All rows.
             key: A typed key for this pass alone.
         """
-        del records, key
         return self
 
     def charged(self, count: int, size: int) -> int:
@@ -179,13 +177,8 @@ class Poisson(AbstractSampling):
             tail bound.
     """
 
-    rate: float = eqx.field(static=True)
-    capacity: int | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self):
-        _checks.fraction("Poisson", rate=self.rate)
-        if self.capacity is not None:
-            _checks.count("Poisson", capacity=self.capacity)
+    rate: _checks.Fraction = eqx.field(static=True)
+    capacity: _checks.Count | None = eqx.field(static=True, default=None)
 
     @property
     def realised_rate(self) -> float:
@@ -218,9 +211,9 @@ class Poisson(AbstractSampling):
         n = _checks.leading_axis("Poisson: records", records)
         if self.capacity is not None and n > padded_rows(size):
             raise ValueError(
-                f"Poisson: the overflow of a capacity of {self.capacity} is accounted "
-                f"for with {size} records, but the batch is to be drawn from {n} rows; "
-                "calibrate for their number, or leave capacity out."
+                f"Poisson: capacity={self.capacity} is accounted for with {size} "
+                f"records, got {n} rows. Calibrate for their number, or leave capacity "
+                "out."
             )
         bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
@@ -262,9 +255,7 @@ def batch_capacity(trials: int, rate: float) -> int:
 
     def fits(block: int) -> bool:
         part = (block * BLOCK + 1) / trials
-        gap = scipy.special.kl_div(part, rate) + scipy.special.kl_div(
-            1 - part, 1 - rate
-        )
+        gap = scipy.special.kl_div([part, 1 - part], [rate, 1 - rate]).sum()
         return part > rate and trials * gap >= -math.log(OVERFLOW)
 
     return (bisect.bisect_left(blocks, True, key=fits) + 1) * BLOCK
@@ -310,8 +301,7 @@ def unnumbered(owner: str, sampling: AbstractSampling) -> None:
     if sampling.numbered:
         raise ValueError(
             f"{owner}: {type(sampling).__name__} needs a solver that numbers its "
-            "batches, as NoisyExtragradient and InexactProximalPoint do. Use Poisson, "
-            "FixedSize or FullBatch."
+            "batches, as NoisyExtragradient does. Use Poisson, FixedSize or FullBatch."
         )
 
 

@@ -13,7 +13,7 @@ from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
-from ..records.shards import taken
+from ..records.rows import taken
 from .base import AbstractSampling, Batch
 
 # The chance, per draw, that a subset has too few different members.
@@ -27,10 +27,7 @@ class AbstractFixedBatch(AbstractSampling):
         size: Records in a batch. Static.
     """
 
-    size: int = eqx.field(static=True)
-
-    def __check_init__(self):
-        _checks.count(type(self).__name__, size=self.size)
+    size: _checks.Count = eqx.field(static=True)
 
     @override
     def rows(self, size: int) -> int:
@@ -51,8 +48,7 @@ class AbstractFixedBatch(AbstractSampling):
     def _check_fits(self, size: int) -> None:
         if self.size > size:
             raise ValueError(
-                f"{type(self).__name__}: cannot draw a batch of {self.size} from "
-                f"{size} records."
+                f"{type(self).__name__}: no batch of {self.size} from {size} records."
             )
 
     def _check_accounted(self, neighbours: Neighbours, size: int, why: str) -> None:
@@ -93,11 +89,8 @@ class FixedSize(AbstractFixedBatch):
             ValueError: The relation is add-or-remove-one, or the batch is larger than
                 the data.
         """
-        self._check_accounted(
-            neighbours,
-            size,
-            "a subset of fixed size has other members if a record is added or removed",
-        )
+        why = "a record more or less gives a subset of fixed size other members"
+        self._check_accounted(neighbours, size, why)
         return dp_accounting.SampledWithoutReplacementDpEvent(size, self.size, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
@@ -179,9 +172,7 @@ class SinglePass(AbstractFixedBatch):
             ValueError: No `index`: the solver does not number its batches.
         """
         if index is None:
-            raise ValueError(
-                "SinglePass.draw: needs index=, the number of the batch in the run."
-            )
+            raise ValueError("SinglePass.draw: needs index=, the number of the batch.")
         count = self.batches(size)
         # The records t, t + k, t + 2 k, ...
         members = index % count + count * jnp.arange(self.size, dtype=jnp.int32)
