@@ -16,7 +16,6 @@ Run by `python -m benchmarks data_cleaning [--model=linear] [--seed=0]`. NON-PRI
 
 import dataclasses
 import functools
-import sys
 import time
 
 import jax
@@ -27,8 +26,8 @@ from sklearn.datasets import load_digits
 
 import dpbilevel as dpb
 
+from . import pages
 from .peers import jaxopt, objectives
-from .utility import MNIST
 
 OPTIMIZER = optax.adam(0.3)
 TARGET = 0.895
@@ -50,8 +49,8 @@ class Cleaning:
 
 def images():
     """Features in [0, 1] with a constant, and labels."""
-    if MNIST.is_file():
-        with np.load(MNIST) as file:
+    if pages.MNIST.is_file():
+        with np.load(pages.MNIST) as file:
             pixels, label = file["images"] / 255.0, file["labels"]
     else:
         digits = load_digits()
@@ -243,7 +242,7 @@ def compare(task, model, methods, num_steps):
 
 
 def main():
-    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    options = pages.options()
     features, label = images()
     task = cleaning(features, label, int(options.get("seed", 0)))
     parts = (task.data.upper, task.data.lower, task.test)

@@ -12,7 +12,6 @@ time of a game of 100 000 records.
 """
 
 import functools
-import sys
 import time
 
 import jax
@@ -22,16 +21,14 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.cli.files import read_csv
 
-from .paths import ADULT, ROOT
-from .quartiles import best_of, table
-from .utility import encoded, write
+from . import pages
+from .pages import ADULT, texts
+from .source_tasks import WORK, encoded
 
-PAGE = ROOT / "docs/games.md"
 TRAINING, KEYS, TRIALS = 26_000, 10, 2
 RADIUS = 20.0
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 TAIL = dpb.outputs.TailMean()
-WORK = ("workclass", "education", "occupation")
 # Steps, clip norms and step sizes.
 AVERAGE = ((100, 1, 8), (100, 1, 16), (200, 1, 8), (200, 1, 16))
 EQUAL = ((100, 1, 16), (100, 2, 16), (200, 2, 8), (100, 4, 8), (100, 7, 8))
@@ -57,13 +54,10 @@ def census(groups, columns=None):
     """Return unit rows of the Adult records, grouped by columns."""
     table = read_csv(ADULT)
     features, label = encoded(table, columns)
-    male, race = (
-        np.array([str(v).strip() for v in table.column(name)])
-        for name in ("sex", "race")
-    )
-    male = (male == "Male").astype(int)
+    male = (texts(table, "sex") == "Male").astype(int)
     races = ["White", "Black", "Asian-Pac-Islander"]
-    race = np.array([races.index(r) if r in races else 3 for r in race])
+    race = [races.index(r) if r in races else 3 for r in texts(table, "race")]
+    race = np.array(race)
     group, shares = {
         "sex and income": (2 * male + (label > 0), (0.29, 0.04, 0.47, 0.20)),
         "sex": (male, (0.33, 0.67)),
@@ -91,7 +85,7 @@ TASKS = {
     "census, sex": functools.partial(census, "sex"),
     "census, race": functools.partial(census, "race"),
     "census, columns about work, sex and race": functools.partial(
-        census, "sex and race", WORK
+        census, "sex and race", WORK[:3]
     ),
     "generated, sex and label": generated,
 }
@@ -177,7 +171,7 @@ def evaluate(task):
     for name, pairs in methods(shares, len(zeros)).items():
         before = time.perf_counter()
         trials = [worst(*pair, TRIALS) for pair in pairs] if len(pairs) > 1 else [[0]]
-        best = best_of(trials, higher_is_better=False)
+        best = pages.best_of(trials, higher_is_better=False)
         rows[name] = worst(*pairs[trials.index(best)], KEYS)
         seconds = time.perf_counter() - before
         print(f"  {name}: {np.median(rows[name]):.4f}, {seconds:.0f} s", flush=True)
@@ -196,10 +190,8 @@ def timing(n=100_000, size=50):
     }
     game = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
     w0 = dpb.games.group_start(game, jnp.zeros(size), shares)
-    for solver in (
-        dpb.games.NoisyExtragradient(100, 2.0, 8.0),
-        dpb.games.GroupDescent(),
-    ):
+    extragradient = dpb.games.NoisyExtragradient(100, 2.0, 8.0)
+    for solver in (extragradient, dpb.games.GroupDescent()):
         start = time.perf_counter()
         plan = dpb.calibrate(game, solver, BUDGET, sizes=n, w0=w0)
         key = dpb.root_key()
@@ -209,19 +201,15 @@ def timing(n=100_000, size=50):
 
 
 def main():
-    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
-    chosen = [name for name in TASKS if name.startswith(options.get("task", ""))]
-    tables = []
-    for task in chosen:
+    prefix, tables = pages.options().get("task", ""), []
+    for task in [name for name in TASKS if name.startswith(prefix)]:
         if task.startswith("census") and not ADULT.is_file():
             print(f"{task}: left out, there is no {ADULT.name}")
             continue
         print(task, flush=True)
-        found = evaluate(task)
-        tables.append(
-            table(task, found, "loss of the worst group", higher_is_better=False)
-        )
+        found, unit = evaluate(task), "loss of the worst group"
+        tables.append(pages.by_median(task, found, unit, higher_is_better=False))
         print(tables[-1], flush=True)
     if len(tables) == len(TASKS):
-        write(PAGE, tables)
+        pages.write(pages.ROOT / "docs/games.md", tables)
         timing()

@@ -20,9 +20,9 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
-from .paths import ROOT
+from .pages import RESULTS
 
-FIGURE = ROOT / "benchmarks/results/lower_bound.svg"
+FIGURE = RESULTS / "lower_bound.svg"
 DELTA, KEYS, MEANS = 1e-5, 8, 9
 START = 1.0  # the worst excess of x = 0
 GAP = 2.0  # the most that values of F on the ball differ by

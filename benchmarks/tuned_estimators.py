@@ -12,7 +12,6 @@ into the page: `python -m benchmarks tuned_estimators`; `--task=vectors` prints 
 
 import collections
 import math
-import sys
 import time
 import warnings
 
@@ -31,10 +30,8 @@ import dpbilevel as dpb
 from dpbilevel.search.defaults import default_losses
 from dpbilevel.search.space import Space
 
-from .paths import ROOT
-from .utility import write
+from . import pages
 
-PAGE = ROOT / "docs/private_search.md"
 BUDGET = dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)
 TRAINING, VALIDATION, TEST = 300, 1_200, 10_000
 SPLITS, FOLDS = 5, 3
@@ -251,28 +248,24 @@ def compare(make):
 
 def table(title, found):
     """Medians over keys, and the worst one of the loss."""
-    head = "| method | test loss | worst | accuracy | evaluations | seconds |"
-    lines = [f"#### {title}", "", head, "|---" * 6 + "|"]
+    rows = []
     for name, results in found.items():
         losses, accuracies, counts, seconds = np.transpose(results)
-        lines.append(
-            f"| {name} | {np.median(losses):.4f} | {losses.max():.4f} | "
-            f"{np.median(accuracies):.3f} | {np.median(counts):.0f} | "
-            f"{np.median(seconds):.1f} |"
-        )
-    return "\n".join(lines)
+        cells = [name, f"{np.median(losses):.4f}", f"{losses.max():.4f}"]
+        cells += [f"{np.median(accuracies):.3f}", f"{np.median(counts):.0f}"]
+        rows.append([*cells, f"{np.median(seconds):.1f}"])
+    head = ("method", "test loss", "worst", "accuracy", "evaluations", "seconds")
+    return pages.table(head, rows, title)
 
 
 def main():
     warnings.simplefilter("ignore")
     threadpool_limits(1)
-    tables = []
-    chosen = [v.split("=")[1] for v in sys.argv if v.startswith("--task=")]
+    tables, chosen = [], pages.options().get("task")
     for title, make in TASKS.items():
-        if chosen and make.__name__ not in chosen:
-            continue
-        print(title, flush=True)
-        tables.append(table(title, compare(make)))
-        print(tables[-1], flush=True)
+        if chosen in (None, make.__name__):
+            print(title, flush=True)
+            tables.append(table(title, compare(make)))
+            print(tables[-1], flush=True)
     if not chosen:
-        write(PAGE, tables)
+        pages.write(pages.ROOT / "docs/private_search.md", tables)
