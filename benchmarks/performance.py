@@ -9,7 +9,6 @@ shares set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses
-import datetime
 import functools
 import os
 import pathlib
@@ -20,11 +19,9 @@ from importlib import metadata
 
 import jax
 
-from . import gradients, private_peers, solver_steps, workloads
+from . import gradients, pages, private_peers, solver_steps, workloads
 
-RESULTS = pathlib.Path(__file__).parent / "results"
-PAGE, GPU_PAGE = RESULTS / "performance.md", RESULTS / "performance_gpu.md"
-BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+PAGE = pages.RESULTS / "performance.md"
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
 
 
@@ -55,13 +52,13 @@ class Sizes:
     hypergradients: dict
 
 
-def later(make, *sizes):
-    return functools.partial(make, *sizes)
-
-
-logistic = functools.partial(later, workloads.logistic)
-mlp = functools.partial(later, workloads.mlp)
+# Workloads that are made when it is their turn.
+logistic, mlp, cnn, attention, with_intercept = (
+    functools.partial(functools.partial, getattr(workloads, name))
+    for name in ("logistic", "mlp", "cnn", "attention", "with_intercept")
+)
 small, wide = (784, 256, 10), (784, 1024, 1024, 10)
+networks = mlp(1024, *small), mlp(8192, *small), mlp(512, *wide)
 
 FULL = Sizes(
     seconds=0.6,
@@ -72,26 +69,14 @@ FULL = Sizes(
             for d in (16, 32, 128, 512, 4096)
             if n * d <= 1.3e8
         ),
-        mlp(1024, *small),
-        mlp(8192, *small),
-        mlp(512, *wide),
-        mlp(4096, *wide),
-        later(workloads.cnn, 256),
-        later(workloads.attention, 64),
+        *(*networks, mlp(4096, *wide), cnn(256), attention(64)),
     ),
     memory=(
         *(logistic(n, 128) for n in (10_000, 100_000, 1_000_000)),
         *(mlp(n, *small) for n in (256, 1024, 4096, 16_384)),
         *(mlp(512, 784, width, 10) for width in (64, 1024, 4096)),
     ),
-    microbatches=(
-        mlp(1024, *small),
-        mlp(8192, *small),
-        mlp(512, *wide),
-        later(workloads.cnn, 256),
-        later(workloads.attention, 64),
-        later(workloads.with_intercept, 100_000, 128),
-    ),
+    microbatches=(*networks, cnn(256), attention(64), with_intercept(100_000, 128)),
     budgets=(1, 4, 16, 64, 256),
     bilevel=(100_000, 128),
     saddle=(100_000, 128),
@@ -112,26 +97,14 @@ QUICK = Sizes(
     epoch=(1024, 4, (64, 32, 10)),
     hypergradients={},
 )
+networks = mlp(4096, *small), mlp(61_440, *small), mlp(4096, *wide)
 GPU = dataclasses.replace(
     FULL,
     gradients=(
-        logistic(100_000, 128),
-        logistic(4_000_000, 128),
-        mlp(4096, *small),
-        mlp(61_440, *small),
-        mlp(4096, *wide),
-        mlp(1024, 784, 4096, 4096, 10),
-        later(workloads.cnn, 4096),
-        later(workloads.attention, 1024),
+        *(logistic(100_000, 128), logistic(4_000_000, 128), *networks),
+        *(mlp(1024, 784, 4096, 4096, 10), cnn(4096), attention(1024)),
     ),
-    microbatches=(
-        mlp(4096, *small),
-        mlp(61_440, *small),
-        mlp(4096, *wide),
-        later(workloads.cnn, 4096),
-        later(workloads.attention, 1024),
-        later(workloads.with_intercept, 1_000_000, 128),
-    ),
+    microbatches=(*networks, cnn(4096), attention(1024), with_intercept(10**6, 128)),
     budgets=(16, 64, 256, 1024, 4096),
     bilevel=(4_000_000, 128),
     saddle=(1_000_000, 128),
@@ -151,10 +124,8 @@ class Table:
         if not self.rows:
             return f"## {self.title}\n\nNot measured: {self.text}"
         head = list(self.rows[0])
-        lines = [head, ["---"] * len(head)]
-        lines += [[cell(row[name]) for name in head] for row in self.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"## {self.title}\n\n{self.text}\n\n{table}"
+        lines = [[cell(row[name]) for name in head] for row in self.rows]
+        return f"## {self.title}\n\n{self.text}\n\n{pages.table(head, lines)}"
 
 
 def cell(value):
@@ -210,14 +181,12 @@ def memory_table(sizes):
 
 
 def microbatch_table(sizes):
+    measured = sizes.budgets, sizes.seconds
     return Table(
         "Micro-batches",
         "`grid` over plain, by what a micro-batch may occupy; in brackets how many "
         "records it held. `all`: taken all at once, whatever the budget.",
-        [
-            gradients.microbatch_row(make(), sizes.budgets, sizes.seconds)
-            for make in sizes.microbatches
-        ],
+        [gradients.microbatch_row(make(), *measured) for make in sizes.microbatches],
     )
 
 
@@ -226,11 +195,11 @@ def hypergradient_table(sizes):
         "Lower solution and hypergradient from a cold start, each library with its "
         "defaults, with the error against float64; compare times only at equal error."
     )
-    rows = []
     try:
         from . import hypergradient
     except ImportError as error:
-        return Table("Hypergradients", f"{error.name} is not installed.", rows)
+        return Table("Hypergradients", f"{error.name} is not installed.", [])
+    rows = []
     for name, (made, *shape) in sizes.hypergradients.items():
         problem = getattr(hypergradient, made)(*shape)
         rows += solver_steps.hypergradient_rows(name, problem, sizes.seconds)
@@ -277,37 +246,22 @@ def machine():
             versions.append(f"{name} not installed")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return (
-        f"Measured on {datetime.date.today()}: {kind}, {os.cpu_count()} cores, backend "
-        f"{jax.default_backend()}; load average at the start {load:.1f}. "
-        f"{', '.join(versions)}."
+        f"{kind}, {os.cpu_count()} cores, backend {jax.default_backend()}; load "
+        f"average at the start {load:.1f}. {', '.join(versions)}."
     )
-
-
-def written(page, generated):
-    """Return the page with this text between its markers.
-
-    Raises:
-        ValueError: A marker is missing.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"The page needs the lines {BEGIN} and {END}.")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
 
 
 def main():
     quick = "--quick" in sys.argv
     on_cpu = jax.default_backend() == "cpu"
-    sizes = QUICK if quick else FULL if on_cpu else GPU
-    page = PAGE if on_cpu else GPU_PAGE
+    page = PAGE if on_cpu else PAGE.with_name("performance_gpu.md")
     parts = [machine()]
     print(parts[0], flush=True)
     if not private_peers.has_jax_privacy():
         parts.append("jax_privacy is not installed; its column is empty.")
         print(parts[-1])
-    for table in tables(sizes):
+    for table in tables(QUICK if quick else FULL if on_cpu else GPU):
         parts.append(str(table))
         print(f"\n{table}", flush=True)
     if not quick:
-        page.write_text(written(page.read_text(), "\n\n".join(parts)))
+        pages.write(page, parts)
