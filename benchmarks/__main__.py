@@ -28,14 +28,11 @@ NAMES = (
     "data_cleaning",
     "implicit",
     "rates",
-    "rates_in_y",
     "draws",
-    "draw_times",
     "saddle",
     "games",
     "black_box",
     "dimensions",
-    "starts",
     "out_of_core",
 )
 
