@@ -23,7 +23,7 @@ from dpbilevel.cli.files import read_csv
 
 from . import pages
 from .pages import ADULT, texts
-from .source_tasks import WORK, encoded
+from .source_tasks import WORK, encoded, parts
 
 TRAINING, KEYS, TRIALS = 26_000, 10, 2
 RADIUS = 20.0
@@ -38,15 +38,9 @@ GAMES = ((100, 2, 8), (100, 2, 16), (100, 4, 8), (100, 1.5, 16))
 def split(features, label, group, shares):
     """Training records, test records, and the declared shares."""
     order = np.random.default_rng(0).permutation(len(label))
-    records = {
-        "features": jnp.asarray(features, jnp.float32),
-        "label": jnp.asarray(label, jnp.float32),
-        "group": jnp.asarray(group, jnp.int32),
-    }
-    training, test = (
-        jax.tree.map(lambda v, rows=rows: v[rows], records)
-        for rows in (order[:TRAINING], order[TRAINING:])
-    )
+    rows = order[:TRAINING], order[TRAINING:]
+    training, test = parts(features.astype("f4"), label.astype("f4"), rows)
+    training["group"], test["group"] = (jnp.asarray(group[r], jnp.int32) for r in rows)
     return training, test, shares
 
 
@@ -102,32 +96,27 @@ def equal_weights(shares):
     weights = 1 / (len(shares) * np.asarray(shares))
 
     def loss(x, record):
-        return jnp.asarray(weights, x.dtype)[record["group"]] * dpb.logistic_loss(
-            x, record
-        )
+        weight = jnp.asarray(weights, x.dtype)[record["group"]]
+        return weight * dpb.logistic_loss(x, record)
 
     return loss
 
 
 def methods(shares, size):
     """Pairs of problem and solver for every method."""
-    fair = functools.partial(
-        dpb.games.group_fair, dpb.Logistic(), shares, radius=RADIUS
-    )
+    games, logistic = dpb.games, dpb.Logistic()
+    fair = games.group_fair(logistic, shares, radius=RADIUS)
+    scaled = games.group_fair(logistic, shares, radius=RADIUS, scale=6.0)
     single = {"inner_steps": 1, "dimension": size + len(shares), "output": TAIL}
+    steps = [games.NoisyExtragradient(*s, output=TAIL) for s in GAMES]
+    points = [games.InexactProximalPoint(t, c, 1 / e, **single) for t, c, e in GAMES]
     return {
         "average loss, `NoisyGD`": [descent(dpb.logistic_loss, *s) for s in AVERAGE],
         "equal weights, `NoisyGD`": [descent(equal_weights(shares), *s) for s in EQUAL],
-        "`NoisyExtragradient`": [
-            (fair(scale=6.0), dpb.games.NoisyExtragradient(*s, output=TAIL))
-            for s in GAMES
-        ],
-        "`InexactProximalPoint`, one inner step": [
-            (fair(scale=6.0), dpb.games.InexactProximalPoint(t, c, 1 / e, **single))
-            for t, c, e in GAMES
-        ],
-        "`GroupDescent`": [(fair(), dpb.games.GroupDescent())],
-        "game without privacy": [(fair(), dpb.games.GroupDescent(2_000))],
+        "`NoisyExtragradient`": [(scaled, solver) for solver in steps],
+        "`InexactProximalPoint`, one inner step": [(scaled, p) for p in points],
+        "`GroupDescent`": [(fair, games.GroupDescent())],
+        "game without privacy": [(fair, games.GroupDescent(2_000))],
     }
 
 
@@ -179,22 +168,19 @@ def evaluate(task):
 
 
 def timing(n=100_000, size=50):
-    """Return a game of generated records: planned, compiled and run."""
-    rng = np.random.default_rng(0)
-    shares = (0.27, 0.06, 0.59, 0.08)
-    features = rng.normal(size=(n, size)) / size**0.5
-    data = {
-        "features": jnp.asarray(features, jnp.float32),
-        "label": jnp.asarray(np.sign(rng.normal(size=n)), jnp.float32),
-        "group": jnp.asarray(rng.choice(4, n, p=shares), jnp.int32),
-    }
+    """Print the time of a game of generated records: planned, compiled and run."""
+    rng, shares = np.random.default_rng(0), (0.27, 0.06, 0.59, 0.08)
+    features, label = rng.normal(size=(n, size)) / size**0.5, rng.normal(size=n)
+    group = rng.choice(4, n, p=shares)
+    data = {"features": features, "label": np.sign(label)}
+    data = {name: jnp.asarray(v, jnp.float32) for name, v in data.items()}
+    data["group"] = jnp.asarray(group, jnp.int32)
     game = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
-    w0 = dpb.games.group_start(game, jnp.zeros(size), shares)
+    w0, key = dpb.games.group_start(game, jnp.zeros(size), shares), jax.random.key(0)
     extragradient = dpb.games.NoisyExtragradient(100, 2.0, 8.0)
     for solver in (extragradient, dpb.games.GroupDescent()):
         start = time.perf_counter()
         plan = dpb.calibrate(game, solver, BUDGET, sizes=n, w0=w0)
-        key = dpb.root_key()
         jax.block_until_ready(jax.jit(dpb.solve)(game, plan.solver, data, w0, key=key))
         seconds = time.perf_counter() - start
         print(f"{type(solver).__name__}, {n} records: {seconds:.1f} s", flush=True)

@@ -234,8 +234,7 @@ def slope(values, results, start=START):
 def series(found, axis, name):
     """Values of an axis and the results of a solver, where it was run."""
     rows = zip(AXES[axis], found[axis], strict=True)
-    kept = [(value, row[name]) for value, row in rows if name in row]
-    return [value for value, _ in kept], [result for _, result in kept]
+    return zip(*((value, row[name]) for value, row in rows if name in row), strict=True)
 
 
 def names_of(found):

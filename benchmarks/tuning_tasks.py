@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sklearn.datasets import make_friedman1
+from sklearn.svm import SVR
 
 import dpbilevel as dpb
 
@@ -19,11 +21,11 @@ class Tuning:
     """One task with its data.
 
     Attributes:
-        loss: Of one record at a point: `(theta, record) -> scalar`, for JAX.
+        loss: The loss of one record at a point: `(theta, record) -> scalar`, for JAX.
         records: The records, leading axis n.
-        w_set: Where the point may lie.
+        w_set: The set of points.
         start: A starting point per replication: `(rng) -> (d,)`.
-        optimum: What the search is after, where it is known.
+        optimum: The best point, if it is known.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -56,11 +58,10 @@ class Tuning:
 
     def objective(self, points):
         """Return the mean loss at each of the points, without noise. NON-PRIVATE."""
-        mean = jax.jit(
-            lambda p: jnp.mean(jax.vmap(self.loss, (None, 0))(p, self.records))
-        )
+        losses = jax.jit(jax.vmap(self.loss, (None, 0)))
         with jax.enable_x64(True):
-            return np.asarray([mean(jnp.asarray(p)) for p in points])
+            means = [jnp.mean(losses(jnp.asarray(p), self.records)) for p in points]
+        return np.asarray(means)
 
 
 def length_scales(dimension, training, validation, seed, noise=1e-2):
@@ -76,12 +77,10 @@ def length_scales(dimension, training, validation, seed, noise=1e-2):
     covariance = _rbf(inputs / np.exp(truth), inputs / np.exp(truth))
     covariance[np.diag_indices(len(inputs))] += noise
     targets = np.linalg.cholesky(covariance) @ rng.standard_normal(len(inputs))
+    held = {"inputs": inputs[training:], "target": targets[training:]}
     with jax.enable_x64(True):
         known = jnp.asarray(inputs[:training]), jnp.asarray(targets[:training])
-        records = {
-            "inputs": jnp.asarray(inputs[training:]),
-            "target": jnp.asarray(targets[training:]),
-        }
+        records = jax.tree.map(jnp.asarray, held)
 
     def loss(theta, record):
         scales = jnp.exp(theta)
@@ -96,8 +95,8 @@ def length_scales(dimension, training, validation, seed, noise=1e-2):
     return Tuning(loss, records, box, lambda r: r.uniform(-2, 2.5, dimension), truth)
 
 
-def _rbf(a, b, xp=np):
-    return xp.exp(-0.5 * _squares(a, b, xp))
+def _rbf(a, b, xp=np, rate=0.5):
+    return xp.exp(-rate * _squares(a, b, xp))
 
 
 def _squares(a, b, xp=np):
@@ -111,13 +110,12 @@ def location(dimension, size, seed):
     values = 1.0 + rng.standard_normal((size, dimension))
     with jax.enable_x64(True):
         records = jnp.asarray(values)
-    return Tuning(
-        lambda theta, record: 0.5 * jnp.sum((record - theta) ** 2),
-        records,
-        dpb.sets.Box(-3.0, 3.0),
-        lambda r: np.zeros(dimension),
-        values.mean(0),
-    )
+
+    def loss(theta, record):
+        return 0.5 * jnp.sum((record - theta) ** 2)
+
+    start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
+    return Tuning(loss, records, box, lambda r: start, values.mean(0))
 
 
 def regression(dimension, size, seed):
@@ -126,8 +124,8 @@ def regression(dimension, size, seed):
     inputs = rng.standard_normal((size, dimension))
     targets = inputs @ np.ones(dimension) + rng.standard_normal(size)
     weights = np.minimum(1.0, 2.0 / np.sum(inputs**2, 1))
+    columns = {"inputs": inputs, "target": targets, "weight": weights}
     with jax.enable_x64(True):
-        columns = {"inputs": inputs, "target": targets, "weight": weights}
         records = jax.tree.map(jnp.asarray, columns)
 
     def loss(theta, record):
@@ -153,11 +151,8 @@ class SupportVectors:
     optimum = None
 
     def __init__(self, features, training, validation, seed, noise=1.0):
-        from sklearn.datasets import make_friedman1
-
-        inputs, targets = make_friedman1(
-            training + validation, features, noise=noise, random_state=seed
-        )
+        settings = {"noise": noise, "random_state": seed}
+        inputs, targets = make_friedman1(training + validation, features, **settings)
         # In units of the training records, which are not protected.
         targets = (targets - targets[:training].mean()) / targets[:training].std()
         self.known = 2 * inputs[:training] - 1, targets[:training]
@@ -174,18 +169,17 @@ class SupportVectors:
 
     def losses(self, point):
         """Every validation record's squared error after training at the point."""
-        from sklearn.svm import SVR
-
-        scales = np.exp(2 * point[: self.features])
-        middle, half = np.transpose(
-            [((a + b) / 2, (b - a) / 2) for a, b in self.RANGES]
+        scales, (low, high) = (
+            np.exp(2 * point[: self.features]),
+            np.transpose(self.RANGES),
         )
+        middle, half = (low + high) / 2, (high - low) / 2
         log_gamma, penalty, width = middle + half * point[self.features :]
         gamma, known = np.exp(log_gamma), self.known[0] / scales
         model = SVR(gamma=gamma, C=penalty, epsilon=width, cache_size=500)
         model.fit(known, self.known[1])
         # The kernel by one matrix product, many times faster than predict.
-        near = np.exp(-gamma * _squares(self.inputs / scales, model.support_vectors_))
+        near = _rbf(self.inputs / scales, model.support_vectors_, rate=gamma)
         return (self.targets - near @ model.dual_coef_[0] - model.intercept_) ** 2
 
     def black_box(self, noise=0.0, seed=0):
