@@ -28,7 +28,7 @@ import dpbilevel as dpb
 
 from . import pages
 from .peers import jaxopt, objectives
-from .source_tasks import parts, scored
+from .source_tasks import linear, loss_of, parts
 
 OPTIMIZER = optax.adam(0.3)
 TARGET, RIDGE = 0.895, 1e-3
@@ -75,7 +75,7 @@ def network(y, features):
 
 
 def start_of(model, size):
-    if model is scored:
+    if model is linear:
         return jnp.zeros((size, 10))
     first, second = jax.random.split(jax.random.key(0))
     return {
@@ -87,12 +87,7 @@ def start_of(model, size):
 
 def weighted(model):
     """Return the bilevel problem: a weight for each record, read by its index."""
-
-    def loss(y, record):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            model(y, record["features"]), record["label"]
-        )
-
+    loss = loss_of(model)
     return dpb.BilevelProblem(
         lambda _, y, record: loss(y, record),
         lambda x, y, record: jax.nn.sigmoid(x[record["index"]]) * loss(y, record),
@@ -148,8 +143,8 @@ def candidates(problem):
     for pair in ((1e-2, 1e-1), (1e-3, 1e-2)):
         words, (tolerance, of_system) = "{:.0e}, {:.0e}".format(*pair), pair
         newton = oracles.NewtonCG(tolerance=tolerance)
-        linear = oracles.ConjugateGradient(tolerance=of_system)
-        found[f"ours, {words}"] = ours(problem, newton, linear)
+        system = oracles.ConjugateGradient(tolerance=of_system)
+        found[f"ours, {words}"] = ours(problem, newton, system)
         found[f"JAXopt LBFGS, {words}"] = by_jaxopt(problem, jaxopt.LBFGS, *pair)
     plain = by_jaxopt(problem, jaxopt.GradientDescent, 1e-2, 1e-1)
     return found | {"JAXopt GradientDescent, 1e-02, 1e-01": plain}
@@ -205,6 +200,6 @@ def main():
     options = pages.options()
     task = cleaning(int(options.get("seed", 0)))
     if options.get("model", "linear") == "linear":
-        compare(task, scored, candidates(weighted(scored)), 40)
+        compare(task, linear, candidates(weighted(linear)), 40)
     if options.get("model", "network") == "network":
         compare(task, network, for_networks(weighted(network)), 80)

@@ -32,7 +32,7 @@ from dpbilevel.sklearn.linear import with_constant
 
 from . import pages
 from .pages import ADULT, MNIST
-from .source_tasks import pixels
+from .source_tasks import mnist
 from .table_tasks import DELTA, EPSILONS, in_other_process
 
 PAGE = pages.RESULTS / "estimators.md"
@@ -88,8 +88,7 @@ def tasks():
     X, y = datasets.load_digits(return_X_y=True)
     found["digits"] = X, y, np.asarray([[0.0] * 64, [16.0] * 64]), 4.0
     if MNIST.is_file():
-        X, y = pixels()
-        X = (X / 255).astype("f4")
+        X, y = mnist(MNIST)
         found["MNIST, 14 x 14 (held out)"] = X, y, np.asarray([[0.0], [1.0]]), 10.0
     return found
 

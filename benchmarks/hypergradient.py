@@ -106,14 +106,6 @@ def by_ours(problem, **settings):
     return peers.through(problem, solve)
 
 
-def with_peers(problem, y0, ours):
-    """Return candidates and those of other libraries, by name."""
-    found = ours | peers.everybody(problem)
-    if y0.size > 1000:  # its default forms the Hessian
-        del found["optimistix LBFGS, default"]
-    return found
-
-
 def error_of(found, exact):
     found = np.asarray(found, np.float64)
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
@@ -183,7 +175,9 @@ def whole(problem, arguments, exact, repeats):
     """Inner solve and implicit gradient from a cold start, each library's defaults."""
     ours = {"ours, default (NewtonCG)": by_ours(problem)}
     ours["ours, LBFGS"] = by_ours(problem, solver=dpb.oracles.LBFGS())
-    candidates = with_peers(problem, arguments[1], ours)
+    candidates = ours | peers.everybody(problem)
+    if arguments[1].size > 1000:  # its default forms the Hessian
+        del candidates["optimistix LBFGS, default"]
     errors = errors_of(candidates, arguments, exact)
     compare(candidates, arguments, exact, errors, repeats=repeats, builds=3)
     print("at the accuracy of a peer")
@@ -278,6 +272,7 @@ def batched(repeats):
 
 
 CASES = {
+    "logistic regression, n = 20 000, d = 64": (logistic, (20_000, 64), 50),
     "logistic regression, n = 100 000, d = 128": (logistic, (100_000, 128), 7),
     "digits softmax, p = 640": (digits, (), 50),
     "softmax, p = 7840": (cleaning, (5000, 784, 10), 7),

@@ -38,7 +38,6 @@ class Sizes:
         bilevel: Records and features of the solvers of two levels.
         saddle: Records and features of the saddle point.
         epoch: Records, batches and widths of DP-SGD.
-        hypergradients: Names of problems in benchmarks/hypergradient.py, with sizes.
     """
 
     seconds: float
@@ -49,7 +48,6 @@ class Sizes:
     bilevel: tuple
     saddle: tuple
     epoch: tuple
-    hypergradients: dict
 
 
 # Workloads that are made when it is their turn.
@@ -81,10 +79,6 @@ FULL = Sizes(
     bilevel=(100_000, 128),
     saddle=(100_000, 128),
     epoch=(8192, 8, small),
-    hypergradients={
-        "logistic, n = 20 000, d = 64": ("logistic", 20_000, 64),
-        "digits, softmax": ("digits",),
-    },
 )
 QUICK = Sizes(
     seconds=0.1,
@@ -95,7 +89,6 @@ QUICK = Sizes(
     bilevel=(),
     saddle=(10_000, 16),
     epoch=(1024, 4, (64, 32, 10)),
-    hypergradients={},
 )
 networks = mlp(4096, *small), mlp(61_440, *small), mlp(4096, *wide)
 GPU = dataclasses.replace(
@@ -190,22 +183,6 @@ def microbatch_table(sizes):
     )
 
 
-def hypergradient_table(sizes):
-    text = (
-        "Lower solution and hypergradient from a cold start, each library with its "
-        "defaults, with the error against float64; compare times only at equal error."
-    )
-    try:
-        from . import hypergradient
-    except ImportError as error:
-        return Table("Hypergradients", f"{error.name} is not installed.", [])
-    rows = []
-    for name, (made, *shape) in sizes.hypergradients.items():
-        problem = getattr(hypergradient, made)(*shape)
-        rows += solver_steps.hypergradient_rows(name, problem, sizes.seconds)
-    return Table("Hypergradients", text if rows else "left out of the quick run.", rows)
-
-
 def solver_table(sizes):
     rows = []
     if sizes.bilevel:
@@ -225,7 +202,7 @@ def solver_table(sizes):
 def tables(sizes):
     """Every table, printed as soon as it is there."""
     yield from gradient_tables(sizes)
-    for table in (memory_table, microbatch_table, hypergradient_table, solver_table):
+    for table in (memory_table, microbatch_table, solver_table):
         yield table(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Steps of whole solvers and hypergradients, over what they would cost in public.
+"""Steps of whole solvers, over what they would cost in public.
 
 Rows are dictionaries from the head of a column to a text, number or None.
 """
@@ -132,34 +132,3 @@ def epoch_row(n, batches, widths, seconds):
     )
     arguments = work.parameters, work.records, jax.random.key(0)
     return row(name, text, "1 epoch", private, public, arguments, seconds)
-
-
-def hypergradient_rows(name, made, seconds):
-    """Lower solution and hypergradient from a cold start, by library.
-
-    Args:
-        name: The name of the problem.
-        made: Problem, data, x and start of y, as benchmarks/hypergradient.py makes it.
-        seconds: See `ratios`.
-
-    Raises:
-        ImportError: JAXopt or optimistix is missing.
-    """
-    from . import hypergradient
-
-    problem, data, x, y0 = made
-    arguments = x, y0, data
-    _, exact = hypergradient.reference(problem, *arguments)
-    ours = {"dpbilevel, NewtonCG": hypergradient.by_ours(problem)}
-    candidates = hypergradient.with_peers(problem, y0, ours)
-    errors = hypergradient.errors_of(candidates, arguments, exact)
-    solved = {key: candidates[key] for key in errors}
-    found = ratios(solved, *arguments, reference=next(iter(ours)), seconds=seconds)
-    rows = []
-    for key in candidates:
-        time, ratio, build = found.get(key, (None, None, None))
-        rows.append({"problem": name, "by": key, "ms": time and 1e3 * time})
-        rows[-1] |= {"over dpbilevel": ratio, "compile s": build}
-        error = f"{errors[key]:.0e}" if key in errors else "raises"
-        rows[-1]["relative error"] = error
-    return rows

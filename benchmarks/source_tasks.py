@@ -11,12 +11,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from sklearn import datasets
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.files import read_csv
+from examples.data_cleaning import linear, loss_of, mnist, network, start
 
 from .pages import ADULT, MNIST, ROOT, texts
 
@@ -95,27 +95,13 @@ def classified(y, record):
     return jnp.sign(record["features"] @ y) == record["label"]
 
 
-def scored(y, features):
-    return features @ y
-
-
-def network(y, features):
-    hidden = jax.nn.tanh(features @ y["w1"] + y["b1"])
-    return hidden @ y["w2"] + y["b2"]
-
-
 def of_classes(scores):
     """Return the cross entropy of these scores, and whether the largest is right."""
-
-    def loss(y, record):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            scores(y, record["features"]), record["label"]
-        )
 
     def correct(y, record):
         return jnp.argmax(scores(y, record["features"])) == record["label"]
 
-    return {"loss": loss, "correct": correct, "ridge": 1e-5}
+    return {"loss": loss_of(scores), "correct": correct, "ridge": 1e-5}
 
 
 def parts(features, label, rows):
@@ -147,7 +133,7 @@ def made(name, features, label, rows, source, *, training=None, classes=0, **mor
     fields = {"loss": dpb.logistic_loss, "correct": classified}
     fields["model"] = jnp.zeros((width, classes) if classes else width)
     if classes:
-        fields |= of_classes(scored) | {"step": 2.0}
+        fields |= of_classes(linear) | {"step": 2.0}
     data, count = dpb.Levels(upper, lower), int(source.max()) + 1
     fields |= {"num_sources": count, "data": data, "test": test}
     return Task(name, **(fields | more))
@@ -266,22 +252,16 @@ def grouped(name, split, rng):
 # ---------------------------------------------------------------------------- images
 
 
-def pixels():
-    """Return images of 14 x 14 pixels in [0, 255], flat, and their ten labels."""
-    with np.load(MNIST) as file:
-        images, label = file["images"], file["labels"].astype(np.int32)
-    return images.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196), label
-
-
 def images(name, wrong, count, held, shift, rng, **more):
     """Make groups of images, some with labels at random or of the next digit."""
-    features, label = pixels()
+    pixels, label = mnist(MNIST)
+    label = label.astype(np.int32)
     order = rng.permutation(len(label))
     rows = order[:held], order[held + 1500 :], order[held : held + 1500]
     source, true = rng.integers(0, count, len(rows[1])), label[rows[1]]
     other = (true + 1) % 10 if shift else rng.integers(0, 10, len(true))
     more |= {"training": np.where(source < wrong, other, true), "classes": 10}
-    return made(name, unit(features / 255.0), label, rows, source, **more)
+    return made(name, unit(pixels), label, rows, source, **more)
 
 
 def softmax():
@@ -292,24 +272,11 @@ def softmax():
 
 def of_network():
     """T2 with a network."""
-    first, second = jax.random.split(jax.random.key(0))
-    model = {
-        "w1": 2.0 * jax.random.normal(first, (197, 64)),  # of features of norm 1
-        "b1": jnp.zeros(64),
-        "w2": jax.random.normal(second, (64, 10)) / 8,
-        "b2": jnp.zeros(10),
-    }
-    scoring = of_classes(scored)["loss"], np.zeros((197, 10), "f4")
-    return dataclasses.replace(
-        softmax(),
-        name="T2, network of 64 units",
-        **of_classes(network),
-        model=model,
-        linear=False,
-        step=0.25,
-        scoring=dpb.applications.ScoringModel(*scoring),
-        records=IMAGE,
-    )
+    task = softmax()
+    scoring = dpb.applications.ScoringModel(task.loss, np.zeros((197, 10), "f4"))
+    more = {"name": "T2, network of 64 units", "model": start(), "linear": False}
+    more |= {"step": 0.25, "scoring": scoring, "records": IMAGE}
+    return dataclasses.replace(task, **more, **of_classes(network))
 
 
 def small_digits(rng):

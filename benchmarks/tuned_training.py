@@ -13,11 +13,11 @@ import dpbilevel as dpb
 from examples import tuned_training as example
 
 from . import pages
-from .source_tasks import of_classes, pixels, scored
+from .source_tasks import linear, mnist, of_classes
 
 KEYS = 10
 LOGISTIC = dpb.logistic_loss, example.error
-SOFTMAX = of_classes(scored)
+SOFTMAX = of_classes(linear)
 
 
 def softmax_loss(model, record):
@@ -26,12 +26,6 @@ def softmax_loss(model, record):
 
 def softmax_error(model, record):
     return 1.0 - SOFTMAX["correct"](model, record)
-
-
-def digits():
-    """Return pixels of 14 x 14 images, not scaled, and ten labels."""
-    features, label = pixels()
-    return (features / 255).astype("f4"), label
 
 
 def main():
@@ -43,7 +37,7 @@ def main():
     if pages.ADULT.is_file():
         tasks["census"] = example.census(pages.ADULT)
     if pages.MNIST.is_file():
-        tasks["digits"] = digits()
+        tasks["digits"] = mnist(pages.MNIST)
     keys = jax.random.split(jax.random.key(0), KEYS)
     tables = []
     for name, records in tasks.items():

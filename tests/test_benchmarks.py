@@ -25,7 +25,6 @@ TINY = performance.Sizes(
     bilevel=(64, 4),
     saddle=(64, 4),
     epoch=(64, 2, (4, 3)),
-    hypergradients={},
 )
 COLUMNS = {
     "Clipped gradients": {
@@ -46,7 +45,6 @@ COLUMNS = {
     "Beside PyTorch": {"slower than", "ratio", "ghost ratio"},
     "Memory": {"task", "parameters", "plain, MiB", "grid", "float"},
     "Micro-batches": {"task", "plain, ms", "1 MiB"},
-    "Hypergradients": set(),
     "Solvers": {"solver", "measured in", "ratio", "compile s"},
 }
 
