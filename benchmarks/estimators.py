@@ -33,7 +33,7 @@ from dpbilevel.sklearn.linear import with_constant
 from . import pages
 from .pages import ADULT, MNIST
 from .source_tasks import mnist
-from .table_tasks import DELTA, EPSILONS, in_other_process
+from .table_tasks import DELTA, EPSILONS, declared, in_other_process
 
 PAGE = pages.RESULTS / "estimators.md"
 KEYS = 10
@@ -43,29 +43,20 @@ COMPARED = ("census, 5 numbers (its notebook)", "breast cancer")  # settings, to
 # Bounds of log-penalties. Rows have length 1, so that useful penalties are far below
 # the default bounds, which are for features of unit variance.
 PENALTIES = (-16.0, -6.0)
-NUMBERS = {
-    "age": (17, 90),
-    "education-num": (1, 16),
-    "capital-gain": (0, 100_000),
-    "capital-loss": (0, 5000),
-    "hours-per-week": (1, 99),
-}
-CATEGORIES = ("workclass", "marital-status", "occupation", "relationship")
-CATEGORIES += ("race", "sex")
 
 
 def census(categories):
     """Features, incomes and public bounds; the numbers of the notebook, or all."""
     names, *rows = (line.strip().split(",") for line in ADULT.open())
     columns = dict(zip(names, np.asarray(rows).T, strict=True))
-    parts = [columns[name].astype(float)[:, None] for name in NUMBERS]
-    lower, upper = (list(v) for v in zip(*NUMBERS.values(), strict=True))
-    for name in categories:
-        parts.append(columns[name][:, None] == np.unique(columns[name]))
+    table = declared()["census"]
+    parts = [columns[name].astype(float)[:, None] for name in table.numbers]
+    if categories:
+        parts += [columns[n][:, None] == v for n, v in table.categories.items()]
     X = np.concatenate(parts, axis=1).astype(float)
-    more = X.shape[1] - len(lower)
-    bounds = np.asarray([lower + [0] * more, upper + [1] * more], float)
-    return X, (columns["income-per-year"] == ">50K").astype(int), bounds
+    bits = np.tile((0.0, 1.0), (X.shape[1] - len(table.numbers), 1))
+    bounds = np.concatenate([[*table.numbers.values()], bits]).T
+    return X, (columns[table.target] == table.positive).astype(int), bounds
 
 
 def rounded(X):
@@ -79,8 +70,8 @@ def tasks():
     """For each task its records, bounds and the norm that diffprivlib is given."""
     found = {}
     if ADULT.is_file():
-        found["census, 5 numbers (its notebook)"] = (*census(()), 2.0)
-        found["census, all columns"] = (*census(CATEGORIES), 3.0)
+        found["census, 5 numbers (its notebook)"] = (*census(False), 2.0)
+        found["census, all columns"] = (*census(True), 3.0)
     X, y = datasets.load_iris(return_X_y=True)
     found["iris (its docstring)"] = X, y, np.asarray([[4, 2, 1, 0], [8, 5, 7, 3]]), 12.0
     X, y = datasets.load_breast_cancer(return_X_y=True)

@@ -11,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sklearn.datasets import load_digits
 
 import dpbilevel as dpb
 from dpbilevel.oracles.objectives import lower_objective
@@ -38,13 +39,22 @@ def logistic(n, d):
     return problem, data, jnp.full(d, -6.0), jnp.zeros(d)
 
 
-def cleaning(n, d, classes, features=None, label=None):
-    """Hyper-cleaning: x weighs every training record of a softmax regression."""
+def softmax(n, d, classes):
+    """Hyper-cleaning of generated records."""
     rng = np.random.default_rng(0)
-    if features is None:
-        features = np.abs(rng.normal(size=(n, d))) * np.exp(-3 * rng.uniform(size=d))
-        logits = features @ rng.normal(size=(d, classes))
-        label = np.argmax(logits + rng.gumbel(size=(n, classes)), 1)
+    features = np.abs(rng.normal(size=(n, d))) * np.exp(-3 * rng.uniform(size=d))
+    logits = features @ rng.normal(size=(d, classes))
+    return cleaning(features, np.argmax(logits + rng.gumbel(size=(n, classes)), 1))
+
+
+def digits():
+    images = load_digits()
+    return cleaning(images.data[:898] / 16, images.target[:898])
+
+
+def cleaning(features, label):
+    """Hyper-cleaning: x weighs every training record of a softmax regression."""
+    (n, d), classes = features.shape, label.max() + 1
     rows = {
         "features": jnp.asarray(features, jnp.float32),
         "label": jnp.asarray(np.eye(classes)[label], jnp.float32),
@@ -63,13 +73,6 @@ def cleaning(n, d, classes, features=None, label=None):
     half = n // 2
     data = dpb.Levels(jax.tree.map(lambda v: v[:half], rows), rows)
     return problem, data, jnp.zeros(n), jnp.zeros((d, classes))
-
-
-def digits():
-    from sklearn.datasets import load_digits
-
-    images = load_digits()
-    return cleaning(898, 64, 10, images.data[:898] / 16, images.target[:898])
 
 
 def reference(problem, x, y0, data):
@@ -275,7 +278,7 @@ CASES = {
     "logistic regression, n = 20 000, d = 64": (logistic, (20_000, 64), 50),
     "logistic regression, n = 100 000, d = 128": (logistic, (100_000, 128), 7),
     "digits softmax, p = 640": (digits, (), 50),
-    "softmax, p = 7840": (cleaning, (5000, 784, 10), 7),
+    "softmax, p = 7840": (softmax, (5000, 784, 10), 7),
 }
 
 

@@ -11,7 +11,6 @@ runs/natural_sources/rows.json and not measured again. NON-PRIVATE evaluation.
 Environments of `benchmarks.table_tasks` are needed.
 """
 
-import dataclasses
 import pathlib
 import time
 
@@ -39,55 +38,18 @@ SHOWN = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """How a table becomes a task of sources.
-
-    Attributes:
-        table: Its name among the declared tables.
-        column: The column that divides the records.
-        population: The value of that column in the population.
-        bands: Where a column of numbers is cut; values are the numbers of the bands.
-    """
-
-    table: str
-    column: str
-    population: str | int
-    bands: tuple[float, ...] = ()
-
-
+# The groups of tasks in tables.toml. The settings of `Recalibration` were changed with
+# the second one in sight, kinds of records and candidates with the third one.
 GROUPS = {
-    # Added after the last setting was chosen.
-    "tasks that were never used": {
-        "part time, west": Split("part time", "region", "west"),
-        "hospital stays, west": Split("hospital stays", "region", "west"),
-    },
-    # The settings of `Recalibration` were changed with these in sight.
-    "tasks that kinds of records were not chosen on": {
-        "credit, tenants": Split("credit", "Home", "rent"),
-        "arrests, people under 18": Split("arrests", "age", 0, (18, 21, 25, 32)),
-        "doctor visits, people of 60 and older": Split(
-            "doctor visits", "age", 4, (0.22, 0.27, 0.4, 0.6)
-        ),
-        "heart attacks, former smokers": Split("heart attacks", "smstat", "x"),
-        "youth risk, last grade": Split("youth risk", "grade", 3, (9.5, 10.5, 11.5)),
-    },
-    "tasks that kinds and candidates were chosen on": {
-        "union, workers in factories": Split("union", "industry", "Manufacturing"),
-        "crashes, at 55 miles and more": Split("crashes", "dvcat", "55+"),
-        "smoke ban, graduates": Split("smoke ban", "education", "college"),
-        "flchain, people of 75 and older": Split("flchain", "age", 4, (57, 63, 69, 75)),
-        "churn, contracts of a year": Split("churn", "contract", "One year"),
-        "health insurance, bachelors": Split(
-            "health insurance", "education", "bachelor"
-        ),
-        "affairs, occupation 4": Split("affairs", "occupation", "4.0"),
-    },
+    "never used": "tasks that were never used",
+    "kinds not chosen on": "tasks that kinds of records were not chosen on",
+    "kinds and candidates chosen on": "tasks that kinds and candidates were chosen on",
 }
 
 
-def made(name, split, table, records):
+def made(name, table, records):
     """Return a task of sources from the records of a table."""
+    split = table.split
     dropped = np.zeros(records.X.shape[1], bool)
     if split.bands:
         place, population = [*table.numbers].index(split.column), split.population
@@ -149,7 +111,7 @@ def behind(row):
     return (losses[AUTO] - best) / max(trivial - best, 0.01 * trivial)
 
 
-def table(rows):
+def table_of(rows):
     """Return the rows as a table, those first where the plan is farthest behind."""
     head = ("task", "epsilon", CONSTANT, RATE, "validation records only")
     head += ("best candidate in hindsight", AUTO, "worst of 20", "behind the best")
@@ -178,24 +140,24 @@ def methods(rows):
 
 def main():
     check_environments()
-    options, tables = pages.options(), declared()
+    options, rows = pages.options(), pages.kept(ROWS)
     budgets = [float(v) for v in options.get("epsilon", "0.3,1,3").split(",")]
-    splits = {n: split for group in GROUPS.values() for n, split in group.items()}
-    records = load({split.table: tables[split.table] for split in splits.values()})
-    rows = pages.kept(ROWS)
+    tables = {name: table for name, table in declared().items() if table.split}
+    records, groups = load(tables), {group: [] for group in GROUPS}
     done = {(row["task"], row["epsilon"]) for row in rows}
-    for name, split in splits.items():
+    for table_name, table in tables.items():
+        name = f"{table_name}, {table.split.name}"
+        groups[table.split.group].append(name)
         jax.clear_caches()  # programs of many shapes fill the memory
         for epsilon in budgets:
             chosen = name.startswith(options.get("task", ""))
             if chosen and (name, epsilon) not in done:
-                task = made(name, split, tables[split.table], records[split.table])
-                rows.append(evaluate(task, epsilon))
+                rows.append(evaluate(made(name, table, records[table_name]), epsilon))
                 pages.keep(ROWS, rows)
     parts = []
-    for title, group in GROUPS.items():
-        found = [row for row in rows if row["task"] in group]
-        parts += [f"## {title.capitalize()}", table(found), methods(found)]
+    for group, title in GROUPS.items():
+        found = [row for row in rows if row["task"] in groups[group]]
+        parts += [f"## {title.capitalize()}", table_of(found), methods(found)]
     print(*parts, sep="\n\n")
     if not options:
         pages.write(pages.RESULTS / "natural_sources.md", parts)

@@ -123,18 +123,14 @@ def descent(steps, size, clip=1.0):
     return dpb.NoisyGD(steps, clip, size, output=TAIL)
 
 
-def two_level(solvers):
-    """Candidates of solvers of the problem."""
-
-    def candidates(task):
-        return [(task.problem, solver, task.data) for solver in solvers]
-
-    return candidates
+def two_level(*solvers):
+    """Return what makes the candidates of solvers of the problem."""
+    return lambda task: [(task.problem, solver, task.data) for solver in solvers]
 
 
-def one_level(reads, settings):
+def one_level(settings, reads="both"):
     kind = dpb.bilevel.OneLevel
-    return two_level([kind(descent(*values), reads=reads) for values in settings])
+    return [kind(descent(*values), reads=reads) for values in settings]
 
 
 ALL = (1e-6, 1.0)  # of the budget for the fit
@@ -158,13 +154,12 @@ def ridge(x):
 def default_penalty(task):
     """Return a penalty of 1 / n for all, the default of many libraries."""
     problem = ridge(-np.log(len(task.data.lower["label"])))
-    solvers = (dpb.bilevel.OneLevel(descent(*s), reads="both") for s in BOTH)
-    return [(problem, solver, task.data) for solver in solvers]
+    return [(problem, solver, task.data) for solver in one_level(BOTH)]
 
 
 def one_penalty(task):
     """Return the best of six single penalties, at one setting of the descent."""
-    solver = dpb.bilevel.OneLevel(descent(50, 12, 2), reads="both")
+    (solver,) = one_level([(50, 12, 2)])
     return [(ridge(x), solver, task.data) for x in (-8, -7, -6, -5, -4, -3)]
 
 
@@ -211,25 +206,21 @@ def found_scales(task):
     return np.minimum(1, scales / np.quantile(scales, 0.75))
 
 
-def by_auto(task):
-    """Return the plan of `auto`, which is given the norm of the records."""
-    return two_level(planned(task, EPSILON))(task)
-
-
 METHODS = {
-    "validation records only": one_level("upper", UPPER),
-    "training records only": one_level("lower", LOWER),
-    "all records": one_level("both", BOTH),
+    "validation records only": two_level(*one_level(UPPER, "upper")),
+    "training records only": two_level(*one_level(LOWER, "lower")),
+    "all records": two_level(*one_level(BOTH)),
     "all records, default penalty": default_penalty,
     "all records, best single penalty": one_penalty,
     "`PenaltyBilevel`, refitted": two_level(
-        [penalty(a, b) for a in (5.0, 50.0, 500.0) for b in (4.0, 8.0)]
+        *(penalty(a, b) for a in (5.0, 50.0, 500.0) for b in (4.0, 8.0))
     ),
     "`ScaledGroups`": two_level(
-        [scaled(b, c) for b in (12.0, 24.0, 48.0) for c in (0.5, 0.7)]
+        *(scaled(b, c) for b in (12.0, 24.0, 48.0) for c in (0.5, 0.7))
     ),
-    "`ScaledGroups`, one setting": two_level([scaled(24.0, 0.7)]),
-    "`auto`": by_auto,
+    "`ScaledGroups`, one setting": two_level(scaled(24.0, 0.7)),
+    # The plan is given the norm of the records.
+    "`auto`": lambda task: two_level(*planned(task, EPSILON))(task),
 }
 BASELINES = tuple(METHODS)[:5]
 

@@ -32,6 +32,25 @@ Bounds = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
+class Split:
+    """How a table becomes a task of sources.
+
+    Attributes:
+        name: The name of the population.
+        group: Whether rules were chosen with this task in sight.
+        column: The column that divides the records.
+        population: The value of that column in the population.
+        bands: Where a column of numbers is cut; values are the numbers of the bands.
+    """
+
+    name: str
+    group: str
+    column: str
+    population: str | int
+    bands: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Table:
     """One table of a package, its target and its declared columns.
 
@@ -45,6 +64,7 @@ class Table:
         positive: The value of the target that counts as 1; `None`: all above 0.
         others: Bounds of all columns that are named nowhere, or `None`: left out.
         target_bounds: Bounds of a target that is a number, or `None`.
+        split: How it becomes a task of sources, or `None`.
     """
 
     group: str
@@ -56,11 +76,15 @@ class Table:
     positive: str | int | None = None
     others: Bounds | None = None
     target_bounds: Bounds | None = None
+    split: Split | None = None
 
 
 def declared():
     """Return the tables by name; the census only if its file is there."""
-    tables = {n: Table(**facts) for n, facts in tomllib.loads(FILE.read_text()).items()}
+    tables = {}
+    for name, facts in tomllib.loads(FILE.read_text()).items():
+        split = facts.pop("split", None)
+        tables[name] = Table(**facts, split=split and Split(**split))
     census = tables.pop("census")
     if ADULT.is_file():
         tables["census"] = dataclasses.replace(census, item=str(ADULT.resolve()))

@@ -95,13 +95,14 @@ def test_features_are_numbers_and_indicators_within_their_bounds():
 @pytest.mark.parametrize(
     ("split", "kept"),  # the columns are age, three kinds of work, x
     [
-        (natural_sources.Split("", "work", "b"), [0, 4]),
-        (natural_sources.Split("", "age", 1, (40, 60)), [1, 2, 3, 4]),
+        (table_tasks.Split("", "", "work", "b"), [0, 4]),
+        (table_tasks.Split("", "", "age", 1, (40, 60)), [1, 2, 3, 4]),
     ],
 )
 def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, kept):
     categories = {"work": ["a", "b", "c"], "x": [0, 1]}
-    table = table_tasks.Table("", "", "", "y", {"age": (20, 80)}, categories)
+    numbers = {"age": (20, 80)}
+    table = table_tasks.Table("", "", "", "y", numbers, categories, split=split)
     rng, rows = np.random.default_rng(0), 2000
     task = table_tasks.Task(
         numbers=rng.choice([30.0, 50.0, 70.0], (rows, 1)),
@@ -111,7 +112,7 @@ def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, 
         sizes=np.array([3, 2]),
         target=np.array([0.0, 1.0]),
     )
-    made = natural_sources.made("", split, table, task)
+    made = natural_sources.made("", table, task)
     assert made.num_sources == 2
     assert len(made.data.upper["label"]) == natural_sources.VALIDATION
     found = [np.asarray(v["features"]) for v in (made.data.lower, made.test)]
