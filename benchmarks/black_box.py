@@ -87,7 +87,8 @@ def descent(task, settings, start, seed):
     solver = dpb.NoisyGD(steps, clip, size, output=dpb.outputs.Last())
     solver = solver.with_noise(1 / settings["mu"]).with_sizes(task.size)
     with jax.enable_x64(True):
-        given = task.problem, solver, task.records, jnp.asarray(start)
+        problem = dpb.FiniteSum(task.loss, w_set=task.w_set)
+        given = problem, solver, task.records, jnp.asarray(start)
         answer = jax.jit(dpb.solve)(*given, key=jax.random.key(seed)).value
     return task.objective([np.asarray(answer)])[0], 0
 
