@@ -8,9 +8,7 @@ score of the cleaner (found: a weight below 1/2; wrong: a label that differs fro
 true one) and the processor's seconds of the outer steps, on all cores and without what
 compiles or evaluates: other jobs on the machine do not count.
 
-MNIST is read from $MNIST or ../shared/data/mnist_10k.npz; where it is missing, the
-1 797 digits of scikit-learn are used, in the same proportions.
-
+If MNIST is missing, the 1 797 digits of scikit-learn are used in the same proportions.
 Run by `python -m benchmarks data_cleaning [--model=linear] [--seed=0]`. NON-PRIVATE.
 """
 

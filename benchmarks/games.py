@@ -6,9 +6,8 @@ records. Every method but `GroupDescent`, which has none, has several settings f
 keys each; the one with the best median ON THE TEST RECORDS runs for 10 keys.
 NON-PRIVATE evaluation.
 
-The Adult CSV is read from $ADULT or ../shared/data/adult.csv; the generated task always
-runs. Prints tables, writes them into docs/games.md where all tasks ran, and takes the
-time of a game of 100 000 records.
+Prints tables, writes them into docs/games.md if all tasks ran, and takes the time of a
+game of 100 000 records.
 """
 
 import functools

@@ -1,8 +1,6 @@
 """Sensitivities of certified hypergradients, declared and with clipped records.
 
-1000 validation and 20 000 training records of the census ($ADULT or
-../shared/data/adult.csv). NON-PRIVATE evaluation.
-
+1000 validation and 20 000 training records of the census. NON-PRIVATE evaluation.
 Run by `python -m benchmarks implicit`; prints the table of docs/mathematics.md.
 """
 

@@ -4,8 +4,8 @@ Methods and people of examples/meta_learning.py, at epsilon 3 for a person, 10 k
 accuracy on the images of people who took part in nothing. Every baseline is shown with
 the best of its settings in hindsight ON THE TEST PEOPLE; meta-learning with one setting
 for all tasks, which was found on 80 of the training people of the digits, learned from
-the others. Prints tables and writes them into docs/meta_learning.md where the digits
-are there: $MNIST or ../shared/data/mnist_10k.npz.
+the others. Prints tables and writes them into docs/meta_learning.md if the digits are
+there.
 """
 
 import functools

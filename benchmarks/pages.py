@@ -1,4 +1,9 @@
-"""What benchmarks share: places, options of the command line, tables and pages."""
+"""Places, options of the command line, tables and pages, which benchmarks share.
+
+The census (Adult) is read from $ADULT or ../shared/data/adult.csv, MNIST (arrays
+`images`, 28 x 28, and `labels` of an npz file) from $MNIST or
+../shared/data/mnist_10k.npz. Tasks whose file is missing are left out.
+"""
 
 import datetime
 import json

@@ -11,9 +11,7 @@ or ten groups of noise, in an order that no method knows.
 
 Judged as in `utility`: the mean loss of the released model on test records, the setting
 of the best median over 4 keys in hindsight, then 10 keys. NON-PRIVATE evaluation.
-
-The Adult CSV is read from $ADULT or ../shared/data/adult.csv; generated records stand
-in for it in a table of their own.
+Generated records have a table of their own.
 """
 
 import dataclasses

@@ -9,12 +9,12 @@ shares set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses
-import functools
 import os
 import pathlib
 import platform
 import re
 import sys
+import tomllib
 from importlib import metadata
 
 import jax
@@ -22,87 +22,8 @@ import jax
 from . import gradients, pages, private_peers, solver_steps, workloads
 
 PAGE = pages.RESULTS / "performance.md"
+SIZES = pages.ROOT / "benchmarks/performance.toml"
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes that are measured, and for how long.
-
-    Attributes:
-        seconds: For each candidate of a row.
-        gradients: Workloads of the tables of gradients, made when it is their turn.
-        memory: Those of the table of memory.
-        microbatches: Those of the table of micro-batches.
-        budgets: Sizes of a micro-batch in MiB.
-        bilevel: Records and features of the solvers of two levels.
-        saddle: Records and features of the saddle point.
-        epoch: Records, batches and widths of DP-SGD.
-    """
-
-    seconds: float
-    gradients: tuple
-    memory: tuple
-    microbatches: tuple
-    budgets: tuple[int, ...]
-    bilevel: tuple
-    saddle: tuple
-    epoch: tuple
-
-
-# Workloads that are made when it is their turn.
-logistic, mlp, cnn, attention, with_intercept = (
-    functools.partial(functools.partial, getattr(workloads, name))
-    for name in ("logistic", "mlp", "cnn", "attention", "with_intercept")
-)
-small, wide = (784, 256, 10), (784, 1024, 1024, 10)
-networks = mlp(1024, *small), mlp(8192, *small), mlp(512, *wide)
-
-FULL = Sizes(
-    seconds=0.6,
-    gradients=(
-        *(
-            logistic(n, d)
-            for n in (10_000, 25_000, 100_000, 1_000_000)
-            for d in (16, 32, 128, 512, 4096)
-            if n * d <= 1.3e8
-        ),
-        *(*networks, mlp(4096, *wide), cnn(256), attention(64)),
-    ),
-    memory=(
-        *(logistic(n, 128) for n in (10_000, 100_000, 1_000_000)),
-        *(mlp(n, *small) for n in (256, 1024, 4096, 16_384)),
-        *(mlp(512, 784, width, 10) for width in (64, 1024, 4096)),
-    ),
-    microbatches=(*networks, cnn(256), attention(64), with_intercept(100_000, 128)),
-    budgets=(1, 4, 16, 64, 256),
-    bilevel=(100_000, 128),
-    saddle=(100_000, 128),
-    epoch=(8192, 8, small),
-)
-QUICK = Sizes(
-    seconds=0.1,
-    gradients=(logistic(10_000, 128), mlp(256, 784, 64, 10)),
-    memory=(logistic(10_000, 128),),
-    microbatches=(mlp(256, 784, 64, 10),),
-    budgets=(1, 4),
-    bilevel=(),
-    saddle=(10_000, 16),
-    epoch=(1024, 4, (64, 32, 10)),
-)
-networks = mlp(4096, *small), mlp(61_440, *small), mlp(4096, *wide)
-GPU = dataclasses.replace(
-    FULL,
-    gradients=(
-        *(logistic(100_000, 128), logistic(4_000_000, 128), *networks),
-        *(mlp(1024, 784, 4096, 4096, 10), cnn(4096), attention(1024)),
-    ),
-    microbatches=(*networks, cnn(4096), attention(1024), with_intercept(10**6, 128)),
-    budgets=(16, 64, 256, 1024, 4096),
-    bilevel=(4_000_000, 128),
-    saddle=(1_000_000, 128),
-    epoch=(61_440, 15, small),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +54,9 @@ def cell(value):
 
 def gradient_tables(sizes):
     works, rows = [], []
-    for make in sizes.gradients:
-        work = make()
-        rows.append(gradients.gradient_row(work, sizes.seconds))
+    for name in sizes["gradients"]:
+        work = workloads.named(name)
+        rows.append(gradients.gradient_row(work, sizes["seconds"]))
         # Without their records, which would fill the memory of all later rows.
         works.append(dataclasses.replace(work, records=(None, range(work.size))))
         print("|", *(f"{cell(v)} |" for v in rows[-1].values()), flush=True)
@@ -153,7 +74,7 @@ def gradient_tables(sizes):
         "takes longer; a long sum and a matrix product are that fast here.",
         gradients.losses_first(rows),
     )
-    peers = gradients.torch_table(works, rows, sizes.seconds)
+    peers = gradients.torch_table(works, rows, sizes["seconds"])
     yield Table(
         "Beside PyTorch",
         "Opacus and PyTorch on the same shapes, in a process of their own: a private "
@@ -169,27 +90,28 @@ def memory_table(sizes):
         "Memory",
         "Temporary memory and results of the compiled step, by the compiler's account, "
         "without the records; `grid` and `float` over plain.",
-        [gradients.memory_row(make()) for make in sizes.memory],
+        [gradients.memory_row(workloads.named(name)) for name in sizes["memory"]],
     )
 
 
 def microbatch_table(sizes):
-    measured = sizes.budgets, sizes.seconds
+    works = map(workloads.named, sizes["microbatches"])
+    measured = sizes["budgets"], sizes["seconds"]
     return Table(
         "Micro-batches",
         "`grid` over plain, by what a micro-batch may occupy; in brackets how many "
         "records it held. `all`: taken all at once, whatever the budget.",
-        [gradients.microbatch_row(make(), *measured) for make in sizes.microbatches],
+        [gradients.microbatch_row(work, *measured) for work in works],
     )
 
 
 def solver_table(sizes):
     rows = []
-    if sizes.bilevel:
-        rows += solver_steps.bilevel_rows(*sizes.bilevel, sizes.seconds)
+    if sizes["bilevel"]:
+        rows += solver_steps.bilevel_rows(*sizes["bilevel"], sizes["seconds"])
     rows += [
-        solver_steps.extragradient_row(*sizes.saddle, sizes.seconds),
-        solver_steps.epoch_row(*sizes.epoch, sizes.seconds),
+        solver_steps.extragradient_row(*sizes["saddle"], sizes["seconds"]),
+        solver_steps.epoch_row(*sizes["epoch"], sizes["seconds"]),
     ]
     return Table(
         "Solvers",
@@ -237,7 +159,8 @@ def main():
     if not private_peers.has_jax_privacy():
         parts.append("jax_privacy is not installed; its column is empty.")
         print(parts[-1])
-    for table in tables(QUICK if quick else FULL if on_cpu else GPU):
+    sizes = tomllib.loads(SIZES.read_text())
+    for table in tables(sizes["quick" if quick else "full" if on_cpu else "gpu"]):
         parts.append(str(table))
         print(f"\n{table}", flush=True)
     if not quick:

@@ -3,12 +3,9 @@
 Tables of packages with two classes: log loss, accuracy, area under the ROC curve and
 calibration error on test records, the medians of 5 keys, each with a split of its own.
 Beside the estimator are DP-EBM, diffprivlib, `NoisyGD` with settings by hand, a fit
-without privacy and constant answers. NON-PRIVATE evaluation.
-
-`DPRidge` is compared on three tables whose targets are numbers.
-
-Environments of `benchmarks.table_tasks` are needed. The census is read from $ADULT or
-../shared/data/adult.csv; without it that table is left out, and no page is written.
+without privacy and constant answers. NON-PRIVATE evaluation. `DPRidge` is compared on
+three tables whose targets are numbers. Environments of `benchmarks.table_tasks` are
+needed. Without the census no page is written.
 
 `--task=churn` runs the tables whose names begin so. Results are kept in
 runs/real_tables/rows.json and not measured again, except for a method that is named,

@@ -1,9 +1,4 @@
-"""Tasks of sources: those of `utility` and those of `held_out`.
-
-The Adult CSV is read from $ADULT or ../shared/data/adult.csv, MNIST (28 x 28 images and
-labels as arrays `images` and `labels` of an npz file) from $MNIST or
-../shared/data/mnist_10k.npz. The other tasks need no files.
-"""
+"""Tasks of sources: those of `utility` and those of `held_out`."""
 
 import dataclasses
 import functools

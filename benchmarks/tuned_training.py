@@ -2,8 +2,7 @@
 
 Methods of examples/tuned_training.py at epsilon 1 for everybody, training and
 validation people alike, 10 keys, error of the released model on test records. Prints
-tables and writes them into docs/tuned_training.md where census and digits are there:
-$ADULT or ../shared/data/adult.csv, $MNIST or ../shared/data/mnist_10k.npz.
+tables and writes them into docs/tuned_training.md if census and digits are there.
 """
 
 import jax

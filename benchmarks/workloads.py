@@ -51,6 +51,12 @@ class Workload:
         return sum(v.nbytes for v in jax.tree.leaves((self.parameters, self.records)))
 
 
+def named(text):
+    """Return a workload by the name of its function here and its arguments."""
+    name, *sizes = text.split()
+    return globals()[name](*map(int, sizes))
+
+
 def normal(key, *shape):
     return jax.random.normal(jax.random.key(key), shape)
 
