@@ -117,6 +117,7 @@ def main():
     rows, prefix = [], pages.options().get("task", "")
     for file in sorted(CONFIGS.glob(f"{prefix}*.toml")):
         experiment = tomllib.loads(file.read_text())
+        print(experiment["title"], flush=True)
         for curve in experiment["curve"]:
             began, settings = time.perf_counter(), experiment | curve
             seeds = range(settings["replications"])

@@ -147,18 +147,16 @@ def solvers(setting, problem):
         return
     if setting.records <= DRAWN:
         sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-8)
-        draw = dpb.draws.RegularizedExponentialMechanism(
-            sampler, dimension=setting.dimension_x, convex=True
-        )
+        settings = {"dimension": setting.dimension_x, "convex": True}
+        draw = dpb.draws.RegularizedExponentialMechanism(sampler, **settings)
         yield "regularized draw", proved, draw
     try:
-        facts = {"initial_gap": GAP, "inner": inner}
-        facts |= {
-            "dimension_x": setting.dimension_x,
-            "dimension_y": setting.dimension_y,
-        }
+        axes = "dimension_x", "dimension_y"
+        dimensions = {axis: getattr(setting, axis) for axis in axes}
         given = problem, setting.budget, setting.sizes
-        planned = dpb.PenaltyBilevel.from_theorem(*given, **facts)
+        planned = dpb.PenaltyBilevel.from_theorem(
+            *given, **dimensions, initial_gap=GAP, inner=inner
+        )
     except ValueError as refusal:
         print(f"not run: {refusal}")
     else:

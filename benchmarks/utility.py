@@ -280,11 +280,11 @@ def judged(task, epsilon, methods, baselines):
             solvers and data. One of them is the oracle.
         baselines: The names of the methods of one level.
     """
+    jax.clear_caches()  # programs of many tasks fill the memory
     start, budget, rows = time.perf_counter(), dpb.PrivacyBudget(epsilon, DELTA), {}
     for method, candidates in methods.items():
         rows[method] = best(task, budget, candidates())
         print(f"{task.name}, epsilon {epsilon:g}, {method}: {rows[method]}", flush=True)
-        jax.clear_caches()
     base = min(rows[method]["loss"] for method in baselines)
     for values in rows.values():
         values["gap"] = (base - values["loss"]) / (base - rows["oracle"]["loss"])
