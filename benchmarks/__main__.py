@@ -10,34 +10,11 @@ import pathlib
 import subprocess
 import sys
 
-NAMES = (
-    "performance",
-    "utility",
-    "worst_runs",
-    "held_out",
-    "redrawn",
-    "utility_figure",
-    "penalties",
-    "meta_learning",
-    "tuned_training",
-    "tuned_estimators",
-    "estimators",
-    "real_tables",
-    "natural_sources",
-    "hypergradient",
-    "data_cleaning",
-    "implicit",
-    "rates",
-    "rates_in_y",
-    "draws",
-    "draw_times",
-    "saddle",
-    "games",
-    "black_box",
-    "dimensions",
-    "starts",
-    "out_of_core",
-)
+NAMES = """
+performance utility worst_runs held_out redrawn utility_figure penalties meta_learning
+tuned_training tuned_estimators estimators real_tables natural_sources hypergradient
+data_cleaning implicit rates draws saddle games black_box dimensions out_of_core
+""".split()
 
 
 def run(name, cores, options):

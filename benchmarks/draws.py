@@ -1,35 +1,69 @@
-"""Worth of a draw: its excess risk, and what a certified draw costs.
+"""Worth and cost of a draw: excess risks beside descent, and seconds.
 
 1. Linear losses, as in the instance behind the lower bounds, on a box of diameter 2:
    the expected excess of the exponential mechanism (its law has a closed form), that of
    the regularized one and of noisy gradient descent at the same epsilon, for more
    records and more dimensions.
-2. The quadratic bilevel problem of the zoo in two dimensions, whose hyper-objective is
-   known: draws from a grid and from the ball, and noisy implicit steps.
-3. The single losses that stochastic rejection looks at for one draw, for more records
-   and more dimensions: measured over a part of the certified steps where all of them
-   would take too long, and scaled up.
+2. Linear models on the unit ball: the seconds of one draw of a regularized exponential
+   mechanism, with a number of tries that is fixed before a record is read and with
+   one that depends on the records, and of compiling it, in processor time of all
+   cores. Fixed numbers that planning refuses are said to be refused; those that take
+   more than ten minutes are not run, and their time follows from that of one
+   evaluation.
+3. Absolute losses, labels with Laplace noise: the mean excess of one draw, of the
+   rounds of `LocalizedDraws.tuned` and of noisy descent with the best of four step
+   sizes, a choice that is not private.
 
-Run by `python -m benchmarks draws`; tables and figure go to runs/draws.
-NON-PRIVATE evaluation: excess risks and query counts are computed from the records.
+Run by `python -m benchmarks draws`, `--part=2` for one of them; prints the tables of
+docs/draws.md. NON-PRIVATE evaluation: excess risks are computed from the records.
 """
 
 import dataclasses
 import math
-import pathlib
+import statistics
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.draws.samplers.base import scaled_potential
 
-FOLDER = pathlib.Path("runs/draws")
-EPSILON, DELTA = 1.0, 1e-6
+from . import pages
+
+BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
+EPSILON, LOGS = BUDGET.epsilon, math.log(1 / BUDGET.delta)
 KEYS = 64
 RECORDS = (300, 1_000, 3_000, 10_000, 30_000)
 DIMENSIONS = (1, 2, 4, 8, 16, 32, 64)
+SHAPES = (
+    ("absolute", 500, 2),
+    ("absolute", 2_000, 20),
+    ("absolute", 20_000, 20),
+    ("logistic", 100_000, 50),
+)
+KINDS = ("fixed", "unprotected")
+DRAWS, ENOUGH, TOO_LONG, STEPS = 5, 120.0, 600.0, 256
+
+
+def one_draw(d, running_time="fixed"):
+    """Return a regularized draw in d dimensions."""
+    envelope = dpb.draws.ConvexEnvelope()
+    sampler = dpb.draws.AlternatingSampler(envelope, 1e-9, running_time=running_time)
+    return dpb.draws.RegularizedExponentialMechanism(sampler, convex=True, dimension=d)
+
+
+def compiled(problem, solver, records, d):
+    """Return a function of a key that runs a solver, and the seconds to compile it."""
+    start = time.process_time()
+    run = jax.jit(
+        lambda data, key: dpb.solve(problem, solver, data, jnp.zeros(d), key=key).value
+    )
+    run = run.lower(records, jax.random.key(0)).compile()
+    return lambda key: run(records, key), time.process_time() - start
+
+
+# --------------------------------------------------------------------- linear losses
 
 
 def instance(n, d):
@@ -37,13 +71,8 @@ def instance(n, d):
     rng = np.random.default_rng(0)
     records = np.where(rng.uniform(size=(n, d)) < 0.75, 1.0, -1.0) / d**0.5
     side = jnp.full(d, d**-0.5)
-    problem = dpb.FiniteSum(
-        lambda w, z: -(w @ z),
-        w_set=dpb.sets.Box(-side, side),
-        lipschitz=1.0,
-        smoothness=0.0,
-    )
-    return problem, jnp.asarray(records)
+    facts = {"w_set": dpb.sets.Box(-side, side), "lipschitz": 1.0, "smoothness": 0.0}
+    return dpb.FiniteSum(lambda w, z: -(w @ z), **facts), jnp.asarray(records)
 
 
 def pure_excess(rate, mean):
@@ -53,203 +82,177 @@ def pure_excess(rate, mean):
     return float(np.sum(slopes * half * (1 - 1 / np.tanh(turn) + 1 / turn)))
 
 
-def solvers(problem, n, d):
-    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
-    yield (
-        "regularized",
-        dpb.draws.RegularizedExponentialMechanism(sampler, convex=True, dimension=d),
-    )
-    budget = dpb.PrivacyBudget(EPSILON, DELTA)
+def averaged_descent(problem, n, d):
+    """Return descent whose steps are those of the textbook bound for its noise."""
     # The number of steps for which optimization and noise have the same error.
-    steps = round((EPSILON * n) ** 2 / (8 * d * math.log(1 / DELTA)))
-    steps = min(max(steps, 64), 4096)
+    steps = min(max(round((EPSILON * n) ** 2 / (8 * d * LOGS)), 64), 4096)
     noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, output=dpb.outputs.Mean())
-    plan = dpb.calibrate(problem, noisy, budget, sizes=n)
-    std = plan.report.ledger[0].noise_std
-    # The step size of the textbook bound for averaged noisy subgradients.
-    step_size = 2.0 / math.sqrt(steps * (1 + d * std**2))
-    yield "noisy descent", dataclasses.replace(noisy, step_size=step_size)
+    std = dpb.calibrate(problem, noisy, BUDGET, sizes=n).report.ledger[0].noise_std
+    size = 2.0 / math.sqrt(steps * (1 + d * std**2))
+    return dataclasses.replace(noisy, step_size=size)
 
 
-def excesses(n, d):
+def linear_excesses(n, d):
+    """Return the mean excess of each mechanism, and bounds."""
     problem, records = instance(n, d)
     mean = np.asarray(records.mean(0))
     rows = {"exponential": pure_excess(EPSILON * n / 4, mean)}
-    budget = dpb.PrivacyBudget(EPSILON, DELTA)
-    for name, solver in solvers(problem, n, d):
-        solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
-        run = jax.jit(
-            jax.vmap(
-                lambda key, solver=solver: (
-                    dpb.solve(problem, solver, records, jnp.zeros(d), key=key).value
-                )
-            )
-        )
-        found = run(jax.random.split(jax.random.key(1), KEYS))
+    solvers = {"regularized": one_draw(d)}
+    solvers["noisy descent"] = averaged_descent(problem, n, d)
+    for name, solver in solvers.items():
+        solver = dpb.calibrate(problem, solver, BUDGET, sizes=n).solver
+
+        def one(key, solver=solver):
+            return dpb.solve(problem, solver, records, jnp.zeros(d), key=key).value
+
+        found = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), KEYS))
         best = float(np.abs(mean).sum()) * d**-0.5
         rows[name] = best - float(np.mean(np.asarray(found) @ mean))
-    rows["bound, exponential"] = 4 * d / (EPSILON * n)
-    rows["bound, regularized"] = 4 * math.sqrt(d * math.log(1 / DELTA)) / (EPSILON * n)
-    rows["lower bound, pure, order"] = min(1.0, d / (EPSILON * n))
-    text = ", ".join(f"{name} {value:.2e}" for name, value in rows.items())
-    print(f"n = {n}, d = {d}: {text}", flush=True)
-    return rows
-
-
-def bilevel(n):
-    """Median excess of the hyper-objective at the answers of three methods."""
-    rng = np.random.default_rng(0)
-    mean = np.full(2, 0.25)
-    levels = (
-        jnp.asarray(sign * mean + 0.2 * rng.normal(size=(n, 2))) for sign in (1, -1)
-    )
-    found = dpb.bilevel.zoo.quadratic_bilevel(*levels, radius=1.0)
-    problem, data, w0 = found.problem, found.data, found.w0
-    axis = jnp.linspace(-1.0, 1.0, 41)
-    points = dpb.draws.Grid.product(axis, axis).candidates
-    inside = points[jnp.linalg.norm(points, axis=1) <= 1.0]
-    values = jax.vmap(found.hyper_objective)(inside)
-    best = float(found.hyper_objective(descend(found, inside[jnp.argmin(values)])))
-    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
-    sizes = problem.sizes_of(data, "disjoint")
-    methods = {
-        "grid": (
-            dpb.draws.ExponentialMechanism(dpb.draws.Grid(inside)),
-            dpb.PrivacyBudget(EPSILON, 0.0),
-        ),
-        "regularized": (
-            dpb.draws.RegularizedExponentialMechanism(
-                sampler, convex=True, dimension=2
-            ),
-            dpb.PrivacyBudget(EPSILON, DELTA),
-        ),
-        "implicit": (
-            dpb.ImplicitBilevel(50, step_size=0.2, output=dpb.outputs.Last()),
-            dpb.PrivacyBudget(EPSILON, DELTA),
-        ),
-    }
-    rows = {}
-    for name, (solver, budget) in methods.items():
-        plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
-        run = jax.jit(dpb.solve)
-        excess = [
-            float(found.hyper_objective(answer.x)) - best
-            for key in jax.random.split(jax.random.key(3), 10)
-            for answer in [run(problem, plan.solver, data, w0, key=key)]
-        ]
-        rows[name] = np.mean(excess)
-        if name != "implicit":
-            rows[f"{name}, d / k"] = 2 * plan.report.ledger[0].temperature
-    text = ", ".join(f"{name} {value:.2e}" for name, value in rows.items())
-    print(f"n = {n}: {text}", flush=True)
-    return rows
-
-
-def descend(found, x):
-    """Return the minimizer in the ball, by projected descent from a point near it."""
-
-    def step(_, x):
-        return found.problem.x_set.project(x - 0.2 * found.hypergradient(x))
-
-    return jax.lax.fori_loop(0, 500, step, x)
+    rows["4 d / (epsilon n)"] = 4 * d / (EPSILON * n)
+    bound = 4 * math.sqrt(d * LOGS) / (EPSILON * n)
+    return rows | {"4 sqrt(d log(1 / delta)) / (epsilon n)": bound}
 
 
 def slope(values, xs):
     return np.polyfit(np.log(xs), np.log(values), 1)[0]
 
 
-def queries(n, d, epsilon=0.1, most=200_000):
-    """Single losses per draw: measured per step, times the certified steps."""
-    rng = np.random.default_rng(1)
-    features = rng.normal(size=(n, d))
-    data = {
-        "features": jnp.asarray(features / np.linalg.norm(features, axis=1)[:, None]),
-        "label": jnp.asarray(np.sign(rng.normal(size=n))),
-    }
-    problem = dpb.onelevel.linear_risk("hinge", radius=1.0)
-    sampler = dpb.draws.AlternatingSampler(
-        dpb.draws.StochasticRejection(), 1e-9, max_queries=10**12
-    )
-    solver = dpb.draws.RegularizedExponentialMechanism(
-        sampler, convex=True, dimension=d
-    )
-    budget = dpb.PrivacyBudget(epsilon, DELTA)
-    solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
-    plan, sampler = solver.plan(problem, n), solver.sampler
-    part = dataclasses.replace(sampler, tries=min(sampler.tries, most))
-    potential = scaled_potential(
-        plan.score.potential(data, jnp.zeros(d)),
-        jnp.asarray(plan.rate),
-        plan.potential.quadratic / plan.rate,
-    )
-    count = jax.jit(
-        lambda key: part.run(potential, problem.w_set, jnp.zeros(d), key=key).queries
-    )(jax.random.key(2))
-    # Half of the tries of this oracle are accepted, whatever the records.
-    per_step = float(count) / min(sampler.num_steps, part.tries / 2)
-    total = per_step * sampler.num_steps
-    theory = (epsilon * n) ** 2 / math.log(1 / DELTA)
-    print(
-        f"n = {n}, d = {d}: {sampler.num_steps} steps, {per_step:.2f} losses a step, "
-        f"{total:.2e} a draw, {total / theory:.0f} (epsilon n)^2 / log(1 / delta)",
-        flush=True,
-    )
-    return total
+def linear():
+    """Print excesses for more records and more dimensions, and the power of d."""
+    by_n = [linear_excesses(n, 8) for n in RECORDS]
+    by_d = [linear_excesses(1_000, d) for d in DIMENSIONS]
+    for head, values, found in (
+        ("n, at d = 8", RECORDS, by_n),
+        ("d, at n = 1 000", DIMENSIONS, by_d),
+    ):
+        rows = [
+            [str(value), *(f"{v:.3g}" for v in row.values())]
+            for value, row in zip(values, found, strict=True)
+        ]
+        print(pages.table([head, *found[0]], rows), flush=True)
+    for name in list(by_d[0])[:3]:
+        power = slope([row[name] for row in by_d[3:]], DIMENSIONS[3:])
+        print(f"{name}: fitted power of d, from 8 on, {power:.2f}")
+
+
+# --------------------------------------------------------------------- linear models
+
+
+def records_of(loss, n, d):
+    """Generate unit rows, and labels around a linear model; signs if logistic."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(n, d))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    target = np.full(d, 0.3 if d <= 5 else 0.5 / d**0.5)
+    labels = rows @ target + 0.3 * rng.laplace(size=n)
+    if loss == "logistic":
+        labels = np.sign(labels)
+    return {"features": jnp.asarray(rows), "label": jnp.asarray(labels)}, target
+
+
+def mean_loss(problem, w, records):
+    return jnp.mean(jax.vmap(problem.loss, (None, 0))(w, records))
+
+
+def seconds(loss, n, d, running_time):
+    """Return the table's cell: the median and the range of up to five draws."""
+    records, _ = records_of(loss, n, d)
+    problem = dpb.onelevel.linear_risk(loss, radius=1.0)
+    try:
+        plan = dpb.calibrate(problem, one_draw(d, running_time), BUDGET, sizes=n)
+    except ValueError as error:
+        return f"refused ({str(error)[:60]}...)"
+    if running_time == "fixed":
+        sampler = plan.solver.sampler
+        evaluations = sampler.tries * sampler.oracle.evaluations()[1]
+        expected = evaluations * evaluation(problem, records, d)
+        if expected > TOO_LONG:
+            hours = f"some {expected / 3600:.1f} hours"
+            return f"{evaluations:.2g} evaluations, {hours}: not run"
+    run, building = compiled(problem, plan.solver, records, d)
+    found = []
+    for index in range(DRAWS):
+        if sum(found) <= ENOUGH:
+            start = time.process_time()
+            jax.block_until_ready(run(jax.random.key(index)))
+            found.append(time.process_time() - start)
+    middle, ends = statistics.median(found), f"{min(found):.3g} to {max(found):.3g}"
+    return f"{middle:.3g} s ({ends}), compiled in {building:.0f} s"
+
+
+def evaluation(problem, records, d, times=20):
+    """Processor seconds of the mean loss and its gradient, one after the other."""
+
+    @jax.jit
+    def run(w, data):
+        def step(w, _):
+            value, gradient = jax.value_and_grad(mean_loss, 1)(problem, w, data)
+            return w - 1e-3 * gradient, value
+
+        return jax.lax.scan(step, w, length=times)
+
+    for _ in range(2):
+        start = time.process_time()
+        jax.block_until_ready(run(jnp.zeros(d), records))
+    return (time.process_time() - start) / times
+
+
+def excesses(n, d):
+    """Return the mean excess of three methods on one set of records."""
+    records, target = records_of("absolute", n, d)
+    problem = dpb.onelevel.linear_risk("absolute", radius=1.0)
+    losses = jax.jit(lambda w: mean_loss(problem, w, records))
+
+    def mean(solver):
+        solver = dpb.calibrate(problem, solver, BUDGET, sizes=n).solver
+        run, _ = compiled(problem, solver, records, d)
+        return np.mean([float(losses(run(jax.random.key(i)))) for i in range(KEYS)])
+
+    def descent(size):
+        return dpb.NoisyGD(STEPS, 1.0, size, output=dpb.outputs.TailMean())
+
+    draw = one_draw(d, "unprotected")
+    tuned = dpb.draws.LocalizedDraws.tuned(draw, problem, BUDGET, n)
+    found = {"one draw": mean(draw), "`LocalizedDraws.tuned`": mean(tuned)}
+    sizes = (0.05, 0.1, 0.2, 0.3)
+    found["noisy descent"] = min(mean(descent(size)) for size in sizes)
+    # The minimizer, by long descent without noise from the model of the labels.
+    best = least(losses, jnp.asarray(target))
+    return {name: value - best for name, value in found.items()}
+
+
+def least(losses, start, steps=4_000):
+    """Return the least loss along subgradient descent with steps that shrink."""
+
+    def step(w, index):
+        w = w - 0.1 / jnp.sqrt(index + 1.0) * jax.grad(losses)(w)
+        return w / jnp.maximum(1.0, jnp.linalg.norm(w)), losses(w)
+
+    return float(jnp.min(jax.lax.scan(step, start, jnp.arange(steps))[1]))
+
+
+def times():
+    """Print the seconds of one draw."""
+    rows = [
+        [f"{loss}, {n} x {d}", *(seconds(loss, n, d, kind) for kind in KINDS)]
+        for loss, n, d in SHAPES
+    ]
+    head = ["loss, records x features", "fixed counts", "unprotected"]
+    print(pages.table(head, rows))
+
+
+def beside_descent():
+    """Print the mean excess of draws and of noisy descent."""
+    for n, d in ((1_000, 2), (500, 5), (2_000, 5), (2_000, 20)):
+        cells = [f"{name} {v:.2g}" for name, v in excesses(n, d).items()]
+        print(f"{n} x {d}: {', '.join(cells)}", flush=True)
+
+
+PARTS = {"1": linear, "2": times, "3": beside_descent}
 
 
 def main():
-    jax.config.update("jax_enable_x64", True)
-    print("excess risk for more records, d = 8")
-    by_n = [excesses(n, 8) for n in RECORDS]
-    print("excess risk for more dimensions, n = 1000")
-    by_d = [excesses(1_000, d) for d in DIMENSIONS]
-    print("slopes: in n, and in d from 8 on")
-    for name in ("exponential", "regularized", "noisy descent"):
-        in_n = slope([row[name] for row in by_n], RECORDS)
-        in_d = slope([row[name] for row in by_d[3:]], DIMENSIONS[3:])
-        print(f"{name}: {in_n:.2f}, {in_d:.2f}")
-    print("bilevel quadratic, d = 2: mean excess of the hyper-objective, 10 keys")
-    for n in RECORDS[:2]:  # every try of a draw solves the lower level
-        bilevel(n)
-    print("losses that stochastic rejection looks at, epsilon = 0.1")
-    sizes = (100, 300, 1_000, 3_000, 10_000)
-    counts = [queries(n, 4) for n in sizes]
-    print(f"slope in n: {slope(counts, sizes):.2f}")
-    dimensions = (2, 8, 32, 128)
-    counts = [queries(1_000, d) for d in dimensions]
-    print(f"slope in d: {slope(counts, dimensions):.2f}")
-    draw(by_n, by_d)
-
-
-def draw(by_n, by_d):
-    """Excess risks and bounds, on logarithmic axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    styles = {
-        "exponential": ("#0072B2", "o-"),
-        "regularized": ("#E69F00", "s-"),
-        "noisy descent": ("#009E73", "D-"),
-        "bound, exponential": ("#0072B2", ":"),
-        "bound, regularized": ("#E69F00", ":"),
-        "lower bound, pure, order": ("#555555", "--"),
-    }
-    for axes, rows, xs, label in zip(
-        panels,
-        (by_n, by_d),
-        (RECORDS, DIMENSIONS),
-        ("records, d = 8", "dimension, n = 1000"),
-        strict=True,
-    ):
-        for name, (color, style) in styles.items():
-            axes.plot(xs, [row[name] for row in rows], style, color=color, label=name)
-        axes.set(xscale="log", yscale="log", xlabel=label)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("expected excess risk")
-    panels[0].legend(frameon=False, fontsize="small")
-    figure.suptitle(f"epsilon = {EPSILON:g}; delta = {DELTA:g} but for the exponential")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")
-    print(f"figure: {FOLDER / 'figure.png'}")
+    chosen = pages.options().get("part", "123")
+    with jax.enable_x64(True):
+        for part in chosen:
+            PARTS[part]()

@@ -10,15 +10,10 @@ into the page in place of the one of the same title. `python -m benchmarks estim
 those two tables.
 """
 
-import datetime
 import functools
-import json
 import math
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 
@@ -35,43 +30,33 @@ from dpbilevel.sklearn import DPLogisticRegression, DPMLPClassifier, DPRidge
 from dpbilevel.sklearn.declared import frame
 from dpbilevel.sklearn.linear import with_constant
 
-from .paths import ADULT, ROOT
-from .tuned_training import digits as pixels
-from .utility import BEGIN, END, MNIST
+from . import pages
+from .pages import ADULT, MNIST
+from .source_tasks import mnist
+from .table_tasks import DELTA, EPSILONS, declared, in_other_process
 
-PAGE = ROOT / "benchmarks/results/estimators.md"
-PEER = os.environ.get("DIFFPRIVLIB", "")
-EPSILONS = (0.3, 1.0, 3.0, 10.0)
-KEYS, DELTA = 10, 1e-5
+PAGE = pages.RESULTS / "estimators.md"
+KEYS = 10
 MIDDLE = (1.0, 3.0)  # epsilons of further tasks
 TIMES, FURTHER = "Seconds of one fit", "Further tasks"
 COMPARED = ("census, 5 numbers (its notebook)", "breast cancer")  # settings, too
 # Bounds of log-penalties. Rows have length 1, so that useful penalties are far below
 # the default bounds, which are for features of unit variance.
 PENALTIES = (-16.0, -6.0)
-NUMBERS = {
-    "age": (17, 90),
-    "education-num": (1, 16),
-    "capital-gain": (0, 100_000),
-    "capital-loss": (0, 5000),
-    "hours-per-week": (1, 99),
-}
-CATEGORIES = ("workclass", "marital-status", "occupation", "relationship")
-CATEGORIES += ("race", "sex")
 
 
 def census(categories):
     """Features, incomes and public bounds; the numbers of the notebook, or all."""
     names, *rows = (line.strip().split(",") for line in ADULT.open())
     columns = dict(zip(names, np.asarray(rows).T, strict=True))
-    parts = [columns[name].astype(float)[:, None] for name in NUMBERS]
-    lower, upper = (list(v) for v in zip(*NUMBERS.values(), strict=True))
-    for name in categories:
-        parts.append(columns[name][:, None] == np.unique(columns[name]))
+    table = declared()["census"]
+    parts = [columns[name].astype(float)[:, None] for name in table.numbers]
+    if categories:
+        parts += [columns[n][:, None] == v for n, v in table.categories.items()]
     X = np.concatenate(parts, axis=1).astype(float)
-    more = X.shape[1] - len(lower)
-    bounds = np.asarray([lower + [0] * more, upper + [1] * more], float)
-    return X, (columns["income-per-year"] == ">50K").astype(int), bounds
+    bits = np.tile((0.0, 1.0), (X.shape[1] - len(table.numbers), 1))
+    bounds = np.concatenate([[*table.numbers.values()], bits]).T
+    return X, (columns[table.target] == table.positive).astype(int), bounds
 
 
 def rounded(X):
@@ -85,9 +70,8 @@ def tasks():
     """For each task its records, bounds and the norm that diffprivlib is given."""
     found = {}
     if ADULT.is_file():
-        found["census, 5 numbers (its notebook)"] = (*census(()), 2.0)
-        X, y, bounds = census(CATEGORIES)
-        found["census, all columns"] = X, y, bounds, 3.0
+        found["census, 5 numbers (its notebook)"] = (*census(False), 2.0)
+        found["census, all columns"] = (*census(True), 3.0)
     X, y = datasets.load_iris(return_X_y=True)
     found["iris (its docstring)"] = X, y, np.asarray([[4, 2, 1, 0], [8, 5, 7, 3]]), 12.0
     X, y = datasets.load_breast_cancer(return_X_y=True)
@@ -95,7 +79,7 @@ def tasks():
     X, y = datasets.load_digits(return_X_y=True)
     found["digits"] = X, y, np.asarray([[0.0] * 64, [16.0] * 64]), 4.0
     if MNIST.is_file():
-        X, y = pixels()
+        X, y = mnist(MNIST)
         found["MNIST, 14 x 14 (held out)"] = X, y, np.asarray([[0.0], [1.0]]), 10.0
     return found
 
@@ -129,15 +113,34 @@ def further():
     }
 
 
+def regressions():
+    """For each task its records and the bounds of features and target."""
+    X, y = datasets.load_diabetes(return_X_y=True)
+    return {"diabetes (its notebook)": (X, y, (-0.2, 0.2), (25.0, 346.0))}
+
+
+def further_regressions():
+    """Return tasks on which no setting was chosen; bounds are of the generators."""
+    # The range of the features of Friedman's second and third, by their definition.
+    ends = np.asarray([[0, 40 * np.pi, 0, 1], [100, 560 * np.pi, 1, 11]])
+    X, y = datasets.make_friedman1(5000, noise=1.0, random_state=0)
+    found = {"Friedman's first, 5000 x 10": (X, y, (0.0, 1.0), (0.0, 30.0))}
+    X, y = datasets.make_friedman2(2000, noise=100.0, random_state=0)
+    found["Friedman's second, 2000 x 4"] = X, y, ends, (0.0, 1800.0)
+    X, y = datasets.make_friedman3(2000, noise=0.1, random_state=0)
+    found["Friedman's third, 2000 x 4"] = X, y, ends, (-np.pi / 2, np.pi / 2)
+    return found
+
+
 def each_feature(bounds, X):
     """Return a lower and an upper bound for each feature."""
     return np.broadcast_to(np.reshape(bounds, (2, -1)), (2, X.shape[1])).astype(float)
 
 
-def splits(X, y, keys=KEYS):
-    """Return the records of each key: training and test."""
-    for seed in range(keys):
-        yield train_test_split(X, y, test_size=0.25, random_state=seed)
+def splits(y, keys):
+    """Return the rows of each key: training and test."""
+    rows = np.arange(len(y))
+    return [train_test_split(rows, test_size=0.25, random_state=k) for k in range(keys)]
 
 
 def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
@@ -147,39 +150,37 @@ def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
     for epsilon in epsilons:
         model = make(epsilon)
         found[epsilon] = []
-        for seed, (X_fit, X_test, y_fit, y_test) in enumerate(splits(X, y, keys)):
+        for seed, (fit, test) in enumerate(splits(y, keys)):
             key = jax.random.key(seed, impl="threefry4x32")
-            start = time.perf_counter()
+            X_fit, y_fit, start = X[fit], y[fit], time.perf_counter()
             model.fit(X_fit, y_fit, key=key)
             seconds.append(time.perf_counter() - start)
-            found[epsilon].append(model.score(X_test, y_test))
+            found[epsilon].append(model.score(X[test], y[test]))
     return found, seconds
 
 
 def without_privacy(model, X, y, keys=KEYS):
     """NON-PRIVATE scores, the same for every epsilon, and seconds."""
     values, seconds = [], []
-    for X_fit, X_test, y_fit, y_test in splits(X, y, keys):
-        start = time.perf_counter()
+    for fit, test in splits(y, keys):
+        X_fit, start = X[fit], time.perf_counter()
         scale = StandardScaler().fit(X_fit)
-        model.fit(scale.transform(X_fit), y_fit)
+        model.fit(scale.transform(X_fit), y[fit])
         seconds.append(time.perf_counter() - start)
-        values.append(model.score(scale.transform(X_test), y_test))
+        values.append(model.score(scale.transform(X[test]), y[test]))
     return dict.fromkeys(EPSILONS, values), seconds
 
 
 def by_peer(kind, X, y, epsilons=EPSILONS, keys=KEYS, **options):
     """Return `scores` of diffprivlib, in its own process; `None` without it."""
-    if not PEER:
+    if not os.environ.get("DIFFPRIVLIB"):
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        given = f"{folder}/records.npz"
-        np.savez(given, X=X, y=y, **options)
-        command = [PEER, str(ROOT / "benchmarks/estimators_peer.py"), kind, given]
-        command += [json.dumps([epsilons, keys])]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    pairs, seconds = json.loads(done.stdout)
-    return {float(epsilon): values for epsilon, values in pairs.items()}, seconds
+    pairs = splits(y, keys)
+    options |= {"orders": [np.concatenate(pair) for pair in pairs]}
+    options |= {"cut": len(pairs[0][0]), "epsilons": epsilons}
+    found = in_other_process(kind, "DIFFPRIVLIB", X=X, y=y, **options)
+    values = dict(zip(epsilons, found["scores"].tolist(), strict=True))
+    return values, found["seconds"].ravel().tolist()
 
 
 class Planned:
@@ -226,11 +227,8 @@ def tuned(records, budget, key):
     parts = (slice(None, cut), slice(cut, None))
     upper, lower = (jax.tree.map(lambda v, p=part: v[p], records) for part in parts)
     problem = penalties(width)
-    solver = dpb.applications.ScaledGroups(
-        dpb.NoisyGD(200, 0.25, 24.0, output=dpb.outputs.TailMean()),
-        margin=2.0,
-        full_above=0.1,
-    )
+    descent = dpb.NoisyGD(200, 0.25, 24.0, output=dpb.outputs.TailMean())
+    solver = dpb.applications.ScaledGroups(descent, margin=2.0, full_above=0.1)
     sizes = dpb.Sizes(cut, size - cut, "disjoint")
     start = jnp.full(width, sum(PENALTIES) / 2), jnp.zeros(width)
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
@@ -246,159 +244,123 @@ def penalties(width):
 run = jax.jit(dpb.solve)
 
 
-def table(title, head, rows):
-    """Return a table of the page, with the day on which it was measured."""
-    today = datetime.date.today().isoformat()
-    lines = [f"#### {title}", "", f"Measured on {today}.", ""]
-    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def cells(values, epsilons):
-    """For each epsilon the median and the quartiles."""
-    for epsilon in epsilons:
-        low, middle, high = np.quantile(values[epsilon], (0.25, 0.5, 0.75))
-        yield f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-
-
 def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
     """Return the scores and seconds of each method for one task of classification."""
-    classes = np.unique(y)
-    facts = {"classes": classes, "bounds": tuple(bounds)}
+    facts = {"classes": np.unique(y), "bounds": tuple(bounds)}
     amount = {"epsilons": epsilons, "keys": keys}
+    found = {}
+
+    def add(method, kind, *given, **more):
+        found[method] = scores(lambda e: kind(e, *given, **more), X, y, **amount)
+
     # diffprivlib has one norm for all features: they are scaled to [0, 1] first.
     unit = (X - bounds[0]) / (bounds[1] - bounds[0])
     own = X if name.startswith("iris") else unit
-    plain = LogisticRegression(max_iter=1000)
-    found = {"diffprivlib": by_peer("logistic", own, y, norm=norm, **amount)}
+    found["diffprivlib"] = by_peer("logistic", own, y, norm=norm, **amount)
     if own is X:
         scaled = by_peer("logistic", unit, y, norm=2.0, **amount)
         found["diffprivlib, features scaled to [0, 1]"] = scaled
     if epsilons == MIDDLE:  # rows around 0, as the estimators here make them
         around = by_peer("logistic", 2 * unit - 1, y, norm=norm, **amount)
         found["diffprivlib, features scaled to [-1, 1]"] = around
-    found["`DPLogisticRegression`"] = scores(
-        lambda epsilon: DPLogisticRegression(epsilon, **facts), X, y, **amount
-    )
+    add("`DPLogisticRegression`", DPLogisticRegression, **facts)
     if name in COMPARED and epsilons == EPSILONS:
         for ridge in (1e-4, 1e-3):
-            found[f"the same with `ridge={ridge:g}`"] = scores(
-                lambda epsilon, ridge=ridge: DPLogisticRegression(
-                    epsilon, ridge=ridge, **facts
-                ),
-                X,
-                y,
-            )
-        found["penalties tuned privately (`applications.ScaledGroups`)"] = scores(
-            lambda epsilon: Planned(epsilon, bounds, tuned), X, y
-        )
-        found["settings by `dpb.auto`"] = scores(
-            lambda epsilon: Planned(epsilon, bounds, by_auto), X, y
-        )
-    if len(classes) == 10 or epsilons == MIDDLE:
-        found["`DPMLPClassifier`"] = scores(
-            lambda epsilon: DPMLPClassifier(epsilon, **facts), X, y, **amount
-        )
+            title = f"the same with `ridge={ridge:g}`"
+            add(title, DPLogisticRegression, ridge=ridge, **facts)
+        title = "penalties tuned privately (`applications.ScaledGroups`)"
+        add(title, Planned, bounds, tuned)
+        add("settings by `dpb.auto`", Planned, bounds, by_auto)
+    if len(facts["classes"]) == 10 or epsilons == MIDDLE:
+        add("`DPMLPClassifier`", DPMLPClassifier, **facts)
+    plain = LogisticRegression(max_iter=1000)
     found["without privacy (scikit-learn)"] = without_privacy(plain, X, y, keys)
     return {method: measured for method, measured in found.items() if measured}
 
 
-def of_numbers(X, y, bounds, target, epsilons=EPSILONS, keys=KEYS):
+def of_numbers(name, X, y, bounds, target, epsilons=EPSILONS, keys=KEYS):
     """Return the same as `of_classes`, for one task of regression."""
-    facts = {"bounds": tuple(each_feature(bounds, X)), "target_bounds": target}
-    amount = {"epsilons": epsilons, "keys": keys}
-    own = {"bounds": each_feature(bounds, X), "target": target}
+    limits, amount = each_feature(bounds, X), {"epsilons": epsilons, "keys": keys}
+    facts = {"bounds": tuple(limits), "target_bounds": target}
     plain = LinearRegression()
     found = {
-        "diffprivlib": by_peer("linear", X, y, **own, **amount),
+        "diffprivlib": by_peer("linear", X, y, limits=limits, target=target, **amount),
         "`DPRidge`": scores(lambda epsilon: DPRidge(epsilon, **facts), X, y, **amount),
         "without privacy (scikit-learn)": without_privacy(plain, X, y, keys),
     }
     return {method: measured for method, measured in found.items() if measured}
 
 
-def regressions():
-    """For each task its records and the bounds of features and target."""
-    X, y = datasets.load_diabetes(return_X_y=True)
-    return {"diabetes (its notebook)": (X, y, (-0.2, 0.2), (25.0, 346.0))}
+# -------------------------------------------------------------------------- the tables
 
 
-def further_regressions():
-    """Return tasks on which no setting was chosen; bounds are of the generators."""
-    # The range of the features of Friedman's second and third, by their definition.
-    ends = np.asarray([[0, 40 * np.pi, 0, 1], [100, 560 * np.pi, 1, 11]])
-    X, y = datasets.make_friedman1(5000, noise=1.0, random_state=0)
-    found = {"Friedman's first, 5000 x 10": (X, y, (0.0, 1.0), (0.0, 30.0))}
-    X, y = datasets.make_friedman2(2000, noise=100.0, random_state=0)
-    found["Friedman's second, 2000 x 4"] = X, y, ends, (0.0, 1800.0)
-    X, y = datasets.make_friedman3(2000, noise=0.1, random_state=0)
-    found["Friedman's third, 2000 x 4"] = X, y, ends, (-np.pi / 2, np.pi / 2)
-    return found
+def table(title, head, rows):
+    """Return a table of the page, with the day on which it was measured."""
+    return f"#### {title}\n\n{pages.measured_today()}\n\n{pages.table(head, rows)}"
 
 
 def times():
     """Time the first fit and three later ones (their median) in seconds."""
     amount = {"epsilons": (1.0,), "keys": 4}
     rows = []
-    found = [(n, of_classes, (n, *task)) for n, task in tasks().items()]
-    found += [(n, of_numbers, task) for n, task in regressions().items()]
-    for name, measure, task in found:
+    for name, measure, task in listed(tasks(), regressions()):
         if name.startswith("MNIST"):  # takes minutes
             continue
-        for method, (_, seconds) in measure(*task, **amount).items():
+        for method, (_, seconds) in measure(name, *task, **amount).items():
             later = np.median(seconds[1:])
             rows.append([name, method, f"{seconds[0]:.3f}", f"{later:.3f}"])
             print(*rows[-1], flush=True)
     return table(TIMES, ["task", "method", "first fit", "later fit"], rows)
 
 
+def listed(of_class, of_number):
+    """Return name, measure and facts of tasks of both kinds."""
+    found = [(name, of_classes, task) for name, task in of_class.items()]
+    return found + [(name, of_numbers, task) for name, task in of_number.items()]
+
+
+def cells(values, epsilons):
+    return [pages.spread(values[epsilon], ".3f") for epsilon in epsilons]
+
+
 def further_tasks():
     """Further tasks, all with default settings."""
     rows = []
-    found = [(n, of_classes, (n, *task)) for n, task in further().items()]
-    found += [(n, of_numbers, task) for n, task in further_regressions().items()]
-    for name, measure, task in found:
-        for method, (values, _) in measure(*task, epsilons=MIDDLE).items():
+    for name, measure, task in listed(further(), further_regressions()):
+        for method, (values, _) in measure(name, *task, epsilons=MIDDLE).items():
             rows.append([name, method, *cells(values, MIDDLE)])
             print(*rows[-1], flush=True)
-    head = ["test accuracy (Friedman: R²) at epsilon", "method"]
-    head += [f"{epsilon:g}" for epsilon in MIDDLE]
+    head = ["test accuracy (Friedman: R²) at epsilon", "method", "1", "3"]
     return table(FURTHER, head, rows)
 
 
-def of_task(name, unit, found):
+def of_task(name, measure, task):
     """Return the table of one task."""
-    rows = [[method, *cells(values, EPSILONS)] for method, (values, _) in found.items()]
+    rows = [
+        [method, *cells(values, EPSILONS)]
+        for method, (values, _) in measure(name, *task).items()
+    ]
+    unit = "test accuracy" if measure is of_classes else "test R²"
     return table(name, [f"{unit} at epsilon", *map("{:g}".format, EPSILONS)], rows)
 
 
 def keep(new):
     """Put a table into the page, in place of the one of its title or as the last."""
-    before, inside, after = re.split(f"{BEGIN}|{END}", PAGE.read_text())
+    _, inside, _ = re.split(f"{pages.BEGIN}|{pages.END}", PAGE.read_text())
     old = re.findall("#### [^#]*", inside)
     tables = {text.splitlines()[0]: text.strip() for text in (*old, new)}
-    inside = "\n\n".join([BEGIN, *tables.values(), END])
-    PAGE.write_text(before + inside + after)
+    PAGE.write_text(pages.written(PAGE.read_text(), [*tables.values()]))
 
 
 def main():
     warnings.simplefilter("ignore")
-    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
     wanted = {TIMES: times}  # first, while nothing is compiled or planned
-    for name, task in tasks().items():
-        wanted[name] = lambda name=name, task=task: of_task(
-            name, "test accuracy", of_classes(name, *task)
-        )
-    for name, task in regressions().items():
-        wanted[name] = lambda name=name, task=task: of_task(
-            name, "test R²", of_numbers(*task)
-        )
+    for given in listed(tasks(), regressions()):
+        wanted[given[0]] = functools.partial(of_task, *given)
     wanted[FURTHER] = further_tasks
     for name, measure in wanted.items():
-        if not name.startswith(options.get("task", "")):
-            continue
-        measured = measure()
-        print(measured, flush=True)
-        if PEER and ADULT.is_file() and MNIST.is_file():
-            keep(measured)
+        if name.startswith(pages.options().get("task", "")):
+            measured = measure()
+            print(measured, flush=True)
+            if os.environ.get("DIFFPRIVLIB") and ADULT.is_file() and MNIST.is_file():
+                keep(measured)

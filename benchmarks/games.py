@@ -6,13 +6,11 @@ records. Every method but `GroupDescent`, which has none, has several settings f
 keys each; the one with the best median ON THE TEST RECORDS runs for 10 keys.
 NON-PRIVATE evaluation.
 
-The Adult CSV is read from $ADULT or ../shared/data/adult.csv; the generated task always
-runs. Prints tables, writes them into docs/games.md where all tasks ran, and takes the
-time of a game of 100 000 records.
+Prints tables, writes them into docs/games.md if all tasks ran, and takes the time of a
+game of 100 000 records.
 """
 
 import functools
-import sys
 import time
 
 import jax
@@ -22,16 +20,14 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.cli.files import read_csv
 
-from .paths import ADULT, ROOT
-from .quartiles import best_of, table
-from .utility import encoded, write
+from . import pages
+from .pages import ADULT, texts
+from .source_tasks import WORK, encoded, parts
 
-PAGE = ROOT / "docs/games.md"
 TRAINING, KEYS, TRIALS = 26_000, 10, 2
 RADIUS = 20.0
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 TAIL = dpb.outputs.TailMean()
-WORK = ("workclass", "education", "occupation")
 # Steps, clip norms and step sizes.
 AVERAGE = ((100, 1, 8), (100, 1, 16), (200, 1, 8), (200, 1, 16))
 EQUAL = ((100, 1, 16), (100, 2, 16), (200, 2, 8), (100, 4, 8), (100, 7, 8))
@@ -41,15 +37,9 @@ GAMES = ((100, 2, 8), (100, 2, 16), (100, 4, 8), (100, 1.5, 16))
 def split(features, label, group, shares):
     """Training records, test records, and the declared shares."""
     order = np.random.default_rng(0).permutation(len(label))
-    records = {
-        "features": jnp.asarray(features, jnp.float32),
-        "label": jnp.asarray(label, jnp.float32),
-        "group": jnp.asarray(group, jnp.int32),
-    }
-    training, test = (
-        jax.tree.map(lambda v, rows=rows: v[rows], records)
-        for rows in (order[:TRAINING], order[TRAINING:])
-    )
+    rows = order[:TRAINING], order[TRAINING:]
+    training, test = parts(features.astype("f4"), label.astype("f4"), rows)
+    training["group"], test["group"] = (jnp.asarray(group[r], jnp.int32) for r in rows)
     return training, test, shares
 
 
@@ -57,13 +47,10 @@ def census(groups, columns=None):
     """Return unit rows of the Adult records, grouped by columns."""
     table = read_csv(ADULT)
     features, label = encoded(table, columns)
-    male, race = (
-        np.array([str(v).strip() for v in table.column(name)])
-        for name in ("sex", "race")
-    )
-    male = (male == "Male").astype(int)
+    male = (texts(table, "sex") == "Male").astype(int)
     races = ["White", "Black", "Asian-Pac-Islander"]
-    race = np.array([races.index(r) if r in races else 3 for r in race])
+    race = [races.index(r) if r in races else 3 for r in texts(table, "race")]
+    race = np.array(race)
     group, shares = {
         "sex and income": (2 * male + (label > 0), (0.29, 0.04, 0.47, 0.20)),
         "sex": (male, (0.33, 0.67)),
@@ -91,7 +78,7 @@ TASKS = {
     "census, sex": functools.partial(census, "sex"),
     "census, race": functools.partial(census, "race"),
     "census, columns about work, sex and race": functools.partial(
-        census, "sex and race", WORK
+        census, "sex and race", WORK[:3]
     ),
     "generated, sex and label": generated,
 }
@@ -108,32 +95,27 @@ def equal_weights(shares):
     weights = 1 / (len(shares) * np.asarray(shares))
 
     def loss(x, record):
-        return jnp.asarray(weights, x.dtype)[record["group"]] * dpb.logistic_loss(
-            x, record
-        )
+        weight = jnp.asarray(weights, x.dtype)[record["group"]]
+        return weight * dpb.logistic_loss(x, record)
 
     return loss
 
 
 def methods(shares, size):
     """Pairs of problem and solver for every method."""
-    fair = functools.partial(
-        dpb.games.group_fair, dpb.Logistic(), shares, radius=RADIUS
-    )
+    games, logistic = dpb.games, dpb.Logistic()
+    fair = games.group_fair(logistic, shares, radius=RADIUS)
+    scaled = games.group_fair(logistic, shares, radius=RADIUS, scale=6.0)
     single = {"inner_steps": 1, "dimension": size + len(shares), "output": TAIL}
+    steps = [games.NoisyExtragradient(*s, output=TAIL) for s in GAMES]
+    points = [games.InexactProximalPoint(t, c, 1 / e, **single) for t, c, e in GAMES]
     return {
         "average loss, `NoisyGD`": [descent(dpb.logistic_loss, *s) for s in AVERAGE],
         "equal weights, `NoisyGD`": [descent(equal_weights(shares), *s) for s in EQUAL],
-        "`NoisyExtragradient`": [
-            (fair(scale=6.0), dpb.games.NoisyExtragradient(*s, output=TAIL))
-            for s in GAMES
-        ],
-        "`InexactProximalPoint`, one inner step": [
-            (fair(scale=6.0), dpb.games.InexactProximalPoint(t, c, 1 / e, **single))
-            for t, c, e in GAMES
-        ],
-        "`GroupDescent`": [(fair(), dpb.games.GroupDescent())],
-        "game without privacy": [(fair(), dpb.games.GroupDescent(2_000))],
+        "`NoisyExtragradient`": [(scaled, solver) for solver in steps],
+        "`InexactProximalPoint`, one inner step": [(scaled, p) for p in points],
+        "`GroupDescent`": [(fair, games.GroupDescent())],
+        "game without privacy": [(fair, games.GroupDescent(2_000))],
     }
 
 
@@ -177,7 +159,7 @@ def evaluate(task):
     for name, pairs in methods(shares, len(zeros)).items():
         before = time.perf_counter()
         trials = [worst(*pair, TRIALS) for pair in pairs] if len(pairs) > 1 else [[0]]
-        best = best_of(trials, higher_is_better=False)
+        best = pages.best_of(trials, higher_is_better=False)
         rows[name] = worst(*pairs[trials.index(best)], KEYS)
         seconds = time.perf_counter() - before
         print(f"  {name}: {np.median(rows[name]):.4f}, {seconds:.0f} s", flush=True)
@@ -185,43 +167,34 @@ def evaluate(task):
 
 
 def timing(n=100_000, size=50):
-    """Return a game of generated records: planned, compiled and run."""
-    rng = np.random.default_rng(0)
-    shares = (0.27, 0.06, 0.59, 0.08)
-    features = rng.normal(size=(n, size)) / size**0.5
-    data = {
-        "features": jnp.asarray(features, jnp.float32),
-        "label": jnp.asarray(np.sign(rng.normal(size=n)), jnp.float32),
-        "group": jnp.asarray(rng.choice(4, n, p=shares), jnp.int32),
-    }
+    """Print the time of a game of generated records: planned, compiled and run."""
+    rng, shares = np.random.default_rng(0), (0.27, 0.06, 0.59, 0.08)
+    features, label = rng.normal(size=(n, size)) / size**0.5, rng.normal(size=n)
+    group = rng.choice(4, n, p=shares)
+    data = {"features": features, "label": np.sign(label)}
+    data = {name: jnp.asarray(v, jnp.float32) for name, v in data.items()}
+    data["group"] = jnp.asarray(group, jnp.int32)
     game = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
-    w0 = dpb.games.group_start(game, jnp.zeros(size), shares)
-    for solver in (
-        dpb.games.NoisyExtragradient(100, 2.0, 8.0),
-        dpb.games.GroupDescent(),
-    ):
+    w0, key = dpb.games.group_start(game, jnp.zeros(size), shares), jax.random.key(0)
+    extragradient = dpb.games.NoisyExtragradient(100, 2.0, 8.0)
+    for solver in (extragradient, dpb.games.GroupDescent()):
         start = time.perf_counter()
         plan = dpb.calibrate(game, solver, BUDGET, sizes=n, w0=w0)
-        key = dpb.root_key()
         jax.block_until_ready(jax.jit(dpb.solve)(game, plan.solver, data, w0, key=key))
         seconds = time.perf_counter() - start
         print(f"{type(solver).__name__}, {n} records: {seconds:.1f} s", flush=True)
 
 
 def main():
-    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
-    chosen = [name for name in TASKS if name.startswith(options.get("task", ""))]
-    tables = []
-    for task in chosen:
+    prefix, tables = pages.options().get("task", ""), []
+    for task in [name for name in TASKS if name.startswith(prefix)]:
         if task.startswith("census") and not ADULT.is_file():
             print(f"{task}: left out, there is no {ADULT.name}")
             continue
         print(task, flush=True)
-        found = evaluate(task)
-        tables.append(
-            table(task, found, "loss of the worst group", higher_is_better=False)
-        )
+        found, unit = evaluate(task), "loss of the worst group"
+        tables.append(pages.by_median(task, found, unit, higher_is_better=False))
         print(tables[-1], flush=True)
     if len(tables) == len(TASKS):
-        write(PAGE, tables)
+        pages.write(pages.ROOT / "docs/games.md", tables)
         timing()

@@ -17,6 +17,7 @@ from . import private_peers
 from .timing import ratios
 
 PLAIN, GRID = "plain", "grid"
+OURS = (GRID, "grid, no noise", "float", "add or remove")
 MIB = 2**20
 
 
@@ -32,23 +33,20 @@ def plain(loss):
     return run
 
 
-def released(
-    loss,
-    precision,
-    neighbours=dpb.privacy.Neighbours.REPLACE_ONE,
-    *,
-    noise=True,
-):
+REPLACE_ONE = dpb.privacy.Neighbours.REPLACE_ONE
+
+
+def released(loss, precision, neighbours=REPLACE_ONE, *, noise=True):
     """Return the clipped mean of the gradients; NON-PRIVATE without noise."""
 
     def run(p, records, key):
+        size = len(jax.tree.leaves(records)[0])
+        settings = {"clip_norm": 1.0, "denominator": size, "precision": precision}
         bounded = dpb.privacy.clipped_mean(
             lambda record: jax.grad(loss)(p, record),
             records,
-            clip_norm=1.0,
-            denominator=len(jax.tree.leaves(records)[0]),
-            precision=precision,
             neighbours=neighbours,
+            **settings,
         )
         if not noise:
             return clipping.unsealed(bounded)
@@ -92,15 +90,15 @@ def hardware():
     size, side = (2**26, 1024) if jax.default_backend() == "cpu" else (2**29, 8192)
     vector, matrix = jnp.ones(size), jnp.ones((side, side))
     read, product = jax.jit(jnp.sum), jax.jit(jnp.matmul)
-    return vector.nbytes / best(read, vector), 2 * side**3 / best(product, matrix)
+    return vector.nbytes / best(read, vector), 2 * side**3 / best(
+        product, matrix, matrix
+    )
 
 
-def best(fun, value):
-    """Return the shortest time of many calls, with `value` for every argument."""
-    arguments = [value] * (2 if value.ndim == 2 else 1)
-    jax.block_until_ready(fun(*arguments))
+def best(fun, *arguments):
+    """Return the shortest time of many calls."""
     times = []
-    for _ in range(30):
+    for _ in range(31):
         start = time.perf_counter()
         jax.block_until_ready(fun(*arguments))
         times.append(time.perf_counter() - start)
@@ -124,30 +122,20 @@ def gradient_row(work, seconds):
     """One clipped and released gradient over the plain one, by library."""
     found = ratios(candidates(work), *arguments(work), reference=PLAIN, seconds=seconds)
     ratio = {name: measured[1] for name, measured in found.items()}
-    theirs = {
-        "vmap, then clip": ratio.get("vmap, then clip"),
-        "optax": ratio.get("optax"),
-        "jax_privacy": min(
-            (r for name, r in ratio.items() if name.startswith("jax_privacy")),
-            default=None,
-        ),
-    }
+    theirs = {name: ratio.get(name) for name in ("vmap, then clip", "optax")}
+    jax_privacy = [r for name, r in ratio.items() if name.startswith("jax_privacy")]
+    theirs["jax_privacy"] = min(jax_privacy, default=None)
+    times = {name: found[name] for name in (PLAIN, GRID)}
     least = least_time(work)
     return {
         "slower than": ahead(theirs, ratio[GRID]),
         "task": work.name,
         "plain, ms": 1e3 * found[PLAIN][0],
-        "grid": ratio[GRID],
-        "grid, no noise": ratio["grid, no noise"],
-        "float": ratio["float"],
-        "add or remove": ratio["add or remove"],
+        **{name: ratio[name] for name in OURS},
         **theirs,
-        "plain, M records/s": work.size / found[PLAIN][0] / 1e6,
-        "grid, M records/s": work.size / found[GRID][0] / 1e6,
-        "plain, compile s": found[PLAIN][2],
-        "grid, compile s": found[GRID][2],
-        "plain, % of hardware": 100 * least / found[PLAIN][0],
-        "grid, % of hardware": 100 * least / found[GRID][0],
+        **{f"{n}, M records/s": work.size / t[0] / 1e6 for n, t in times.items()},
+        **{f"{n}, compile s": t[2] for n, t in times.items()},
+        **{f"{n}, % of hardware": 100 * least / t[0] for n, t in times.items()},
     }
 
 
@@ -182,32 +170,27 @@ def torch_table(works, rows, seconds):
             {f"Opacus, {name}": 1 / r for name, r in rate.items() if name != "plain"},
             1 / row["grid, M records/s"],
         )
-        table.append(
-            {
-                "slower than": slower,
-                "task": work.name,
-                "JAX, plain, M records/s": row["plain, M records/s"],
-                "grid, M records/s": row["grid, M records/s"],
-                "grid, ratio": row["grid"],
-                "PyTorch, plain, M records/s": rate["plain"],
-                "Opacus per-sample, M records/s": rate.get("per-sample"),
-                "ratio": times.get("per-sample", (None, None))[1],
-                "Opacus ghost, M records/s": rate["ghost"],
-                "ghost ratio": times["ghost"][1],
-            }
-        )
+        shown = {
+            "slower than": slower,
+            "task": work.name,
+            "JAX, plain, M records/s": row["plain, M records/s"],
+            "grid, M records/s": row["grid, M records/s"],
+            "grid, ratio": row["grid"],
+            "PyTorch, plain, M records/s": rate["plain"],
+            "Opacus per-sample, M records/s": rate.get("per-sample"),
+            "ratio": times.get("per-sample", (None, None))[1],
+            "Opacus ghost, M records/s": rate["ghost"],
+            "ghost ratio": times["ghost"][1],
+        }
+        table.append(shown)
     return table
 
 
 def memory_row(work):
     """Temporary memory and results of compiled steps, by the compiler's own account."""
-    functions = {
-        PLAIN: plain(work.loss),
-        GRID: released(work.loss, "grid"),
-        "float": released(work.loss, "float"),
-    }
+    functions = {n: released(work.loss, n) for n in (GRID, "float")}
     taken = {}
-    for name, run in functions.items():
+    for name, run in {PLAIN: plain(work.loss), **functions}.items():
         compiled = jax.jit(run).lower(*arguments(work)).compile()
         memory = compiled.memory_analysis()
         taken[name] = memory.temp_size_in_bytes + memory.output_size_in_bytes

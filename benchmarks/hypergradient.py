@@ -11,12 +11,14 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sklearn.datasets import load_digits
 
 import dpbilevel as dpb
-from dpbilevel.oracles.objectives import lower_objective, upper_objective
+from dpbilevel.oracles.objectives import lower_objective
 
 from . import peers
 from .timing import ratios
+from .utility import widened
 
 STEPS = 20
 
@@ -37,13 +39,22 @@ def logistic(n, d):
     return problem, data, jnp.full(d, -6.0), jnp.zeros(d)
 
 
-def cleaning(n, d, classes, features=None, label=None):
-    """Hyper-cleaning: x weighs every training record of a softmax regression."""
+def softmax(n, d, classes):
+    """Hyper-cleaning of generated records."""
     rng = np.random.default_rng(0)
-    if features is None:
-        features = np.abs(rng.normal(size=(n, d))) * np.exp(-3 * rng.uniform(size=d))
-        logits = features @ rng.normal(size=(d, classes))
-        label = np.argmax(logits + rng.gumbel(size=(n, classes)), 1)
+    features = np.abs(rng.normal(size=(n, d))) * np.exp(-3 * rng.uniform(size=d))
+    logits = features @ rng.normal(size=(d, classes))
+    return cleaning(features, np.argmax(logits + rng.gumbel(size=(n, classes)), 1))
+
+
+def digits():
+    images = load_digits()
+    return cleaning(images.data[:898] / 16, images.target[:898])
+
+
+def cleaning(features, label):
+    """Hyper-cleaning: x weighs every training record of a softmax regression."""
+    (n, d), classes = features.shape, label.max() + 1
     rows = {
         "features": jnp.asarray(features, jnp.float32),
         "label": jnp.asarray(np.eye(classes)[label], jnp.float32),
@@ -64,60 +75,38 @@ def cleaning(n, d, classes, features=None, label=None):
     return problem, data, jnp.zeros(n), jnp.zeros((d, classes))
 
 
-def digits():
-    from sklearn.datasets import load_digits
-
-    images = load_digits()
-    return cleaning(898, 64, 10, images.data[:898] / 16, images.target[:898])
-
-
-def widened(tree):
-    """Return the same numbers in float64; other leaves as they are."""
-    return jax.tree.map(
-        lambda v: v.astype(jnp.float64) if v.dtype == jnp.float32 else v, tree
-    )
-
-
 def reference(problem, x, y0, data):
     """Return the float64 solution and hypergradient; dense for small Hessians."""
     with jax.enable_x64(True):
         x, y0, data = map(widened, (x, y0, data))
-        dense = y0.size <= 1000
-        solver = (
-            dpb.oracles.Cholesky()
-            if dense
-            else dpb.oracles.ConjugateGradient(num_steps=5000, tolerance=1e-13)
-        )
+        solver = dpb.oracles.ConjugateGradient(num_steps=5000, tolerance=1e-13)
+        solver = dpb.oracles.Cholesky() if y0.size <= 1000 else solver
 
         @jax.jit
         def run(x, y0, data):
             newton = dpb.oracles.NewtonCG(tolerance=1e-11, cg_steps=2000)
-            y, info = dpb.oracles.lower_solve(problem, x, data, solver=newton, y0=y0)
-            gradient, v = dpb.oracles.implicit_hypergradient(
-                problem, x, y, data, linear_solver=solver
-            )
-            return y, gradient, info.gradient_norm, v.residual_norm
+            y, _ = dpb.oracles.lower_solve(problem, x, data, solver=newton, y0=y0)
+            return y, ours_at(problem, solver)(x, y, data)
 
-        y, gradient, *_ = run(x, y0, data)
+        y, gradient = run(x, y0, data)
         return np.asarray(y, np.float32), np.asarray(gradient)
 
 
 def ours_at(problem, linear_solver):
     def run(x, y, data):
-        return dpb.oracles.implicit_hypergradient(
-            problem, x, y, data, linear_solver=linear_solver
-        )[0]
+        given = problem, x, y, data
+        return dpb.oracles.implicit_hypergradient(*given, linear_solver=linear_solver)[
+            0
+        ]
 
     return run
 
 
 def by_ours(problem, **settings):
-    return peers.through(
-        problem,
-        lambda x, y0, data: dpb.oracles.lower_solution(
-            problem, x, data, y0=y0, **settings
-        ),
-    )
+    def solve(x, y0, data):
+        return dpb.oracles.lower_solution(problem, x, data, y0=y0, **settings)
+
+    return peers.through(problem, solve)
 
 
 def error_of(found, exact):
@@ -140,57 +129,44 @@ def compare(candidates, arguments, exact, errors=None, **settings):
     """Print times, their ratios to the first one's, builds and errors."""
     errors = errors or errors_of(candidates, arguments, exact)
     candidates = {name: candidates[name] for name in errors}
-    first = next(iter(candidates))
-    rows = clocked(candidates, *arguments, reference=first, **settings)
+    rows = clocked(candidates, *arguments, reference=next(iter(candidates)), **settings)
     print(f"{'':40s}{'ms':>10s}{'ratio':>8s}{'compile s':>11s}{'error':>10s}")
     for name, (seconds, ratio, build) in rows.items():
-        print(
-            f"{name:40s}{1e3 * seconds:10.3f}{ratio:8.2f}{build:11.2f}"
-            f"{errors[name]:10.1e}",
-            flush=True,
-        )
+        times = f"{1e3 * seconds:10.3f}{ratio:8.2f}{build:11.2f}"
+        print(f"{name:40s}{times}{errors[name]:10.1e}", flush=True)
 
 
-def at_a_solution(problem, x, y, data, exact, repeats):
+def at_a_solution(problem, arguments, exact, repeats):
     """Equal counts of conjugate gradient steps, and the defaults."""
-    fixed = peers.conjugate_gradients(STEPS)
+    cg, fixed = dpb.oracles.ConjugateGradient, peers.conjugate_gradients(STEPS)
+    ours = cg(num_steps=STEPS, tolerance=None)
     candidates = {
         f"JAXopt custom_root, solve_cg, {STEPS} steps": peers.jaxopt_at(problem, fixed),
-        f"ours, {STEPS} steps": ours_at(
-            problem, dpb.oracles.ConjugateGradient(num_steps=STEPS, tolerance=None)
-        ),
+        f"ours, {STEPS} steps": ours_at(problem, ours),
         "JAXopt custom_root, default": peers.jaxopt_at(problem),
-        "ours, default": ours_at(problem, dpb.oracles.ConjugateGradient()),
+        "ours, default": ours_at(problem, cg()),
     }
-    compare(candidates, (x, y, data), exact, repeats=repeats)
+    compare(candidates, arguments, exact, repeats=repeats)
 
 
-def products(problem, x, y, data, repeats):
-    """Return a Hessian product next to a plain gradient, both of the mean loss."""
+def products(problem, arguments, repeats):
+    """Print the cost of a Hessian product next to plain gradients of the mean loss."""
 
     def gradient(x, y, data):
-        rows = data.lower
-        return jax.grad(
-            lambda y: peers.mean_loss(problem.lower, problem.lower_public, x, y, rows)
-        )(y)
+        lower = peers.objectives(problem)[0]
+        return jax.grad(lower)(y, x, data)
 
-    def product(count):
-        def run(x, y, data):
-            linear = lower_objective(problem, data).linearize(x, y)[-1]
-            return jax.lax.fori_loop(0, count, lambda _, v: v + 1e-3 * linear(v), y)
-
-        return run
+    def product(count, x, y, data):
+        linear = lower_objective(problem, data).linearize(x, y)[-1]
+        return jax.lax.fori_loop(0, count, lambda _, v: v + 1e-3 * linear(v), y)
 
     def in_pieces(x, y, data):
         return lower_objective(problem, data).gradient(x, y)
 
-    candidates = {
-        "gradient": gradient,
-        "in pieces": in_pieces,
-        "one": product(1),
-        "eleven": product(11),
-    }
-    rows = clocked(candidates, x, y, data, reference="gradient", repeats=repeats)
+    candidates = {"gradient": gradient, "in pieces": in_pieces}
+    candidates["one"] = functools.partial(product, 1)
+    candidates["eleven"] = functools.partial(product, 11)
+    rows = clocked(candidates, *arguments, reference="gradient", repeats=repeats)
     cost = (rows["eleven"][0] - rows["one"][0]) / 10
     print(
         f"a Hessian product costs {cost / rows['gradient'][0]:.2f} plain gradients, "
@@ -198,58 +174,55 @@ def products(problem, x, y, data, repeats):
     )
 
 
-def whole(problem, x, y0, data, exact, repeats):
+def whole(problem, arguments, exact, repeats):
     """Inner solve and implicit gradient from a cold start, each library's defaults."""
-    candidates = {
-        "ours, default (NewtonCG)": by_ours(problem),
-        "ours, LBFGS": by_ours(problem, solver=dpb.oracles.LBFGS()),
-    } | peers.everybody(problem)
-    if y0.size > 1000:  # its default forms the Hessian
+    ours = {"ours, default (NewtonCG)": by_ours(problem)}
+    ours["ours, LBFGS"] = by_ours(problem, solver=dpb.oracles.LBFGS())
+    candidates = ours | peers.everybody(problem)
+    if arguments[1].size > 1000:  # its default forms the Hessian
         del candidates["optimistix LBFGS, default"]
-    arguments = (x, y0, data)
     errors = errors_of(candidates, arguments, exact)
     compare(candidates, arguments, exact, errors, repeats=repeats, builds=3)
     print("at the accuracy of a peer")
     for name in errors:
         if name.endswith("LBFGS, default"):
-            ours, settings = loosened(problem, x, y0, data, exact, errors[name])
-            pair = {name: candidates[name], f"ours, {settings}": ours}
+            loose, settings = loosened(problem, arguments, exact, errors[name])
+            pair = {name: candidates[name], f"ours, {settings}": loose}
             compare(pair, arguments, exact, repeats=repeats)
     if "optimistix LBFGS, default" in errors:
-        target = errors[next(iter(candidates))]
-        optimistix_at_our_accuracy(problem, x, y0, data, exact, target, repeats)
+        target = errors[next(iter(ours))]
+        optimistix_at_our_accuracy(problem, arguments, exact, target, repeats)
 
 
-def loosened(problem, x, y0, data, exact, target):
+def loosened(problem, arguments, exact, target):
     """Ours with both tolerances multiplied by as much as leaves the error `target`."""
     for factor in (3000, 1000, 300, 100, 70, 50, 30, 10, 3, 1):
-        settings = {
-            "solver": dpb.oracles.NewtonCG(tolerance=1e-6 * factor),
-            "linear_solver": dpb.oracles.ConjugateGradient(tolerance=1e-5 * factor),
-        }
-        ours = by_ours(problem, **settings)
-        if error_of(jax.jit(ours)(x, y0, data), exact) <= target:
+        solver = dpb.oracles.NewtonCG(tolerance=1e-6 * factor)
+        linear = dpb.oracles.ConjugateGradient(tolerance=1e-5 * factor)
+        ours = by_ours(problem, solver=solver, linear_solver=linear)
+        if error_of(jax.jit(ours)(*arguments), exact) <= target:
             break
     return ours, f"default tolerances x {factor}"
 
 
-def optimistix_at_our_accuracy(problem, x, y0, data, exact, target, repeats):
+def optimistix_at_our_accuracy(problem, arguments, exact, target, repeats):
     """Return the loosest tolerance that reaches it, in float32 and in float64."""
     for tolerance in (1e-5, 1e-7, 1e-9, 1e-11):
-        found = jax.jit(peers.by_optimistix(problem, tolerance))(x, y0, data)
+        found = jax.jit(peers.by_optimistix(problem, tolerance))(*arguments)
         print(f"optimistix, rtol=atol={tolerance:.0e}: {error_of(found, exact):.1e}")
     with jax.enable_x64(True):
-        double = tuple(map(widened, (x, y0, data)))
+        double = tuple(map(widened, arguments))
         for tolerance in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8):
             run = peers.by_optimistix(problem, tolerance)
             if error_of(jax.jit(run)(*double), exact) <= target:
                 break
-        name = f"optimistix, float64, {tolerance:.0e}"
         pair = {
             "ours, default": lambda single, double: by_ours(problem)(*single),
-            name: lambda single, double: run(*double),
+            f"optimistix, float64, {tolerance:.0e}": lambda single, double: run(
+                *double
+            ),
         }
-        compare(pair, ((x, y0, data), double), exact, repeats=repeats)
+        compare(pair, (arguments, double), exact, repeats=repeats)
 
 
 def trajectory(problem, x, y, data, steps=50, seconds=180):
@@ -289,45 +262,36 @@ def trajectory(problem, x, y, data, steps=50, seconds=180):
 
 
 def batched(repeats):
-    """64 problems by vmap and in a loop."""
+    """Print what 64 problems take by vmap, over the time of a loop."""
     problem, data, _, y0 = logistic(512, 30)
     many = jnp.linspace(-8, -1, 64)[:, None] * jnp.ones((1, 30))
-
-    def one(x, y0, data):
-        def objective(x):
-            y = dpb.oracles.lower_solution(problem, x, data, y0=y0)
-            return upper_objective(problem, data).value(x, y)
-
-        return jax.grad(objective)(x)
-
+    one = by_ours(problem)
     candidates = {
         "loop": lambda x, y0, data: jax.lax.map(lambda x: one(x, y0, data), x),
-        "vmap": lambda x, y0, data: jax.vmap(lambda x: one(x, y0, data))(x),
+        "vmap": jax.vmap(one, (0, None, None)),
     }
     rows = clocked(candidates, many, y0, data, reference="loop", repeats=repeats)
     print(f"64 problems: vmap takes {rows['vmap'][1]:.2f} of the time of a loop")
 
 
-def main(names=("logistic", "digits", "softmax")):
-    cases = {
-        "logistic regression, n = 100 000, d = 128": (
-            lambda: logistic(100_000, 128),
-            7,
-        ),
-        "digits softmax, p = 640": (digits, 50),
-        "softmax, p = 7840": (lambda: cleaning(5000, 784, 10), 7),
-    }
-    for name, (make, repeats) in cases.items():
-        if not name.startswith(tuple(names)):
-            continue
+CASES = {
+    "logistic regression, n = 20 000, d = 64": (logistic, (20_000, 64), 50),
+    "logistic regression, n = 100 000, d = 128": (logistic, (100_000, 128), 7),
+    "digits softmax, p = 640": (digits, (), 50),
+    "softmax, p = 7840": (softmax, (5000, 784, 10), 7),
+}
+
+
+def main():
+    for name, (make, sizes, repeats) in CASES.items():
         start = time.perf_counter()
-        problem, data, x, y0 = make()
+        problem, data, x, y0 = make(*sizes)
         y, exact = reference(problem, x, y0, data)
-        y = jnp.asarray(y)
+        at, cold = (x, jnp.asarray(y), data), (x, y0, data)
         print(f"\n{name} (prepared in {time.perf_counter() - start:.0f} s)")
-        at_a_solution(problem, x, y, data, exact, repeats)
-        products(problem, x, y, data, repeats)
+        at_a_solution(problem, at, exact, repeats)
+        products(problem, at, repeats)
         print("from a cold start")
-        whole(problem, x, y0, data, exact, max(5, repeats // 5))
-        trajectory(problem, x, y, data)
+        whole(problem, cold, exact, max(5, repeats // 5))
+        trajectory(problem, *at)
     batched(10)

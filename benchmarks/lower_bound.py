@@ -20,9 +20,9 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
-from .paths import ROOT
+from .pages import RESULTS, table
 
-FIGURE = ROOT / "benchmarks/results/lower_bound.svg"
+FIGURE = RESULTS / "lower_bound.svg"
 DELTA, KEYS, MEANS = 1e-5, 8, 9
 START = 1.0  # the worst excess of x = 0
 GAP = 2.0  # the most that values of F on the ball differ by
@@ -104,24 +104,17 @@ def certified(problem):
     No record enters the lower level. `lower_yy_spread` is 0; draws need a positive one.
     """
     zeros = ["upper_x", "upper_xx", "upper_xy", "upper_yy", "lower_y_spread"]
+    zeros.append("lower_xy_spread")
     zeros += [f"lower_{h}_in_{v}" for h in ("xy", "yy") for v in ("x", "y")]
+    ones = ["strong_convexity", "solution_radius", "upper_y", "lower_xy", "lower_yy"]
+    terms = "upper", "lower", "upper_public", "lower_public"
     constants = dpb.bilevel.SecondOrderConstants(
-        strong_convexity=1.0,
-        solution_radius=1.0,
-        upper_y=1.0,
+        **dict.fromkeys(ones, 1.0),
+        **dict.fromkeys(zeros, 0.0),
         lower_y=2.0,
-        lower_xy=1.0,
-        lower_xy_spread=0.0,
-        lower_yy=1.0,
         lower_yy_spread=1e-6,
         per_record=True,
-        terms=(
-            problem.upper,
-            problem.lower,
-            problem.upper_public,
-            problem.lower_public,
-        ),
-        **dict.fromkeys(zeros, 0.0),
+        terms=tuple(getattr(problem, name) for name in terms),
     )
     return dataclasses.replace(problem, y_set=dpb.sets.Euclidean(), constants=constants)
 
@@ -137,43 +130,32 @@ def solvers(setting, problem):
     noise_x = min(1.0, setting.noise(setting.dimension_x))
     noise_y = min(1.0, setting.noise(min(setting.dimension_x, setting.dimension_y)))
     penalty = 2 * min(1.0, setting.noise(setting.dimension_y)) ** (-1 / 3)
-    yield (
-        "implicit",
-        proved,
-        dpb.ImplicitBilevel(
-            STEPS, step_size=4 / noise_x / STEPS, output=dpb.outputs.Last()
-        ),
-    )
-    single = dpb.SingleLoopBilevel(
-        STEPS, step_size=1 / noise_y / STEPS, lower_step_size=0.5, linear_step_size=0.5
-    )
-    yield "single loop", proved, single
+    large, last = 4 / noise_x / STEPS, dpb.outputs.Last()
+    implicit = dpb.ImplicitBilevel(STEPS, step_size=large, output=last)
+    yield "implicit", proved, implicit
+    single = {"step_size": 1 / noise_y / STEPS, "lower_step_size": 0.5}
+    loop = dpb.SingleLoopBilevel(STEPS, linear_step_size=0.5, **single)
+    yield "single loop", proved, loop
     slow = {"step_size": 1 / noise_y / penalty / STEPS}
     inner = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.3)
     yield "penalty", problem, dpb.PenaltyBilevel(STEPS, penalty, inner, **slow)
     first_order = dpb.bilevel.F2SA(STEPS, penalty, lower_step_size=0.5, **slow)
     yield "F2SA", problem, first_order
-    difference = dpb.bilevel.FiniteDifferenceBilevel(
-        STEPS, step_size=1 / noise_y / STEPS, lower_step_size=0.5
-    )
+    difference = dpb.bilevel.FiniteDifferenceBilevel(STEPS, **single)
     yield "finite difference", problem, difference
     if setting != Setting(setting.records):
         return
     if setting.records <= DRAWN:
         sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-8)
-        draw = dpb.draws.RegularizedExponentialMechanism(
-            sampler, dimension=setting.dimension_x, convex=True
-        )
+        settings = {"dimension": setting.dimension_x, "convex": True}
+        draw = dpb.draws.RegularizedExponentialMechanism(sampler, **settings)
         yield "regularized draw", proved, draw
     try:
+        axes = "dimension_x", "dimension_y"
+        dimensions = {axis: getattr(setting, axis) for axis in axes}
+        given = problem, setting.budget, setting.sizes
         planned = dpb.PenaltyBilevel.from_theorem(
-            problem,
-            setting.budget,
-            setting.sizes,
-            dimension_x=setting.dimension_x,
-            dimension_y=setting.dimension_y,
-            initial_gap=GAP,
-            inner=inner,
+            *given, **dimensions, initial_gap=GAP, inner=inner
         )
     except ValueError as refusal:
         print(f"not run: {refusal}")
@@ -215,12 +197,9 @@ def measure(setting, problem, run):
     for name, chosen, solver in solvers(setting, problem):
         plan = dpb.calibrate(chosen, solver, setting.budget, sizes=setting.sizes)
         values = np.mean(run(chosen, plan.solver, datasets, keys), axis=1)
-        worst[name] = float(values.max())
-        hardest = means[values.argmax()]
-        print(
-            f"{setting}, {name}: {worst[name]:.2e} at a mean of {hardest:.2e}",
-            flush=True,
-        )
+        worst[name], hardest = float(values.max()), means[values.argmax()]
+        text = f"{worst[name]:.2e} at a mean of {hardest:.2e}"
+        print(f"{setting}, {name}: {text}", flush=True)
     return worst
 
 
@@ -253,28 +232,33 @@ def slope(values, results, start=START):
 def series(found, axis, name):
     """Values of an axis and the results of a solver, where it was run."""
     rows = zip(AXES[axis], found[axis], strict=True)
-    kept = [(value, row[name]) for value, row in rows if name in row]
-    return [value for value, _ in kept], [result for _, result in kept]
+    return zip(*((value, row[name]) for value, row in rows if name in row), strict=True)
+
+
+def names_of(found):
+    """Return the names of all solvers that were run for some number of records."""
+    return list(dict.fromkeys(name for row in found["records"] for name in row))
+
+
+def points(curve, axis):
+    """Return the values of a curve along an axis."""
+    return [curve(Setting()._replace(**{axis: value})) for value in AXES[axis]]
 
 
 def tables(found):
     """Excess by records, and the slopes along every axis, in Markdown."""
-    names = list(dict.fromkeys(name for row in found["records"] for name in row))
-    head = [f"| records | {' | '.join([*names, *CURVES])} |"]
-    head.append("|---" * (1 + len(names) + len(CURVES)) + "|")
-    for n, row in zip(AXES["records"], found["records"], strict=True):
-        cells = [f"{row[name]:.2g}" if name in row else "-" for name in names]
-        cells += [f"{curve(Setting(n)):.2g}" for curve in CURVES.values()]
-        head.append(f"| {n} | {' | '.join(cells)} |")
-    rows = ["", f"| power of | {' | '.join([*names, *CURVES])} |", head[1]]
+    names, excesses, slopes = names_of(found), [], []
+    bounds = [points(curve, "records") for curve in CURVES.values()]
+    for n, row, *values in zip(AXES["records"], found["records"], *bounds, strict=True):
+        cells = [row.get(name) for name in names] + values
+        excesses.append([str(n), *("-" if v is None else f"{v:.2g}" for v in cells)])
     for axis, values in AXES.items():
         powers = [slope(*series(found, axis, name)) for name in names]
         for curve in CURVES.values():
-            points = [curve(Setting()._replace(**{axis: v})) for v in values]
-            powers.append(np.polyfit(np.log(values), np.log(points), 1)[0])
-        cells = ["-" if power is None else f"{power:.2f}" for power in powers]
-        rows.append(f"| {axis} | {' | '.join(cells)} |")
-    return head + rows
+            powers.append(slope(values, points(curve, axis), math.inf))
+        slopes.append([axis, *("-" if p is None else f"{p:.2f}" for p in powers)])
+    head = [*names, *CURVES]
+    return table(["records", *head], excesses), table(["power of", *head], slopes)
 
 
 def draw(found):
@@ -283,17 +267,13 @@ def draw(found):
     figure, panels = plt.subplots(4, 1, figsize=(4.8, 13.5), layout="constrained")
     colors = "#0072B2 #009E73 #E69F00 #CC79A7 #B8A800 #56B4E9 #D55E00".split()
     styles = dict(zip(CURVES, ("-", "--", ":"), strict=True))
-    names = list(dict.fromkeys(name for row in found["records"] for name in row))
-    labels = {
-        "records": "records per level, n",
-        "epsilon": "epsilon",
-        "dimension_x": "d_x",
-        "dimension_y": "d_y",
-    }
+    names = names_of(found)
+    labels = {"records": "records per level, n", "epsilon": "epsilon"}
+    labels |= {"dimension_x": "d_x", "dimension_y": "d_y"}
     for axes, (axis, values) in zip(panels, AXES.items(), strict=True):
         for name, curve in CURVES.items():
-            points = [curve(Setting()._replace(**{axis: v})) for v in values]
-            axes.plot(values, points, styles[name], color="0.35", lw=1.3, label=name)
+            bound = points(curve, axis)
+            axes.plot(values, bound, styles[name], color="0.35", lw=1.3, label=name)
         for name, color, marker in zip(names, colors, "osD^XvP", strict=False):
             where, results = series(found, axis, name)
             style = {"color": color, "marker": marker}

@@ -4,8 +4,8 @@ Methods and people of examples/meta_learning.py, at epsilon 3 for a person, 10 k
 accuracy on the images of people who took part in nothing. Every baseline is shown with
 the best of its settings in hindsight ON THE TEST PEOPLE; meta-learning with one setting
 for all tasks, which was found on 80 of the training people of the digits, learned from
-the others. Prints tables and writes them into docs/meta_learning.md where the digits
-are there: $MNIST or ../shared/data/mnist_10k.npz.
+the others. Prints tables and writes them into docs/meta_learning.md if the digits are
+there.
 """
 
 import functools
@@ -15,11 +15,8 @@ import jax
 
 from examples import meta_learning as example
 
-from .paths import ROOT
-from .quartiles import best_of, table
-from .utility import MNIST, write
+from . import pages
 
-PAGE = ROOT / "docs/meta_learning.md"
 KEYS = 10
 RIDGES, CLIPS = (0.003, 0.01, 0.03), (0.1, 0.15)
 SETTINGS = {
@@ -53,29 +50,25 @@ def evaluate(data, test):
             [float(example.accuracy(method(data, key), test)) for key in keys]
             for method in methods
         ]
-        found[name] = best_of(runs, higher_is_better=True)
+        found[name] = pages.best_of(runs, higher_is_better=True)
         print(f"  {name}: done", flush=True)
     return found
 
 
 def main():
     tasks = {
-        f"generated, {count} training people": functools.partial(
-            example.generated, count + example.TEST
-        )
+        f"generated, {count} training people": (example.generated, count + example.TEST)
         for count in (3000, 1000, 400)  # those that a baseline wins first
     }
-    if MNIST.is_file():
-        tasks["digits, nobody shares an image"] = functools.partial(
-            example.digits, MNIST
-        )
+    if pages.MNIST.is_file():
+        tasks["digits, nobody shares an image"] = example.digits, pages.MNIST
     tables = []
-    for name, people in tasks.items():
-        data, test = people()
-        title = f"{name}: {len(data['label'])} training people"
-        title = name if name.startswith("generated") else title
+    for name, (make, given) in tasks.items():
+        data, test = make(given)
+        if make is example.digits:
+            name += f": {len(data['label'])} training people"
         found = evaluate(data, test)
-        tables.append(table(title, found, "accuracy", higher_is_better=True))
+        tables.append(pages.by_median(name, found, "accuracy", higher_is_better=True))
         print(tables[-1], flush=True)
-    if MNIST.is_file():
-        write(PAGE, tables)
+    if pages.MNIST.is_file():
+        pages.write(pages.ROOT / "docs/meta_learning.md", tables)

@@ -1,12 +1,11 @@
 """Passes over records on disk: their time beside reading the files, and memory.
 
 Run by `python -m benchmarks out_of_core [--records=N] [--features=D]`. The files, those
-of NumPy and, where pyarrow is installed, Parquet, are written to a temporary folder.
+of NumPy and, where pyarrow is installed, Parquet, are written to a temporary folder in
+`--folder`.
 Every time is the least of several, reading and passes in turns.
 """
 
-import argparse
-import concurrent.futures
 import importlib.util
 import multiprocessing
 import os
@@ -20,9 +19,12 @@ import numpy as np
 
 import dpbilevel as dpb
 
+from . import pages
+
 FILES, PIECE, BLOCK = 4, 2**16, 2**15  # files; rows written and read at once
 MEMORY = 2**20  # records of a pass in memory, to compare with
 REPEATS, STEPS = 4, 2
+DEFAULTS = {"records": 200_000, "features": 100}
 
 
 def pieces(count, width, seed):
@@ -115,9 +117,8 @@ def seconds(fun):
 
 def elsewhere(fun, *arguments):
     """Call a function in another process, whose memory is not counted here."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(fun, *arguments).result()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(fun, arguments)
 
 
 def peak():
@@ -155,39 +156,39 @@ def descent(records, width):
     return lambda: jax.block_until_ready(run(*args, key=key).value)
 
 
+def in_turns(calls, repeats, before=lambda: None):
+    """Return the least times of calls that are made one after the other."""
+    times = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            before()
+            times[name].append(seconds(call))
+    return {name: np.min(both, axis=0) for name, both in times.items()}
+
+
 def timed_on_disk(kind, paths, width):
     """Return times of reading, a pass and a run over files, and their memory."""
     _, read, opened = KINDS[kind]
     records = opened(paths, width)
-    calls = {
-        "a pass": gradients(records, width),
-        f"a run of {STEPS} steps": descent(records, width),
-    }
-    times = {name: [] for name in calls}
-    for _ in range(REPEATS):
-        for name, call in calls.items():
-            times[name].append(seconds(call))
+    calls = {"a pass": gradients(records, width)}
+    calls[f"a run of {STEPS} steps"] = descent(records, width)
+    times = in_turns(calls, REPEATS)
     most = peak()
     calls = {"reading": lambda: read(paths, width), "a pass": calls["a pass"]}
-    times["reading"] = []
-    for _ in range(REPEATS):
-        for name, call in calls.items():
-            times[name].append(seconds(call))
+    again = in_turns(calls, REPEATS)
+    times["a pass"] = np.minimum(times["a pass"], again["a pass"])
+    times["reading"] = again["reading"]
     if hasattr(os, "posix_fadvise"):
-        for name, call in calls.items():
-            times[f"{name}, cold"] = []
-            for _ in range(REPEATS // 2):
-                forget(paths)
-                times[f"{name}, cold"].append(seconds(call))
-    return {name: np.min(both, axis=0) for name, both in times.items()}, most
+        cold = in_turns(calls, REPEATS // 2, lambda: forget(paths))
+        times |= {f"{name}, cold": both for name, both in cold.items()}
+    return times, most
 
 
 def timed_in_memory(width):
     """Return the time of a pass over `MEMORY` records in memory."""
     part = [np.concatenate(v) for v in zip(*pieces(MEMORY, width, 0), strict=True)]
     memory = dict(zip(("features", "label"), map(jnp.asarray, part), strict=True))
-    call = gradients(memory, width)
-    return np.min([seconds(call) for _ in range(REPEATS)], axis=0)
+    return in_turns({"pass": gradients(memory, width)}, REPEATS)["pass"]
 
 
 def measure(kind, folder, count, width):
@@ -209,16 +210,12 @@ KINDS = {
 
 
 def main():
-    parser = argparse.ArgumentParser("benchmarks out_of_core")
-    parser.add_argument("--records", type=int, default=200_000)
-    parser.add_argument("--features", type=int, default=100)
-    parser.add_argument("--folder", help="where a temporary folder is made")
-    options = parser.parse_args()
-    count, width = options.records, options.features
+    options = pages.options()
+    count, width = (int(options.get(n, d)) for n, d in DEFAULTS.items())
     print(f"{count} records of {width} features and a label, float32")
     for kind in KINDS:
         if kind == "Parquet" and importlib.util.find_spec("pyarrow") is None:
             print("Parquet: pyarrow is not installed")
             continue
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=options.get("folder")) as folder:
             measure(kind, pathlib.Path(folder), count, width)

@@ -11,16 +11,13 @@ or ten groups of noise, in an order that no method knows.
 
 Judged as in `utility`: the mean loss of the released model on test records, the setting
 of the best median over 4 keys in hindsight, then 10 keys. NON-PRIVATE evaluation.
-
-The Adult CSV is read from $ADULT or ../shared/data/adult.csv; generated records stand
-in for it in a table of their own.
+Generated records have a table of their own.
 """
 
 import dataclasses
 import functools
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,11 +25,10 @@ import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.files import read_csv
 
-from .paths import ADULT, ROOT
-from .utility import TAIL, encoded, exact_search, judged, levels, planned, table, write
-from .utility import classified as correct
+from . import pages
+from .source_tasks import classified, encoded, parts
+from .utility import TAIL, exact_search, judged, planned, table
 
-PAGE = ROOT / "benchmarks/results/penalties.md"
 TRAINING, VALIDATION, TEST = 6000, 2000, 12_000
 FEATURES, NOISE = 100, 2.7
 EPSILON = 1.0
@@ -57,18 +53,14 @@ class Task:
     groups: np.ndarray
     useful: np.ndarray
     loss = staticmethod(dpb.logistic_loss)
-    correct = staticmethod(correct)
+    correct = staticmethod(classified)
     clip = float(np.hypot(1, NOISE))  # about the norm of a record
     records = None  # for `auto`: the model is linear
 
     @property
     def problem(self):
         """One penalty per group."""
-        return self.grouped(self.groups)
-
-    def grouped(self, groups):
-        """Return the problem with one penalty for each of these groups."""
-        return dpb.penalty_tuning(dpb.logistic_loss, groups, bounds=(LOW, HIGH))
+        return dpb.penalty_tuning(dpb.logistic_loss, self.groups, bounds=(LOW, HIGH))
 
     @property
     def model(self):
@@ -88,8 +80,8 @@ class Task:
 
 def census_columns():
     """Return unit rows, labels, and the column of each feature."""
-    features, label = encoded(read_csv(ADULT))
-    data = read_config(ROOT / "configs/census.toml").data
+    features, label = encoded(read_csv(pages.ADULT))
+    data = read_config(pages.ROOT / "configs/census.toml").data
     widths = [1 for block in data.numeric for _ in block.columns]
     widths += [len(column.values) for column in data.categorical] + [1]
     return features, label, np.repeat(np.arange(len(widths)), widths)
@@ -116,14 +108,10 @@ def noisy(name, columns, noise_groups, seed=0):
     groups = np.append(column, count + np.arange(FEATURES) * noise_groups // FEATURES)
     groups = rng.permutation(count + noise_groups)[groups]
     order = rng.permutation(len(label))
-    ends = np.cumsum([TRAINING, VALIDATION, TEST])
-    lower, upper, test = (
-        {"features": features[rows], "label": label[rows]}
-        for rows in np.split(order, ends)[:3]
-    )
+    rows = np.split(order, np.cumsum([TRAINING, VALIDATION, TEST]))[:3]
+    lower, upper, test = parts(features, label, rows)
     useful = (np.arange(len(groups)) < len(column)).astype("f4")
-    test = jax.tree.map(jnp.asarray, test)
-    return Task(name, levels(upper, lower), test, groups, useful)
+    return Task(name, dpb.Levels(upper, lower), test, groups, useful)
 
 
 # ---------------------------------------------------------------------- the methods
@@ -133,19 +121,14 @@ def descent(steps, size, clip=1.0):
     return dpb.NoisyGD(steps, clip, size, output=TAIL)
 
 
-def two_level(solvers):
-    """Candidates of solvers of the problem."""
-
-    def candidates(task):
-        return [(task.problem, solver, task.data) for solver in solvers]
-
-    return candidates
+def two_level(*solvers):
+    """Return what makes the candidates of solvers of the problem."""
+    return lambda task: [(task.problem, solver, task.data) for solver in solvers]
 
 
-def one_level(reads, settings):
-    return two_level(
-        [dpb.bilevel.OneLevel(descent(*values), reads=reads) for values in settings]
-    )
+def one_level(settings, reads="both"):
+    kind = dpb.bilevel.OneLevel
+    return [kind(descent(*values), reads=reads) for values in settings]
 
 
 ALL = (1e-6, 1.0)  # of the budget for the fit
@@ -169,31 +152,24 @@ def ridge(x):
 def default_penalty(task):
     """Return a penalty of 1 / n for all, the default of many libraries."""
     problem = ridge(-np.log(len(task.data.lower["label"])))
-    solvers = (dpb.bilevel.OneLevel(descent(*s), reads="both") for s in BOTH)
-    return [(problem, solver, task.data) for solver in solvers]
+    return [(problem, solver, task.data) for solver in one_level(BOTH)]
 
 
 def one_penalty(task):
     """Return the best of six single penalties, at one setting of the descent."""
-    solver = dpb.bilevel.OneLevel(descent(50, 12, 2), reads="both")
+    (solver,) = one_level([(50, 12, 2)])
     return [(ridge(x), solver, task.data) for x in (-8, -7, -6, -5, -4, -3)]
 
 
-def penalty(size, fit, clip):
-    inner = dpb.NoisyGD(10, 2.0, 4.0)
-    search = dpb.PenaltyBilevel(
-        10, 5.0, inner, clip_norm=2.0, upper_clip_norm=2.0, step_size=size
-    )
-    return dpb.bilevel.Refitted(search, descent(50, fit, clip), budget_split=(0.5, 0.5))
+def penalty(size, fit):
+    inner, norms = dpb.NoisyGD(10, 2.0, 4.0), {"clip_norm": 2.0, "upper_clip_norm": 2.0}
+    search = dpb.PenaltyBilevel(10, 5.0, inner, step_size=size, **norms)
+    return dpb.bilevel.Refitted(search, descent(50, fit, 2.0), budget_split=(0.5, 0.5))
 
 
-def scaled(size, clip, share=0.25):
-    return dpb.applications.ScaledGroups(
-        descent(50, size, clip),
-        margin=2.0,
-        full_above=0.1,
-        budget_split=(share, 1 - share),
-    )
+def scaled(size, clip):
+    settings = {"margin": 2.0, "full_above": 0.1, "budget_split": (0.25, 0.75)}
+    return dpb.applications.ScaledGroups(descent(50, size, clip), **settings)
 
 
 class Known(dpb.applications.ScaledGroups):
@@ -210,17 +186,13 @@ def oracle(task):
     """Penalties found without privacy, or the groups of noise dropped."""
     no_noise = np.zeros(len(task.w0[0]))
     no_noise[task.groups[task.useful > 0]] = 1
-    return [
-        (
-            task.problem,
-            Known(
-                descent(*settings), known=tuple(map(float, scales)), budget_split=ALL
-            ),
-            task.data,
-        )
+    settings = ((50, 12), (50, 24), (100, 12))
+    fits = [
+        Known(descent(*s), known=tuple(map(float, scales)), budget_split=ALL)
         for scales in (found_scales(task), no_noise)
-        for settings in ((50, 12), (50, 24), (100, 12))
+        for s in settings
     ]
+    return [(task.problem, fit, task.data) for fit in fits]
 
 
 def found_scales(task):
@@ -232,25 +204,21 @@ def found_scales(task):
     return np.minimum(1, scales / np.quantile(scales, 0.75))
 
 
-def by_auto(task):
-    """Return the plan of `auto`, which is given the norm of the records."""
-    return two_level(planned(task, EPSILON))(task)
-
-
 METHODS = {
-    "validation records only": one_level("upper", UPPER),
-    "training records only": one_level("lower", LOWER),
-    "all records": one_level("both", BOTH),
+    "validation records only": two_level(*one_level(UPPER, "upper")),
+    "training records only": two_level(*one_level(LOWER, "lower")),
+    "all records": two_level(*one_level(BOTH)),
     "all records, default penalty": default_penalty,
     "all records, best single penalty": one_penalty,
     "`PenaltyBilevel`, refitted": two_level(
-        [penalty(a, b, 2.0) for a in (5.0, 50.0, 500.0) for b in (4.0, 8.0)]
+        *(penalty(a, b) for a in (5.0, 50.0, 500.0) for b in (4.0, 8.0))
     ),
     "`ScaledGroups`": two_level(
-        [scaled(b, c) for b in (12.0, 24.0, 48.0) for c in (0.5, 0.7)]
+        *(scaled(b, c) for b in (12.0, 24.0, 48.0) for c in (0.5, 0.7))
     ),
-    "`ScaledGroups`, one setting": two_level([scaled(24.0, 0.7)]),
-    "`auto`": by_auto,
+    "`ScaledGroups`, one setting": two_level(scaled(24.0, 0.7)),
+    # The plan is given the norm of the records.
+    "`auto`": lambda task: two_level(*planned(task, EPSILON))(task),
 }
 BASELINES = tuple(METHODS)[:5]
 
@@ -259,24 +227,20 @@ BASELINES = tuple(METHODS)[:5]
 
 
 def evaluate(task):
-    methods = {
-        method: functools.partial(candidates, task)
-        for method, candidates in METHODS.items()
-    }
-    return judged(task, EPSILON, oracle(task), methods, BASELINES)
+    """Return the table of one task."""
+    methods = {"oracle": oracle} | METHODS
+    methods = {name: functools.partial(made, task) for name, made in methods.items()}
+    return table(judged(task, EPSILON, methods, BASELINES), worst_first=True)
 
 
 def main():
     tasks = [("generated, 10 groups of noise", generated_columns, 10)]
-    if ADULT.is_file():
-        tasks += [
-            ("census, 10 groups of noise", census_columns, 10),
-            ("census, one group of noise", census_columns, 1),
-        ]
+    if pages.ADULT.is_file():
+        tasks.append(("census, 10 groups of noise", census_columns, 10))
+        tasks.append(("census, one group of noise", census_columns, 1))
     tables = []
     for name, columns, groups in reversed(tasks):
-        result = evaluate(noisy(name, columns(), groups))
-        tables.append(table(result, worst_first=True))
+        tables.append(evaluate(noisy(name, columns(), groups)))
         print(tables[-1], flush=True)
-    if ADULT.is_file():
-        write(PAGE, tables)
+    if pages.ADULT.is_file():
+        pages.write(pages.RESULTS / "penalties.md", tables)

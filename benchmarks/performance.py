@@ -9,134 +9,21 @@ shares set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses
-import datetime
-import functools
 import os
 import pathlib
 import platform
 import re
 import sys
+import tomllib
 from importlib import metadata
 
 import jax
 
-from . import gradients, private_peers, solver_steps, workloads
+from . import gradients, pages, private_peers, solver_steps, workloads
 
-RESULTS = pathlib.Path(__file__).parent / "results"
-PAGE, GPU_PAGE = RESULTS / "performance.md", RESULTS / "performance_gpu.md"
-BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+PAGE = pages.RESULTS / "performance.md"
+SIZES = pages.ROOT / "benchmarks/performance.toml"
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes that are measured, and for how long.
-
-    Attributes:
-        seconds: For each candidate of a row.
-        gradients: Workloads of the tables of gradients, made when it is their turn.
-        memory: Those of the table of memory.
-        microbatches: Those of the table of micro-batches.
-        budgets: Sizes of a micro-batch in MiB.
-        bilevel: Records and features of the solvers of two levels.
-        saddle: Records and features of the saddle point.
-        epoch: Records, batches and widths of DP-SGD.
-        hypergradients: Names of problems in benchmarks/hypergradient.py, with sizes.
-    """
-
-    seconds: float
-    gradients: tuple
-    memory: tuple
-    microbatches: tuple
-    budgets: tuple[int, ...]
-    bilevel: tuple
-    saddle: tuple
-    epoch: tuple
-    hypergradients: dict
-
-
-def later(make, *sizes):
-    return functools.partial(make, *sizes)
-
-
-logistic = functools.partial(later, workloads.logistic)
-mlp = functools.partial(later, workloads.mlp)
-small, wide = (784, 256, 10), (784, 1024, 1024, 10)
-
-FULL = Sizes(
-    seconds=0.6,
-    gradients=(
-        *(
-            logistic(n, d)
-            for n in (10_000, 25_000, 100_000, 1_000_000)
-            for d in (16, 32, 128, 512, 4096)
-            if n * d <= 1.3e8
-        ),
-        mlp(1024, *small),
-        mlp(8192, *small),
-        mlp(512, *wide),
-        mlp(4096, *wide),
-        later(workloads.cnn, 256),
-        later(workloads.attention, 64),
-    ),
-    memory=(
-        *(logistic(n, 128) for n in (10_000, 100_000, 1_000_000)),
-        *(mlp(n, *small) for n in (256, 1024, 4096, 16_384)),
-        *(mlp(512, 784, width, 10) for width in (64, 1024, 4096)),
-    ),
-    microbatches=(
-        mlp(1024, *small),
-        mlp(8192, *small),
-        mlp(512, *wide),
-        later(workloads.cnn, 256),
-        later(workloads.attention, 64),
-        later(workloads.with_intercept, 100_000, 128),
-    ),
-    budgets=(1, 4, 16, 64, 256),
-    bilevel=(100_000, 128),
-    saddle=(100_000, 128),
-    epoch=(8192, 8, small),
-    hypergradients={
-        "logistic, n = 20 000, d = 64": ("logistic", 20_000, 64),
-        "digits, softmax": ("digits",),
-    },
-)
-QUICK = Sizes(
-    seconds=0.1,
-    gradients=(logistic(10_000, 128), mlp(256, 784, 64, 10)),
-    memory=(logistic(10_000, 128),),
-    microbatches=(mlp(256, 784, 64, 10),),
-    budgets=(1, 4),
-    bilevel=(),
-    saddle=(10_000, 16),
-    epoch=(1024, 4, (64, 32, 10)),
-    hypergradients={},
-)
-GPU = dataclasses.replace(
-    FULL,
-    gradients=(
-        logistic(100_000, 128),
-        logistic(4_000_000, 128),
-        mlp(4096, *small),
-        mlp(61_440, *small),
-        mlp(4096, *wide),
-        mlp(1024, 784, 4096, 4096, 10),
-        later(workloads.cnn, 4096),
-        later(workloads.attention, 1024),
-    ),
-    microbatches=(
-        mlp(4096, *small),
-        mlp(61_440, *small),
-        mlp(4096, *wide),
-        later(workloads.cnn, 4096),
-        later(workloads.attention, 1024),
-        later(workloads.with_intercept, 1_000_000, 128),
-    ),
-    budgets=(16, 64, 256, 1024, 4096),
-    bilevel=(4_000_000, 128),
-    saddle=(1_000_000, 128),
-    epoch=(61_440, 15, small),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +38,8 @@ class Table:
         if not self.rows:
             return f"## {self.title}\n\nNot measured: {self.text}"
         head = list(self.rows[0])
-        lines = [head, ["---"] * len(head)]
-        lines += [[cell(row[name]) for name in head] for row in self.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"## {self.title}\n\n{self.text}\n\n{table}"
+        lines = [[cell(row[name]) for name in head] for row in self.rows]
+        return f"## {self.title}\n\n{self.text}\n\n{pages.table(head, lines)}"
 
 
 def cell(value):
@@ -169,9 +54,9 @@ def cell(value):
 
 def gradient_tables(sizes):
     works, rows = [], []
-    for make in sizes.gradients:
-        work = make()
-        rows.append(gradients.gradient_row(work, sizes.seconds))
+    for name in sizes["gradients"]:
+        work = workloads.named(name)
+        rows.append(gradients.gradient_row(work, sizes["seconds"]))
         # Without their records, which would fill the memory of all later rows.
         works.append(dataclasses.replace(work, records=(None, range(work.size))))
         print("|", *(f"{cell(v)} |" for v in rows[-1].values()), flush=True)
@@ -189,7 +74,7 @@ def gradient_tables(sizes):
         "takes longer; a long sum and a matrix product are that fast here.",
         gradients.losses_first(rows),
     )
-    peers = gradients.torch_table(works, rows, sizes.seconds)
+    peers = gradients.torch_table(works, rows, sizes["seconds"])
     yield Table(
         "Beside PyTorch",
         "Opacus and PyTorch on the same shapes, in a process of their own: a private "
@@ -205,45 +90,28 @@ def memory_table(sizes):
         "Memory",
         "Temporary memory and results of the compiled step, by the compiler's account, "
         "without the records; `grid` and `float` over plain.",
-        [gradients.memory_row(make()) for make in sizes.memory],
+        [gradients.memory_row(workloads.named(name)) for name in sizes["memory"]],
     )
 
 
 def microbatch_table(sizes):
+    works = map(workloads.named, sizes["microbatches"])
+    measured = sizes["budgets"], sizes["seconds"]
     return Table(
         "Micro-batches",
         "`grid` over plain, by what a micro-batch may occupy; in brackets how many "
         "records it held. `all`: taken all at once, whatever the budget.",
-        [
-            gradients.microbatch_row(make(), sizes.budgets, sizes.seconds)
-            for make in sizes.microbatches
-        ],
+        [gradients.microbatch_row(work, *measured) for work in works],
     )
-
-
-def hypergradient_table(sizes):
-    text = (
-        "Lower solution and hypergradient from a cold start, each library with its "
-        "defaults, with the error against float64; compare times only at equal error."
-    )
-    rows = []
-    try:
-        from . import hypergradient
-    except ImportError as error:
-        return Table("Hypergradients", f"{error.name} is not installed.", rows)
-    for name, (made, *shape) in sizes.hypergradients.items():
-        problem = getattr(hypergradient, made)(*shape)
-        rows += solver_steps.hypergradient_rows(name, problem, sizes.seconds)
-    return Table("Hypergradients", text if rows else "left out of the quick run.", rows)
 
 
 def solver_table(sizes):
     rows = []
-    if sizes.bilevel:
-        rows += solver_steps.bilevel_rows(*sizes.bilevel, sizes.seconds)
+    if sizes["bilevel"]:
+        rows += solver_steps.bilevel_rows(*sizes["bilevel"], sizes["seconds"])
     rows += [
-        solver_steps.extragradient_row(*sizes.saddle, sizes.seconds),
-        solver_steps.epoch_row(*sizes.epoch, sizes.seconds),
+        solver_steps.extragradient_row(*sizes["saddle"], sizes["seconds"]),
+        solver_steps.epoch_row(*sizes["epoch"], sizes["seconds"]),
     ]
     return Table(
         "Solvers",
@@ -256,7 +124,7 @@ def solver_table(sizes):
 def tables(sizes):
     """Every table, printed as soon as it is there."""
     yield from gradient_tables(sizes)
-    for table in (memory_table, microbatch_table, hypergradient_table, solver_table):
+    for table in (memory_table, microbatch_table, solver_table):
         yield table(sizes)
 
 
@@ -277,37 +145,23 @@ def machine():
             versions.append(f"{name} not installed")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return (
-        f"Measured on {datetime.date.today()}: {kind}, {os.cpu_count()} cores, backend "
-        f"{jax.default_backend()}; load average at the start {load:.1f}. "
-        f"{', '.join(versions)}."
+        f"{kind}, {os.cpu_count()} cores, backend {jax.default_backend()}; load "
+        f"average at the start {load:.1f}. {', '.join(versions)}."
     )
-
-
-def written(page, generated):
-    """Return the page with this text between its markers.
-
-    Raises:
-        ValueError: A marker is missing.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"The page needs the lines {BEGIN} and {END}.")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
 
 
 def main():
     quick = "--quick" in sys.argv
     on_cpu = jax.default_backend() == "cpu"
-    sizes = QUICK if quick else FULL if on_cpu else GPU
-    page = PAGE if on_cpu else GPU_PAGE
+    page = PAGE if on_cpu else PAGE.with_name("performance_gpu.md")
     parts = [machine()]
     print(parts[0], flush=True)
     if not private_peers.has_jax_privacy():
         parts.append("jax_privacy is not installed; its column is empty.")
         print(parts[-1])
-    for table in tables(sizes):
+    sizes = tomllib.loads(SIZES.read_text())
+    for table in tables(sizes["quick" if quick else "full" if on_cpu else "gpu"]):
         parts.append(str(table))
         print(f"\n{table}", flush=True)
     if not quick:
-        page.write_text(written(page.read_text(), "\n\n".join(parts)))
+        pages.write(page, parts)

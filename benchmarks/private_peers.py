@@ -47,21 +47,13 @@ def by_jax_privacy(loss, microbatch):
     """Sum in micro-batches, or of all records at once, with noise."""
     from jax_privacy.clipping import clipped_grad
 
-    clipped = clipped_grad(
-        loss,
-        l2_clip_norm=1.0,
-        batch_argnums=1,
-        keep_batch_dim=False,
-        microbatch_size=microbatch,
-    )
+    settings = {"l2_clip_norm": 1.0, "batch_argnums": 1, "keep_batch_dim": False}
+    clipped = clipped_grad(loss, microbatch_size=microbatch, **settings)
 
     def run(p, records, key):
         values, structure = jax.tree.flatten(clipped(p, records))
-        keys = jax.random.split(key, len(values))
-        noisy = [
-            v + jax.random.normal(k, v.shape, v.dtype)
-            for v, k in zip(values, keys, strict=True)
-        ]
+        pairs = zip(values, jax.random.split(key, len(values)), strict=True)
+        noisy = [v + jax.random.normal(k, v.shape, v.dtype) for v, k in pairs]
         return structure.unflatten(noisy)
 
     return run

@@ -1,13 +1,16 @@
-"""How the hypergradient at the answer falls with the number of records.
+"""How the hypergradient at the answer falls with records and coordinates of y.
 
-The quadratic problem of the zoo, whose hypergradient is known in closed form and whose
-constants are exact, at the same budget for every number of records. Steps grow like its
-square root for all methods, and the penalty like its cube root, as the theory asks.
+Two quadratic problems whose hypergradient is known in closed form, then all bilevel
+solvers on the instance of the lower bound (`benchmarks.lower_bound`).
 
-Then all bilevel solvers on the instance of the lower bound (`benchmarks.lower_bound`).
+1. The problem of the zoo, with exact constants, for more records. Steps grow like the
+   square root of n for all methods, and the penalty like its cube root.
+2. A problem in which no record meets x, so that all noise is in the lower level and has
+   d_y coordinates. Steps grow like the square root of n / sqrt(d_y) for all methods,
+   and the penalty like its cube root where noise is multiplied by it.
 
-Run by `python -m benchmarks rates`; tables and the first figure go to runs/rates, that
-of the lower bound to benchmarks/results/lower_bound.svg.
+Run by `python -m benchmarks rates`; prints tables, which also go to runs/rates, and
+draws benchmarks/results/lower_bound.svg.
 NON-PRIVATE evaluation: the hypergradient at the answer is computed from the records.
 """
 
@@ -20,136 +23,157 @@ import numpy as np
 import dpbilevel as dpb
 
 from . import lower_bound
+from .pages import spread, table
 
-FOLDER = pathlib.Path("runs/rates")
-SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
+FILE = pathlib.Path("runs/rates/table.md")
 KEYS = 10
-START = 1.1  # the norm at the start
+START = 1.1  # the norm of the hypergradient at the start
 DIMENSION = 10
+SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
+# Pairs of n and d_y: more records, and then more coordinates.
+PLACES = [(n, 16) for n in (1_000, 4_000, 16_000)]
+PLACES += [(4_000, d) for d in (4, 64, 256)]
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
+INNER = dpb.NoisyGD(5, clip_norm=2.0, step_size=0.5)
 
 
-def example(n):
-    """Two levels of `n` records each, within the unit ball around different means."""
+def records(n, dimension, unit):
+    """Return records of two levels around different means, 1/2 and -1/2 long.
+
+    Their distances from the means are 1/2, of all if `unit` and in the mean otherwise.
+    """
     rng = np.random.default_rng(0)
-    mean = np.full(DIMENSION, 0.5 / DIMENSION**0.5)
-    targets, centers = (
-        sign * mean + 0.5 * rng.normal(size=(n, DIMENSION)) / DIMENSION**0.5
-        for sign in (1, -1)
-    )
-    return dpb.bilevel.zoo.quadratic_bilevel(
-        jnp.asarray(targets), jnp.asarray(centers), radius=1.0
-    )
+    mean = np.full(dimension, 0.5 / dimension**0.5)
+    for sign in (1, -1):
+        rows = rng.normal(size=(n, dimension))
+        lengths = np.linalg.norm(rows, axis=1)[:, None] if unit else dimension**0.5
+        yield sign * mean + 0.5 * rows / lengths
 
 
-def solvers(n):
+def of_zoo(n):
+    """Return the problem of the zoo, its records, start and hypergradient."""
+    levels = map(jnp.asarray, records(n, DIMENSION, unit=False))
+    found = dpb.bilevel.zoo.quadratic_bilevel(*levels, radius=1.0)
+    return found.problem, found.data, found.w0, found.hypergradient
+
+
+def solvers_of_zoo(n):
     """Every method with steps and penalty that grow with the number of records."""
     growth = n / SIZES[0]
-    steps = round(20 * growth**0.5)
-    inner = dpb.NoisyGD(5, clip_norm=2.0, step_size=0.5)
-    penalty = 2.0 * growth ** (1 / 3)
+    steps, penalty = round(20 * growth**0.5), 2.0 * growth ** (1 / 3)
+    sizes = {"lower_step_size": 0.5, "linear_step_size": 0.5}
+    norms = {"clip_norm": 2.0, "hessian_clip_norm": 2.0, "cross_clip_norm": 4.0}
+    common = {"step_size": 0.2, "upper_clip_norm": 2.0}
     return {
-        "penalty": dpb.PenaltyBilevel(
-            steps,
-            penalty,
-            inner,
-            step_size=0.2,
-            clip_norm=4.0,
-            upper_clip_norm=2.0,
+        "PenaltyBilevel": dpb.PenaltyBilevel(
+            steps, penalty, INNER, clip_norm=4.0, **common
         ),
-        "implicit": dpb.ImplicitBilevel(
+        "ImplicitBilevel": dpb.ImplicitBilevel(
             steps, step_size=0.2, output=dpb.outputs.Last()
         ),
-        "single loop": dpb.SingleLoopBilevel(
-            steps,
-            step_size=0.2,
-            lower_step_size=0.5,
-            linear_step_size=0.5,
-            clip_norm=2.0,
-            hessian_clip_norm=2.0,
-            cross_clip_norm=4.0,
-            upper_clip_norm=2.0,
+        "SingleLoopBilevel": dpb.SingleLoopBilevel(steps, **sizes, **norms, **common),
+    }
+
+
+def in_y(n, dimension):
+    r"""$f = \frac12 \|y - a\|^2$, $g = \frac12 \|y - b\|^2 + \frac14 \|y\|^2 - 2 x y$.
+
+    Returns the problem, its records, start and hypergradient.
+    """
+    a, b = (jnp.asarray(v, jnp.float32) for v in records(n, dimension, unit=True))
+
+    def loss(_, y, record):
+        return 0.5 * jnp.sum((y - record) ** 2)
+
+    def lower_public(x, y):
+        return 0.25 * jnp.sum(y**2) - 2 * jnp.sum(x * y)
+
+    settings = {"x_set": dpb.sets.Ball(1.0), "x_in_records": False}
+    problem = dpb.BilevelProblem(loss, loss, lower_public=lower_public, **settings)
+    a_bar, b_bar = jnp.mean(a, 0), jnp.mean(b, 0)
+    start = jnp.zeros(dimension), jnp.zeros(dimension)
+    data = dpb.Levels(a, b)
+    return problem, data, start, lambda x: 4 / 3 * ((2 * x + b_bar) / 1.5 - a_bar)
+
+
+def solvers_in_y(n, dimension):
+    """Every method with steps and penalty that grow with n / sqrt(d_y)."""
+    growth = n / dimension**0.5 / 250  # 1 at the first of `PLACES`
+    steps, penalty = round(20 * growth**0.5), 2.0 * growth ** (1 / 3)
+    common = {"step_size": 0.2, "clip_norm": 2.0, "upper_clip_norm": 2.0}
+    single = common | {"lower_step_size": 0.5}
+    return {
+        "PenaltyBilevel": dpb.PenaltyBilevel(steps, penalty, INNER, **common),
+        "F2SA": dpb.bilevel.F2SA(steps, penalty, **single),
+        "FiniteDifferenceBilevel": dpb.bilevel.FiniteDifferenceBilevel(
+            steps, penalty=1000.0, difference_clip_norm=2.0, **single
+        ),
+        "SingleLoopBilevel": dpb.SingleLoopBilevel(
+            steps, linear_step_size=0.5, hessian_clip_norm=2.0, **single
         ),
     }
 
 
-def measure(n):
-    """Norms of the hypergradient at the answers of every method, one per key."""
-    problem, data, start = (found := example(n)).problem, found.data, found.w0
+def measure(example, solvers, place):
+    """Return the median norm of the hypergradient at the answers of every method."""
+    problem, data, start, hypergradient = example(*place)
     sizes = problem.sizes_of(data, "disjoint")
-    run = jax.jit(dpb.solve)
-    norms = {}
-    for name, solver in solvers(n).items():
+    run, medians = jax.jit(dpb.solve), {}
+    for name, solver in solvers(*place).items():
         solver = dpb.calibrate(problem, solver, BUDGET, sizes=sizes).solver
-        answers = [
-            run(problem, solver, data, start, key=key).x
-            for key in jax.random.split(jax.random.key(0), KEYS)
+        norms = [
+            jnp.linalg.norm(hypergradient(run(problem, solver, data, start, key=k).x))
+            for k in jax.random.split(jax.random.key(0), KEYS)
         ]
-        norms[name] = [float(jnp.linalg.norm(found.hypergradient(x))) for x in answers]
-        low, middle, high = np.quantile(norms[name], [0.25, 0.5, 0.75])
-        print(f"n = {n}, {name}: {middle:.2e} [{low:.2e}, {high:.2e}]", flush=True)
-    at_start = float(jnp.linalg.norm(found.hypergradient(start[0])))
-    print(f"n = {n}, at the start: {at_start:.2e}")
-    return norms
+        medians[name] = np.median(norms)
+        print(f"{place}, {name}: {spread(norms, '.2e')}", flush=True)
+    return medians
+
+
+def measured(example, solvers, places, head, fits):
+    """Return the table of a problem: medians at every place, and fitted powers.
+
+    Args:
+        example: Makes the problem of a place.
+        solvers: Makes the solvers of a place.
+        places: The arguments of both.
+        head: The names of these arguments.
+        fits: For each fit the cells of its row, which of the places it takes, and what
+            is a place's value whose power is fitted.
+    """
+    found = {place: measure(example, solvers, place) for place in places}
+    names = list(found[places[0]])
+    rows = [
+        [*map(str, place), *(f"{row[name]:.2e}" for name in names)]
+        for place, row in found.items()
+    ]
+    for cells, taken, value in fits:
+        used = [place for place in places if taken(place)]
+        values = [value(place) for place in used]
+        powers = [
+            lower_bound.slope(values, [found[p][name] for p in used], START)
+            for name in names
+        ]
+        rows.append([*cells, *("-" if p is None else f"{p:.2f}" for p in powers)])
+    return table([*head, *(f"`{name}`" for name in names)], rows)
 
 
 def main():
     with jax.enable_x64(True):
         hardest = lower_bound.measured()
-        found = {n: measure(n) for n in SIZES}
-    names = list(solvers(SIZES[0]))
-    medians = {name: [np.median(found[n][name]) for n in SIZES] for name in names}
-    slopes = {
-        name: lower_bound.slope(SIZES, values, START)
-        for name, values in medians.items()
-    }
-    lines = [
-        f"| n | {' | '.join(names)} |",
-        f"|---|{'---|' * len(names)}",
-        *(
-            f"| {n} | {' | '.join(f'{medians[name][i]:.2e}' for name in names)} |"
-            for i, n in enumerate(SIZES)
-        ),
-        f"| slope | {' | '.join(f'{slopes[name]:.2f}' for name in names)} |",
-    ]
-    lines += ["", *lower_bound.tables(hardest)]
-    print("\n".join(lines))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "table.md").write_text("\n".join(lines) + "\n")
-    draw(found, slopes)
+        fit = ["fitted power"], lambda place: True, lambda place: place[0]
+        places = [(n,) for n in SIZES]
+        parts = [measured(of_zoo, solvers_of_zoo, places, ["records"], [fit])]
+
+    def noise(place):
+        return place[1] ** 0.5 / place[0]
+
+    (n, d), fits = (PLACES[-1][0], PLACES[0][1]), []
+    fits.append((["power", "in n"], lambda place: place[1] == d, noise))
+    fits.append((["power", "in d_y"], lambda place: place[0] == n, noise))
+    parts.append(measured(in_y, solvers_in_y, PLACES, ["n", "d_y"], fits))
+    parts += lower_bound.tables(hardest)
+    print(*parts, sep="\n\n")
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    FILE.write_text("\n\n".join(parts) + "\n")
     lower_bound.draw(hardest)
-    print(f"figures: {FOLDER / 'figure.png'}, {lower_bound.FIGURE}")
-
-
-def draw(found, slopes):
-    """Medians and quartiles over keys, on logarithmic axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    axes = figure.subplots()
-    for (name, slope), color, marker in zip(
-        slopes.items(), ("#0072B2", "#E69F00", "#009E73"), "osD", strict=True
-    ):
-        values = np.asarray([found[n][name] for n in SIZES])
-        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], axis=1)
-        bars = (middle - low, high - middle)
-        axes.errorbar(
-            SIZES,
-            middle,
-            bars,
-            color=color,
-            marker=marker,
-            capsize=3,
-            label=f"{name}, slope {slope:.2f}",
-        )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="records per level",
-        ylabel="norm of the hypergradient at the answer",
-        title=f"epsilon = {BUDGET.epsilon:g}, delta = {BUDGET.delta:g}, {KEYS} keys",
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")

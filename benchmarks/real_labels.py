@@ -10,12 +10,13 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 import dpbilevel as dpb
 from dpbilevel.sklearn import DPLogisticRegression
 
-from .table_tasks import DELTA, each_key, gaussian_mu, in_other_process
+from .table_tasks import DELTA, by_peer, each_key, gaussian_mu
 
 BINS = 10
 CONSTANT, PLAIN, OURS = "constant", "no privacy", "DPLogisticRegression"
 RIVALS = ("DP-EBM", "diffprivlib", "NoisyGD")
 MEASURES = ("log loss", "calibration error", "AUC", "accuracy")
+PROBLEM, RUN = dpb.FiniteSum(dpb.logistic_loss), jax.jit(dpb.solve)
 
 
 def calibration_error(y, chance):
@@ -34,77 +35,58 @@ def calibration_error(y, chance):
 
 def measured(y, log_odds):
     """Return each measure of predictions."""
-    chance = scipy.special.expit(log_odds)
     values = (
         np.mean(np.logaddexp(0, (1 - 2 * y) * log_odds)),
-        calibration_error(y, chance),
+        calibration_error(y, scipy.special.expit(log_odds)),
         roc_auc_score(y, log_odds),
         accuracy_score(y, log_odds > 0),
     )
     return dict(zip(MEASURES, map(float, values), strict=True))
 
 
-def constant(task):
+@each_key
+def constant(task, epsilon, seed, fit, test):
     """NON-PRIVATE share of the training labels."""
-
-    def fitted(epsilon, seed, fit, test):
-        return np.full(len(test), scipy.special.logit(task.y[fit].mean()))
-
-    return each_key(task, fitted)
+    return np.full(len(test), scipy.special.logit(task.y[fit].mean()))
 
 
-def base_rate(task):
+@each_key
+def base_rate(task, epsilon, seed, fit, test):
     """Share of the training labels with Gaussian noise, cut to [.001, .999]."""
-
-    def fitted(epsilon, seed, fit, test):
-        noise = np.random.default_rng([seed, 1]).normal() / gaussian_mu(epsilon)
-        share = np.clip(task.y[fit].mean() + noise / len(fit), 1e-3, 1 - 1e-3)
-        return np.full(len(test), scipy.special.logit(share))
-
-    return each_key(task, fitted)
+    noise = np.random.default_rng([seed, 1]).normal() / gaussian_mu(epsilon)
+    share = np.clip(task.y[fit].mean() + noise / len(fit), 1e-3, 1 - 1e-3)
+    return np.full(len(test), scipy.special.logit(share))
 
 
-def no_privacy(task):
+@each_key
+def no_privacy(task, epsilon, seed, fit, test):
     """NON-PRIVATE logistic model with a light ridge."""
-    X = task.unit
-
-    def fitted(epsilon, seed, fit, test):
-        model = LogisticRegression(C=100.0, max_iter=2000)
-        return model.fit(X[fit], task.y[fit]).decision_function(X[test])
-
-    return each_key(task, fitted)
+    model = LogisticRegression(C=100.0, max_iter=2000)
+    model.fit(task.unit[fit], task.y[fit])
+    return model.decision_function(task.unit[test])
 
 
-def estimator(task):
+@each_key
+def estimator(task, epsilon, seed, fit, test):
     """`DPLogisticRegression` with its default settings."""
-    X, limits = task.X, task.limits
-
-    def fitted(epsilon, seed, fit, test):
-        model = DPLogisticRegression(epsilon, DELTA, classes=[0, 1], bounds=limits)
-        key = jax.random.key(seed, impl="threefry4x32")
-        return model.fit(X[fit], task.y[fit], key=key).decision_function(X[test])
-
-    return each_key(task, fitted)
+    model = DPLogisticRegression(epsilon, DELTA, classes=[0, 1], bounds=task.limits)
+    key = jax.random.key(seed, impl="threefry4x32")
+    model.fit(task.X[fit], task.y[fit], key=key)
+    return model.decision_function(task.X[test])
 
 
-def by_hand(task):
+@each_key
+def by_hand(task, epsilon, seed, fit, test):
     """`NoisyGD` on features in [-1, 1] and a constant, in rows of norm at most 1."""
     rows = np.concatenate([2 * task.unit - 1, np.ones((len(task.y), 1))], axis=1)
     rows = (rows / rows.shape[1] ** 0.5).astype("f4")
-    label = (2 * task.y - 1).astype("f4")
-    problem = dpb.FiniteSum(dpb.logistic_loss)
+    records = {"features": rows[fit], "label": (2 * task.y[fit] - 1).astype("f4")}
     solver = dpb.NoisyGD(100, 1.0, 4.0, output=dpb.outputs.TailMean())
-    start, run = jnp.zeros(rows.shape[1]), jax.jit(dpb.solve)
-
-    def fitted(epsilon, seed, fit, test):
-        budget = dpb.PrivacyBudget(epsilon, DELTA)
-        plan = dpb.calibrate(problem, solver, budget, sizes=len(fit), w0=start)
-        records = {"features": rows[fit], "label": label[fit]}
-        key = jax.random.key(seed, impl="threefry4x32")
-        found = run(problem, plan.solver, records, start, key=key).value
-        return rows[test] @ np.asarray(found)
-
-    return each_key(task, fitted)
+    start, budget = jnp.zeros(rows.shape[1]), dpb.PrivacyBudget(epsilon, DELTA)
+    plan = dpb.calibrate(PROBLEM, solver, budget, sizes=len(fit), w0=start)
+    key = jax.random.key(seed, impl="threefry4x32")
+    found = RUN(PROBLEM, plan.solver, records, start, key=key).value
+    return rows[test] @ np.asarray(found)
 
 
 METHODS = {
@@ -112,8 +94,8 @@ METHODS = {
     "private base rate": base_rate,
     PLAIN: no_privacy,
     OURS: estimator,
-    "DP-EBM": lambda task: in_other_process("DP-EBM", "TABLES", task),
-    "diffprivlib": lambda task: in_other_process("diffprivlib", "DIFFPRIVLIB", task),
+    "DP-EBM": by_peer("DP-EBM", "TABLES"),
+    "diffprivlib": by_peer("logistic", "DIFFPRIVLIB"),
     "NoisyGD": by_hand,
 }
 

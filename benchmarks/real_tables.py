@@ -3,19 +3,15 @@
 Tables of packages with two classes: log loss, accuracy, area under the ROC curve and
 calibration error on test records, the medians of 5 keys, each with a split of its own.
 Beside the estimator are DP-EBM, diffprivlib, `NoisyGD` with settings by hand, a fit
-without privacy and constant answers. NON-PRIVATE evaluation.
-
-`DPRidge` is compared on three tables whose targets are numbers.
-
-Environments of `benchmarks.table_tasks` are needed. The census is read from $ADULT or
-../shared/data/adult.csv; without it that table is left out, and no page is written.
+without privacy and constant answers. NON-PRIVATE evaluation. `DPRidge` is compared on
+three tables whose targets are numbers. Environments of `benchmarks.table_tasks` are
+needed. Without the census no page is written.
 
 `--task=churn` runs the tables whose names begin so. Results are kept in
 runs/real_tables/rows.json and not measured again, except for a method that is named,
 as by `--method=NoisyGD`. results/real_tables.md is written if every result is there.
 """
 
-import json
 import pathlib
 import sys
 import time
@@ -23,31 +19,17 @@ import warnings
 
 import numpy as np
 
-from . import declared_tables, real_labels, real_targets, utility
-from .paths import ADULT, ROOT
-from .table_tasks import EPSILONS, check_environments, load
+from . import pages, real_labels, real_targets, table_tasks
+from .table_tasks import EPSILONS
 
-PAGE = ROOT / "benchmarks/results/real_tables.md"
 ROWS = pathlib.Path("runs/real_tables/rows.json")
-TARGETS = "tables whose targets are numbers"
+# The groups of tables.toml, with their titles and their methods and measures.
+GROUPS = {
+    "never used": ("tables never used to choose a setting", real_labels),
+    "chosen on": ("tables that settings were chosen on", real_labels),
+    "numbers": ("tables whose targets are numbers", real_targets),
+}
 WORSE = 0.005  # than the constant answer, in log loss
-
-
-def declared():
-    """Return the declared tables of each group, the title of the group first."""
-    chosen_on = dict(declared_tables.CHOSEN_ON)
-    if ADULT.is_file():
-        chosen_on["census"] = declared_tables.census(str(ADULT.resolve()))
-    return {
-        "tables never used to choose a setting": declared_tables.HELD_OUT,
-        "tables that settings were chosen on": chosen_on,
-        TARGETS: declared_tables.NUMBERS,
-    }
-
-
-def kind_of(group):
-    """Return the module with the methods and measures of a group."""
-    return real_targets if group == TARGETS else real_labels
 
 
 def rows_of(name, task, method, kind):
@@ -65,25 +47,14 @@ def rows_of(name, task, method, kind):
     return rows
 
 
-def losing_first(cases, behind):
-    """Return the cases in order, the one that is farthest behind first."""
-    return dict(sorted(cases.items(), key=lambda item: -behind(item[1])))
-
-
 def by_case(rows, names, kind):
-    """Return for each table and epsilon the row of each method, by `losing_first`."""
+    """Return the rows of each table and epsilon by method, the losing cases first."""
     cases = {}
     for row in rows:
         if row["table"] in names:
             place = row["table"], row["epsilon"]
             cases.setdefault(place, {})[row["method"]] = row
-    return losing_first(cases, kind.behind)
-
-
-def lines(head, rows):
-    """Return a table of the page."""
-    texts = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in texts)
+    return dict(sorted(cases.items(), key=lambda item: -kind.behind(item[1])))
 
 
 def cases_table(cases, measure, kind):
@@ -95,7 +66,7 @@ def cases_table(cases, measure, kind):
         cells = [f"{v:z.3f}" if abs(v) < 1e3 else f"{v:.1e}" for v in values]
         more = [f"{kind.behind(case):+.3f}"] if decides else []
         rows.append([name, f"{epsilon:g}", *cells, *more])
-    return lines([*head, "behind"] if decides else head, rows)
+    return pages.table([*head, "behind"] if decides else head, rows)
 
 
 def summary(groups):
@@ -113,7 +84,7 @@ def summary(groups):
             ]
             columns = [cell for cells in zip(*parts, strict=True) for cell in cells]
             rows.append([method, "any" if same else f"{epsilon:g}", *columns])
-    return lines(head, rows)
+    return pages.table(head, rows)
 
 
 def _summary_of(method, cases):
@@ -127,42 +98,39 @@ def _summary_of(method, cases):
     return f"{worse} of {len(cases)}", *middle
 
 
-def page(rows):
+def page(rows, names):
     """Return the generated parts of the page."""
-    groups = declared()
-    found = {g: by_case(rows, names, kind_of(g)) for g, names in groups.items()}
-    unused, chosen_on, _ = found.values()
-    parts = ["## Summary", summary({"never used": unused, "chosen on": chosen_on})]
+    found = {g: by_case(rows, names[g], kind) for g, (_, kind) in GROUPS.items()}
+    two = {group: found[group] for group in ("never used", "chosen on")}
+    parts = ["## Summary", summary(two)]
     for group, cases in found.items():
-        kind = kind_of(group)
+        title, kind = GROUPS[group]
         for measure in kind.MEASURES:
-            title = measure[0].upper() + measure[1:]
-            parts += [f"## {title}, {group}", cases_table(cases, measure, kind)]
+            heading = f"## {measure[0].upper() + measure[1:]}, {title}"
+            parts += [heading, cases_table(cases, measure, kind)]
     return parts
 
 
 def main():
     warnings.simplefilter("ignore")
-    check_environments()
-    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    table_tasks.check_environments()
+    options = pages.options()
     named, prefix = options.get("method"), options.get("task", "")
     known = [*real_labels.METHODS, *real_targets.METHODS]
     if named not in (None, *known):
         sys.exit(f"real_tables: unknown method {named!r}; choose from {known}.")
-    ROWS.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(ROWS.read_text()) if ROWS.is_file() else []
-    expected = 0
-    for group, tables in declared().items():
-        kind = kind_of(group)
-        expected += len(tables) * len(kind.METHODS) * len(EPSILONS)
-        chosen = {n: table for n, table in tables.items() if n.startswith(prefix)}
-        for name, task in load(chosen).items():
+    rows, names, expected = pages.kept(ROWS), {}, 0
+    declared = table_tasks.declared()
+    for group, (_, kind) in GROUPS.items():
+        names[group] = [n for n, table in declared.items() if table.group == group]
+        expected += len(names[group]) * len(kind.METHODS) * len(EPSILONS)
+        chosen = {n: declared[n] for n in names[group] if n.startswith(prefix)}
+        for name, task in table_tasks.load(chosen).items():
             for method in kind.METHODS:
-                others = [
-                    r for r in rows if (r["table"], r["method"]) != (name, method)
-                ]
+                place = name, method
+                others = [r for r in rows if (r["table"], r["method"]) != place]
                 if named == method or (named is None and len(others) == len(rows)):
                     rows = [*others, *rows_of(name, task, method, kind)]
-                    ROWS.write_text(json.dumps(rows))
-    if len(rows) == expected and ADULT.is_file():
-        utility.write(PAGE, page(rows))
+                    pages.keep(ROWS, rows)
+    if len(rows) == expected and pages.ADULT.is_file():
+        pages.write(pages.RESULTS / "real_tables.md", page(rows, names))

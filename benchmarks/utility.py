@@ -2,7 +2,7 @@
 
 Run by `python -m benchmarks utility`, with names of tasks for some of them, such as
 `--task=T1b` (all that begin so). Prints tables and writes results/utility.md if
-all tasks ran.
+all tasks ran. Tasks whose data are missing are left out (`source_tasks`).
 
 A method is judged by the mean loss of the model that it releases on test records that
 nobody trained on, at one budget for all. Every method runs with six settings, the
@@ -11,21 +11,11 @@ the best median loss ON THE TEST RECORDS then runs for 10 keys, so that baseline
 oracles are tuned as well as methods of two levels are. Rows marked "one setting" ran
 with the same setting on all tasks; those of `auto` with what `dpb.auto` chose.
 NON-PRIVATE evaluation.
-
-The Adult CSV is read from $ADULT or ../shared/data/adult.csv, MNIST (28 x 28 images and
-labels as arrays `images` and `labels` of an npz file) from $MNIST or
-../shared/data/mnist_10k.npz. Tasks whose data are missing are left out; those on
-generated records always run.
 """
 
 import dataclasses
-import datetime
 import functools
-import json
-import os
 import pathlib
-import re
-import sys
 import time
 
 import jax
@@ -34,309 +24,15 @@ import numpy as np
 import optax
 
 import dpbilevel as dpb
-from dpbilevel.cli.config import read_config
-from dpbilevel.cli.files import read_csv
 
-from .paths import ADULT, ROOT
+from . import pages
+from .source_tasks import NEEDS, TASKS, there
 
-PAGE = ROOT / "benchmarks/results/utility.md"
+PAGE = pages.RESULTS / "utility.md"
 FOLDER = pathlib.Path("runs/utility")
-BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
-MNIST = pathlib.Path(os.environ.get("MNIST", ROOT / "../shared/data/mnist_10k.npz"))
 DELTA = 1e-5
 KEYS, TRIALS = 10, 4
-FLIPS = np.array([0, 0, 0, 0.5, 0.5, 0.9, 0.9, 0.9])
-WORK = ("workclass", "education", "occupation", "race")
-TARGETS = {
-    "a": {"Div-Male": 2000},
-    "b": {"Never-Male": 2500, "Married-Female": 800},
-    "c": {"Married-Female": 1200},
-}
 TAIL = dpb.outputs.TailMean()
-IMAGE = {
-    "features": jax.ShapeDtypeStruct((197,), jnp.float32),
-    "label": dpb.planning.Classes(10),
-}
-
-
-@dataclasses.dataclass
-class Task:
-    """A problem of sources, its records, and what only an oracle knows.
-
-    Attributes:
-        name: As in the tables.
-        loss: The model's loss on one record.
-        num_sources: The number of sources.
-        data: Validation and training records.
-        test: Test records.
-        model: Where the model starts.
-        clean: Which sources are clean, or `None`: then the oracle's weights are those
-            found without privacy.
-        correct: Whether a model labels a record correctly.
-        linear: Whether models are linear in their parameters.
-        step: The unit of step sizes.
-        clip: The largest norm of a record's gradient, or the clip norm of a network.
-        ridge: The ridge penalty of the lower level.
-        scoring: What scores sources instead of the model, or `None`.
-        records: What a record looks like, for `auto`, where the model does not say it.
-    """
-
-    name: str
-    loss: object
-    num_sources: int
-    data: dpb.Levels
-    test: dict
-    model: object
-    clean: np.ndarray | None
-    correct: object
-    linear: bool = True
-    step: float = 1.0
-    clip: float = 1.0
-    ridge: float = 1e-4
-    scoring: dpb.applications.ScoringModel | None = None
-    records: object = None
-
-    @functools.cached_property
-    def problem(self):
-        """The problem of two levels."""
-        return self.penalized(0.0)
-
-    def penalized(self, weight_penalty):
-        """Return the same with a public penalty of unequal weights."""
-        return dpb.applications.source_weighting(
-            self.loss,
-            self.num_sources,
-            ridge=self.ridge,
-            weight_penalty=weight_penalty,
-        )
-
-    @property
-    def sizes(self):
-        """Nobody has records in both levels."""
-        return self.problem.sizes_of(self.data, "disjoint")
-
-    @property
-    def w0(self):
-        """Equal weights and the model's start."""
-        return jnp.zeros(self.num_sources), self.model
-
-
-# ---------------------------------------------------------------------- the records
-
-
-def encoded(table, kept=None):
-    """Return unit rows of census features, and labels of -1 and 1."""
-    data = read_config(ROOT / "configs/census.toml").data
-    if kept is not None:
-        numeric = []
-        for block in data.numeric:  # without fnlwgt, a weight of the survey
-            places = [i for i, c in enumerate(block.columns) if c != "fnlwgt"]
-            picked = {
-                field: tuple(getattr(block, field)[i] for i in places)
-                for field in ("columns", "mean", "scale")
-            }
-            numeric.append(dataclasses.replace(block, **picked))
-        categorical = tuple(c for c in data.categorical if c.column in kept)
-        data = dataclasses.replace(
-            data, numeric=tuple(numeric), categorical=categorical
-        )
-    records = data.encode(table)
-    return np.asarray(records.features), np.asarray(records.label)
-
-
-def levels(upper, lower):
-    return dpb.Levels(*jax.tree.map(jnp.asarray, (upper, lower)))
-
-
-def classified(y, record):
-    return jnp.sign(record["features"] @ y) == record["label"]
-
-
-def census(clean_records):
-    """T1: eight sources, five of them with labels that are flipped at random."""
-    features, label = encoded(read_csv(ADULT))
-    rng = np.random.default_rng(0)
-    order = rng.permutation(len(label))
-    lower, upper = order[:20_000], order[20_000 : 20_000 + clean_records]
-    test = order[26_000:]
-    source = rng.integers(0, 8, len(lower)).astype(np.int32)
-    flipped = np.where(rng.random(len(lower)) < FLIPS[source], -1, 1)
-    flipped = (label[lower] * flipped).astype(label.dtype)
-    training = {"features": features[lower], "label": flipped, "source": source}
-    held, tested = (
-        {"features": features[rows], "label": label[rows]} for rows in (upper, test)
-    )
-    return Task(
-        f"T1, {clean_records} clean records",
-        dpb.logistic_loss,
-        8,
-        levels(held, training),
-        jax.tree.map(jnp.asarray, tested),
-        jnp.zeros(features.shape[1]),
-        FLIPS == 0,
-        classified,
-    )
-
-
-def shifted(target, seed=0):
-    """T1b: the population is a group that is not among the sources."""
-    table = read_csv(ADULT)
-    features, label = encoded(table, WORK)
-    married = np.array([str(v).strip() for v in table.column("marital-status")])
-    status = np.full(len(married), "Div", dtype="<U8")
-    status[np.char.startswith(married, "Married")] = "Married"
-    status[married == "Never-married"] = "Never"
-    status[married == "Widowed"] = "Wid"
-    sex = np.array([str(v).strip() for v in table.column("sex")])
-    group = np.char.add(np.char.add(status, "-"), sex)
-    rng = np.random.default_rng(seed)
-    wanted = TARGETS[target]
-    people = [
-        rng.permutation(np.flatnonzero(group == name))[:count]
-        for name, count in wanted.items()
-    ]
-    people = rng.permutation(np.concatenate(people))
-    names = [name for name in np.unique(group) if name not in wanted]
-    source = np.full(len(group), -1, np.int32)
-    for index, name in enumerate(names):
-        source[group == name] = index
-    rows = np.flatnonzero(source >= 0)
-    training = {
-        "features": features[rows],
-        "label": label[rows],
-        "source": source[rows],
-    }
-    held, tested = (
-        {"features": features[rows], "label": label[rows]}
-        for rows in (people[:300], people[300:])
-    )
-    return Task(
-        f"T1b ({target})",
-        dpb.logistic_loss,
-        len(names),
-        levels(held, training),
-        jax.tree.map(jnp.asarray, tested),
-        jnp.zeros(features.shape[1]),
-        None,
-        classified,
-    )
-
-
-def scored(y, features):
-    return features @ y
-
-
-def network(y, features):
-    hidden = jax.nn.tanh(features @ y["w1"] + y["b1"])
-    return hidden @ y["w2"] + y["b2"]
-
-
-def cross_entropy(scores):
-    def loss(y, record):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            scores(y, record["features"]), record["label"]
-        )
-
-    return loss
-
-
-SOFTMAX = dpb.applications.ScoringModel(
-    cross_entropy(scored), np.zeros((197, 10), "f4")
-)
-
-
-def digits(kind):
-    """T2: ten groups of images, five of them with random labels."""
-    with np.load(MNIST) as file:
-        images, label = file["images"], file["labels"].astype(np.int32)
-    images = images.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196) / 255.0
-    features = np.concatenate([images, np.ones((len(images), 1))], 1)
-    features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype("f4")
-    rng = np.random.default_rng(0)
-    order = rng.permutation(len(label))
-    upper, test, lower = order[:1000], order[1000:2500], order[2500:]
-    source = rng.integers(0, 10, len(lower)).astype(np.int32)
-    random = rng.integers(0, 10, len(lower)).astype(np.int32)
-    training = {
-        "features": features[lower],
-        "label": np.where(source < 5, random, label[lower]),
-        "source": source,
-    }
-    held, tested = (
-        {"features": features[rows], "label": label[rows]} for rows in (upper, test)
-    )
-    data, tested = levels(held, training), jax.tree.map(jnp.asarray, tested)
-    first, second = jax.random.split(jax.random.key(0))
-    units = {
-        "w1": 2.0 * jax.random.normal(first, (197, 64)),  # of features of norm 1
-        "b1": jnp.zeros(64),
-        "w2": jax.random.normal(second, (64, 10)) / 8,
-        "b2": jnp.zeros(10),
-    }
-    name, scores, start, more = {
-        "softmax": ("softmax", scored, jnp.zeros((197, 10)), {"step": 2.0}),
-        "network": (
-            "network of 64 units",
-            network,
-            units,
-            {"linear": False, "step": 0.25, "scoring": SOFTMAX, "records": IMAGE},
-        ),
-    }[kind]
-    loss = cross_entropy(scores)
-
-    def correct(y, record):
-        return jnp.argmax(scores(y, record["features"])) == record["label"]
-
-    clean = np.arange(10) >= 5
-    return Task(
-        f"T2, {name}", loss, 10, data, tested, start, clean, correct, ridge=1e-5, **more
-    )
-
-
-def generated(seed=0):
-    """Five sources of generated records, two of them of other models."""
-    rng = np.random.default_rng(seed)
-    models = rng.normal(size=(5, 20))
-    models[1:3] = models[0] + 0.3 * rng.normal(size=(2, 20))
-    models[3:] = -models[0] + rng.normal(size=(2, 20))
-
-    def records(n, source):
-        x = rng.normal(size=(n, 20))
-        x /= np.linalg.norm(x, axis=1, keepdims=True)
-        margin = 3 * np.sum(x * models[source], 1) + rng.logistic(size=n)
-        return {"features": x.astype("f4"), "label": np.sign(margin).astype("f4")}
-
-    source = rng.integers(0, 5, 20_000).astype(np.int32)
-    training = records(20_000, source) | {"source": source}
-    zero = np.zeros(20_300, int)
-    clean = records(20_300, zero)
-    held = jax.tree.map(lambda v: v[:300], clean)
-    tested = jax.tree.map(lambda v: jnp.asarray(v[300:]), clean)
-    return Task(
-        "generated",
-        dpb.logistic_loss,
-        5,
-        levels(held, training),
-        tested,
-        jnp.zeros(20),
-        None,
-        classified,
-    )
-
-
-TASKS = {
-    "T1-200": functools.partial(census, 200),
-    "T1-1000": functools.partial(census, 1000),
-    "T1-6000": functools.partial(census, 6000),
-    "T1b-a": functools.partial(shifted, "a"),
-    "T1b-b": functools.partial(shifted, "b"),
-    "T1b-c": functools.partial(shifted, "c"),
-    "T2-softmax": functools.partial(digits, "softmax"),
-    "T2-network": functools.partial(digits, "network"),
-    "generated": generated,
-}
-NEEDS = {"T1": ADULT, "T2": MNIST}
-
 
 # ---------------------------------------------------------------------- the methods
 
@@ -352,26 +48,15 @@ def descent(task, steps, size, clip=None):
     return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
 
 
-def one_level(reads):
+def one_level(task, reads):
     """Noisy descent; what reads training records is also clipped at the task's norm."""
-    settings = {
-        "upper": ((10, 2), (10, 4), (30, 1), (100, 0.5), (100, 2), (100, 8)),
-        "lower": (
-            *((100, 2), (100, 4), (100, 8), (100, 16), (100, 32), (100, 64)),
-            *((100, 16, 1.0), (100, 32, 1.0)),
-        ),
-    }
-    chosen = settings["upper" if reads == "upper" else "lower"]
-
-    def solvers(task):
+    if reads == "upper":
+        settings = [(10, 2), (10, 4), (30, 1), (100, 0.5), (100, 2), (100, 8)]
+    else:
+        settings = [(100, size) for size in (2, 4, 8, 16, 32, 64)]
         # The clip norm of a network is the task's norm in all settings.
-        settings = [s for s in chosen if task.linear or len(s) == 2]
-        return [
-            dpb.bilevel.OneLevel(descent(task, *setting), reads=reads)
-            for setting in settings
-        ]
-
-    return solvers
+        settings += [(100, 16, 1.0), (100, 32, 1.0)] if task.linear else []
+    return [dpb.bilevel.OneLevel(descent(task, *s), reads=reads) for s in settings]
 
 
 def selected(task):
@@ -386,11 +71,9 @@ def selected(task):
 
 
 def mixed(task, models=30.0, fit=16.0, clip=0.5, steps=10, size=4.0):
-    mixture = descent(task, steps, size, clip=clip)
-    both = descent(task, 50, models, clip=0.78)
-    return dpb.applications.MixedSources(
-        both, mixture, descent(task, 100, fit), mixture
-    )
+    mixture, both = descent(task, steps, size, clip), descent(task, 50, models, 0.78)
+    fit = descent(task, 100, fit)
+    return dpb.applications.MixedSources(both, mixture, fit, mixture)
 
 
 def mixtures(task):
@@ -400,43 +83,28 @@ def mixtures(task):
     return [mixed(task, *settings) for settings in grid]
 
 
-def refitted(search, sizes=(5.0, 20.0, 50.0)):
+def refitted(task, search, sizes=(2.0, 5.0, 20.0)):
     """Return settings and their problems: two penalize unequal weights."""
 
-    def pairs(task):
-        def solver(size, fit):
-            fit = descent(task, 100, fit)
-            return dpb.bilevel.Refitted(
-                search(task, size), fit, budget_split=(0.5, 0.5)
-            )
+    def solver(size, fit):
+        fit, halves = descent(task, 100, fit), (0.5, 0.5)
+        return dpb.bilevel.Refitted(search(task, size), fit, budget_split=halves)
 
-        plain = [(task.problem, solver(a, b)) for a in sizes for b in (8.0, 16.0)]
-        problem = task.penalized(0.1)
-        return plain + [(problem, solver(size, 16.0)) for size in (5.0, 20.0)]
-
-    return pairs
+    plain = [(task.problem, solver(a, b)) for a in sizes for b in (8.0, 16.0)]
+    problem = task.penalized(0.1)
+    return plain + [(problem, solver(size, 16.0)) for size in (5.0, 20.0)]
 
 
 def penalty(task, size):
-    return dpb.PenaltyBilevel(
-        20,
-        10.0,
-        dpb.NoisyGD(10, task.clip, task.step),
-        clip_norm=task.clip,
-        upper_clip_norm=0.5 * task.clip,
-        step_size=size,
-    )
+    inner = dpb.NoisyGD(10, task.clip, task.step)
+    norms = {"clip_norm": task.clip, "upper_clip_norm": 0.5 * task.clip}
+    return dpb.PenaltyBilevel(20, 10.0, inner, step_size=size, **norms)
 
 
 def single(task, size):
-    """Fields of the methods of one loop."""
-    return {
-        "step_size": size,
-        "lower_step_size": task.step,
-        "cross_clip_norm": 0.5,
-        "upper_clip_norm": 0.5 * task.clip,
-        "output": TAIL,
-    }
+    """Return the fields of the methods of one loop."""
+    norms = {"cross_clip_norm": 0.5, "upper_clip_norm": 0.5 * task.clip}
+    return norms | {"step_size": size, "lower_step_size": task.step, "output": TAIL}
 
 
 def single_loop(task, size):
@@ -449,58 +117,58 @@ def finite_difference(task, size):
 
 def planned(task, epsilon=1.0):
     """Return the plan of `auto`, whose dry runs know the sizes of the task alone."""
-    start = time.perf_counter()
-    budget = dpb.PrivacyBudget(epsilon, DELTA)
-    plan = dpb.auto(
-        task.problem,
-        budget,
-        sizes=task.sizes,
-        w0=task.w0,
-        clip_norm=task.clip,
-        records=task.records,
-    )
-    seconds = time.perf_counter() - start
-    print(
-        f"  auto: {plan.trials[0].method}, {seconds:.0f} s; {plan.reason}", flush=True
-    )
-    return [plan.trials[0].solver]
+    start, budget = time.perf_counter(), dpb.PrivacyBudget(epsilon, DELTA)
+    facts = {"sizes": task.sizes, "w0": task.w0}
+    facts |= {"clip_norm": task.clip, "records": task.records}
+    plan = dpb.auto(task.problem, budget, **facts)
+    chosen, seconds = plan.trials[0], time.perf_counter() - start
+    print(f"  auto: {chosen.method}, {seconds:.0f} s; {plan.reason}", flush=True)
+    return [chosen.solver]
 
 
 METHODS = {
-    "validation records only": one_level("upper"),
-    "training records only": one_level("lower"),
-    "all records": one_level("both"),
+    "validation records only": functools.partial(one_level, reads="upper"),
+    "training records only": functools.partial(one_level, reads="lower"),
+    "all records": functools.partial(one_level, reads="both"),
     "two stages (`SelectedSources`)": selected,
-    "`PenaltyBilevel`, refitted": refitted(penalty),
-    "`SingleLoopBilevel`, refitted": refitted(single_loop, (2.0, 5.0, 20.0)),
-    "`FiniteDifferenceBilevel`, refitted": refitted(
-        finite_difference, (2.0, 5.0, 20.0)
+    "`PenaltyBilevel`, refitted": functools.partial(
+        refitted, search=penalty, sizes=(5.0, 20.0, 50.0)
+    ),
+    "`SingleLoopBilevel`, refitted": functools.partial(refitted, search=single_loop),
+    "`FiniteDifferenceBilevel`, refitted": functools.partial(
+        refitted, search=finite_difference
     ),
     "`MixedSources`": mixtures,
     "`MixedSources`, one setting": lambda task: [mixed(task)],
     "`auto`": planned,
 }
 BASELINES = tuple(METHODS)[:3]
-TWO_STAGES, LINEAR = tuple(METHODS)[3], tuple(METHODS)[7:9]
-ONE_SETTING = tuple(METHODS)[8]
+TWO_STAGES, MIXED, ONE_SETTING = (tuple(METHODS)[place] for place in (3, 7, 8))
+BY_HAND = (*BASELINES, TWO_STAGES, MIXED)  # the methods that other pages show, too
+
+
+def offered(task, method, **more):
+    """Return the candidates of a method: problems, solvers and data."""
+    found = METHODS[method](task, **more)
+    pairs = (v if isinstance(v, tuple) else (task.problem, v) for v in found)
+    return [(problem, solver, task.data) for problem, solver in pairs]
 
 
 # ---------------------------------------------------------------------- the oracle
+
+
+def widened(tree):
+    """Return the same numbers in float64; other leaves as they are."""
+    return jax.tree.map(lambda v: v.astype(float) if v.dtype == "float32" else v, tree)
 
 
 def oracle_weights(task):
     """Weights in [0, 1] that no private method knows."""
     if task.clean is not None:
         return task.clean.astype("f4")
-
     with jax.enable_x64(True):
-        task = dataclasses.replace(
-            task,
-            data=jax.tree.map(
-                lambda v: v.astype(float) if v.dtype == jnp.float32 else v, task.data
-            ),
-        )
-        x, y = jax.tree.map(lambda v: v.astype(float), task.w0)
+        task = dataclasses.replace(task, data=widened(task.data))
+        x, y = widened(task.w0)
         weights = np.asarray(jax.nn.softmax(exact_search(task, x, y, 60)))
     return (weights / weights.max()).astype("f4")
 
@@ -529,8 +197,8 @@ def _ridge(weight, y):
 def oracle(task):
     """Return the private fits of the lower level with the oracle's weights."""
     weights = jnp.asarray(oracle_weights(task))
+    print(f"{task.name}: weights of the oracle {np.round(np.asarray(weights), 2)}")
     upper, lower = task.data.upper, task.data.lower
-    of_record = weights[lower["source"]]
 
     def loss(y, record):
         return record["weight"] * task.loss(y, record)
@@ -538,10 +206,8 @@ def oracle(task):
     candidates = []
     for with_validation in (0.0, 1.0):
         ones = jnp.full(len(upper["label"]), with_validation)
-        records = {
-            name: jnp.concatenate([lower[name], upper[name]])
-            for name in ("features", "label")
-        } | {"weight": jnp.concatenate([of_record, ones])}
+        records = {n: jnp.concatenate([lower[n], upper[n]]) for n in upper}
+        records["weight"] = jnp.concatenate([weights[lower["source"]], ones])
         share = float(jnp.mean(records["weight"]))
         # The ridge of the lower level, whose losses have weights of mean 1.
         ridge = functools.partial(_ridge, share * task.ridge)
@@ -549,7 +215,7 @@ def oracle(task):
         for size in (8.0, 15.0, 30.0, 60.0):
             solver = descent(task, 100, size / share)
             candidates.append((problem, solver, records))
-    return candidates, weights
+    return candidates
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -567,13 +233,14 @@ def constant_answer(test):
 
 
 def tested(task, y):
+    """Return the mean loss and the accuracy of a model on the test records."""
     losses = jax.vmap(task.loss, (None, 0))(y, task.test)
     correct = jax.vmap(task.correct, (None, 0))(y, task.test)
     return float(jnp.mean(losses)), float(jnp.mean(correct))
 
 
 def runner(task, budget, candidate):
-    """Return the test losses of a candidate's runs, by their seeds."""
+    """Return a function of a seed: what `tested` says of the model of that run."""
     problem, solver, data = candidate
     two = isinstance(data, dpb.Levels)
     w0 = task.w0 if two else task.model
@@ -588,40 +255,35 @@ def runner(task, budget, candidate):
 
 
 def best(task, budget, candidates):
-    """Losses and accuracies of the setting with the best median, for all keys."""
+    """Return the row of the setting with the best median, over all keys."""
     runs = [runner(task, budget, candidate) for candidate in candidates]
     found = [[run(key) for key in range(TRIALS)] for run in runs]
     medians = [np.median([loss for loss, _ in rows]) for rows in found]
     chosen = int(np.argmin(np.nan_to_num(medians, nan=np.inf)))
     rows = found[chosen] + [runs[chosen](key) for key in range(TRIALS, KEYS)]
-    return np.asarray(rows)
-
-
-def row(values):
-    low, middle, high = np.quantile(values[:, 0], [0.25, 0.5, 0.75])
+    losses, accuracies = np.transpose(rows)
     return {
-        "loss": middle,
-        "quartiles": (low, high),
-        "accuracy": float(np.median(values[:, 1])),
-        "finite": bool(np.isfinite(values).all()),
+        "loss": float(np.median(losses)),
+        "quartiles": tuple(np.quantile(losses, (0.25, 0.75))),
+        "accuracy": float(np.median(accuracies)),
+        "finite": bool(np.isfinite(rows).all()),
     }
 
 
-def judged(task, epsilon, oracle, methods, baselines):
+def judged(task, epsilon, methods, baselines):
     """Return a row per method on one task, with the share of the gap that it closes.
 
     Args:
         task: The task.
-        epsilon: Of the budget.
-        oracle: The candidates of the oracle: problems, solvers and data.
-        methods: What gives the candidates of each method, by name.
+        epsilon: The epsilon of the budget.
+        methods: Functions that give the candidates of each method, by name: problems,
+            solvers and data. One of them is the oracle.
         baselines: The names of the methods of one level.
     """
-    start = time.perf_counter()
-    budget = dpb.PrivacyBudget(epsilon, DELTA)
-    rows = {}
-    for method, candidates in {"oracle": lambda: oracle, **methods}.items():
-        rows[method] = row(best(task, budget, candidates()))
+    jax.clear_caches()  # programs of many tasks fill the memory
+    start, budget, rows = time.perf_counter(), dpb.PrivacyBudget(epsilon, DELTA), {}
+    for method, candidates in methods.items():
+        rows[method] = best(task, budget, candidates())
         print(f"{task.name}, epsilon {epsilon:g}, {method}: {rows[method]}", flush=True)
     base = min(rows[method]["loss"] for method in baselines)
     for values in rows.values():
@@ -633,113 +295,75 @@ def judged(task, epsilon, oracle, methods, baselines):
 def evaluate(name, epsilon):
     """Return the rows of all methods for sources."""
     task = TASKS[name]()
-    candidates, weights = oracle(task)
-    print(f"{task.name}: weights of the oracle {np.round(np.asarray(weights), 2)}")
-
-    def offered(solvers):
-        more = {"epsilon": epsilon} if solvers is planned else {}
-        found = solvers(task, **more)
-        pairs = (v if isinstance(v, tuple) else (task.problem, v) for v in found)
-        return [(problem, solver, task.data) for problem, solver in pairs]
-
-    methods = {
-        method: functools.partial(offered, solvers)
-        for method, solvers in METHODS.items()
+    methods = {"oracle": functools.partial(oracle, task)}
+    for method in METHODS:
         # Mixtures of networks are no mixtures of predictions.
-        if task.linear or method not in LINEAR
-    }
-    return judged(task, epsilon, candidates, methods, BASELINES)
+        if task.linear or method not in (MIXED, ONE_SETTING):
+            more = {"epsilon": epsilon} if method == "`auto`" else {}
+            methods[method] = functools.partial(offered, task, method, **more)
+    return judged(task, epsilon, methods, BASELINES)
 
 
 # ---------------------------------------------------------------------- the page
 
 
 def table(result, *, worst_first=False):
-    lines = [
-        f"#### {result['task']}, epsilon {result['epsilon']:g}",
-        "",
-        "| method | test loss [quartiles] | accuracy | gap closed |",
-        "|---|---|---|---|",
-    ]
     rows = sorted(result["rows"].items(), key=lambda item: item[1]["loss"])
+    cells = []
     for method, values in reversed(rows) if worst_first else rows:
         low, high = values["quartiles"]
-        lines.append(
-            f"| {method} | {values['loss']:.4f} [{low:.4f}, {high:.4f}] "
-            f"| {values['accuracy']:.3f} | {values['gap']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def best_of(rows, names):
-    there = [(rows[name]["loss"], name) for name in names if name in rows]
-    return min(there)[1] if there else None
+        loss = f"{values['loss']:.4f} [{low:.4f}, {high:.4f}]"
+        last = f"{values['accuracy']:.3f}", f"{values['gap']:.2f}"
+        cells.append([method, loss, *last])
+    head = ["method", "test loss [quartiles]", "accuracy", "gap closed"]
+    title = f"{result['task']}, epsilon {result['epsilon']:g}"
+    return pages.table(head, cells, title)
 
 
 def summary(results):
     """One line per task, those first on which no method of two levels is best."""
-    heads = ("task", "epsilon", "best of one level", "two stages")
-    heads += ("best of two levels", "`MixedSources`, one setting", "`auto`", "oracle")
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-
-    def two_levels(rows):
-        others = (*BASELINES, TWO_STAGES, "`auto`", "oracle")  # auto may take one level
-        return [name for name in rows if name not in others]
-
-    def margin(result):
+    # The plan of auto may have one level.
+    others = (*BASELINES, TWO_STAGES, "`auto`", "oracle")
+    chosen = []
+    for result in results:
         rows = result["rows"]
-        others = [rows[name]["loss"] for name in (*BASELINES, TWO_STAGES)]
-        return rows[best_of(rows, two_levels(rows))]["loss"] - min(others)
+        losses = {name: row["loss"] for name, row in rows.items()}
+        plain = min(BASELINES, key=losses.__getitem__)
+        ours = min((n for n in rows if n not in others), key=losses.__getitem__)
+        behind = losses[ours] - min(losses[plain], losses[TWO_STAGES])
+        chosen.append((behind, len(chosen), result, plain, ours))
 
     def cell(rows, name, words=""):
         if name not in rows:
             return ""
         return f"{rows[name]['loss']:.4f} ({words}{rows[name]['gap']:.2f})"
 
-    for result in sorted(results, key=margin, reverse=True):
+    lines = []
+    for *_, result, plain, ours in sorted(chosen, reverse=True):
         rows = result["rows"]
-        plain, ours = best_of(rows, BASELINES), best_of(rows, two_levels(rows))
-        cells = (
-            result["task"],
-            f"{result['epsilon']:g}",
-            f"{rows[plain]['loss']:.4f} ({plain})",
-            cell(rows, TWO_STAGES),
-            cell(rows, ours, f"{ours}: "),
-            cell(rows, ONE_SETTING),
-            cell(rows, "`auto`"),
-            f"{rows['oracle']['loss']:.4f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write(page, parts):
-    """Put what was measured today between the marks of a page."""
-    today = f"Measured on {datetime.date.today().isoformat()}."
-    inside = "\n\n".join([BEGIN, today, *parts, END])
-    text = re.sub(f"{BEGIN}.*?{END}", lambda _: inside, page.read_text(), flags=re.S)
-    page.write_text(text)
+        cells = [result["task"], f"{result['epsilon']:g}"]
+        cells += [f"{rows[plain]['loss']:.4f} ({plain})", cell(rows, TWO_STAGES)]
+        cells += [cell(rows, ours, f"{ours}: "), cell(rows, ONE_SETTING)]
+        cells += [cell(rows, "`auto`"), f"{rows['oracle']['loss']:.4f}"]
+        lines.append(cells)
+    head = ("task", "epsilon", "best of one level", "two stages")
+    head += ("best of two levels", ONE_SETTING, "`auto`", "oracle")
+    return pages.table(head, lines)
 
 
 def main():
-    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    options, results = pages.options(), []
     prefix = options.get("task", "")
-    results = []
-    for name in TASKS:
-        needed = NEEDS.get(name[:2])
-        if not name.startswith(prefix):
-            continue
-        if needed is not None and not needed.is_file():
-            print(f"{name}: left out, there is no {needed.name}.")
+    for name in [name for name in TASKS if name.startswith(prefix)]:
+        if not there(name):
+            print(f"{name}: left out, there is no {NEEDS[name[:2]].name}.")
             continue
         three = name.startswith("T1-")  # where methods still differ at 0.3
         budgets = options.get("epsilon", "0.3,1,3" if three else "1,3")
         for epsilon in map(float, budgets.split(",")):
             results.append(evaluate(name, epsilon))
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            saved = FOLDER / f"results-{prefix or 'all'}.json"
-            saved.write_text(json.dumps(results))
-    print(summary(results))
-    print(*map(table, results), sep="\n\n")
+            pages.keep(FOLDER / f"results-{prefix or 'all'}.json", results)
+    parts = [summary(results), *map(table, results)]
+    print(*parts, sep="\n\n")
     if not options and len({result["task"] for result in results}) == len(TASKS):
-        write(PAGE, [summary(results), *map(table, results)])
+        pages.write(PAGE, parts)

@@ -21,8 +21,7 @@ class Workload:
         loss: `(parameters, record) -> scalar`.
         parameters: A pytree of float32 arrays.
         records: Pairs of inputs and targets, leading axis n.
-        layers: The same network for PyTorch: the widths of its dense layers, `"cnn"`,
-            or None where there is none.
+        layers: The widths of dense layers of the same network, or `"cnn"`, or None.
     """
 
     name: str
@@ -48,9 +47,14 @@ class Workload:
 
     @property
     def read(self):
-        """Return the bytes that one look at all records and parameters reads."""
-        leaves = jax.tree.leaves((self.parameters, self.records))
-        return sum(leaf.nbytes for leaf in leaves)
+        """Bytes that one look at all records and parameters reads."""
+        return sum(v.nbytes for v in jax.tree.leaves((self.parameters, self.records)))
+
+
+def named(text):
+    """Return a workload by the name of its function here and its arguments."""
+    name, *sizes = text.split()
+    return globals()[name](*map(int, sizes))
 
 
 def normal(key, *shape):
@@ -151,16 +155,10 @@ def standardized(x):
 
 
 def attention(n, vocabulary=1000, width=128, length=32):
-    shapes = {
-        "embedding": (vocabulary, width),
-        "queries": (width, width),
-        "keys": (width, width),
-        "values": (width, width),
-        "out": (width, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-        "head": (width, CLASSES),
-    }
+    shapes = {"embedding": (vocabulary, width)}
+    shapes |= dict.fromkeys(("queries", "keys", "values", "out"), (width, width))
+    shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
+    shapes["head"] = width, CLASSES
     parameters = {
         name: normal(number, *shape) / width**0.5
         for number, (name, shape) in enumerate(shapes.items())

@@ -5,7 +5,6 @@ import pytest
 from sklearn import metrics
 
 from benchmarks import (
-    declared_tables,
     natural_sources,
     real_labels,
     real_tables,
@@ -51,13 +50,18 @@ def case(ours, *others):
 
 def test_cases_that_are_farthest_behind_the_best_other_stand_first():
     cases = {
-        ("ahead", 1.0): case(0.4, 0.6, 0.5, 0.5, 0.5),
-        ("far behind", 1.0): case(0.7, 0.6, 0.4, 0.5, 0.9),
-        ("behind", 1.0): case(0.6, 0.55, 0.9, 0.9, 0.9),
+        "ahead": case(0.4, 0.6, 0.5, 0.5, 0.5),
+        "far behind": case(0.7, 0.6, 0.4, 0.5, 0.9),
+        "behind": case(0.6, 0.55, 0.9, 0.9, 0.9),
     }
-    assert real_labels.behind(cases["far behind", 1.0]) == pytest.approx(0.3)
-    names = [name for name, _ in real_tables.losing_first(cases, real_labels.behind)]
-    assert names == ["far behind", "behind", "ahead"]
+    assert real_labels.behind(cases["far behind"]) == pytest.approx(0.3)
+    rows = [
+        row | {"table": name, "epsilon": 1.0, "method": method}
+        for name, found in cases.items()
+        for method, row in found.items()
+    ]
+    found = real_tables.by_case(rows, [*cases], real_labels)
+    assert [name for name, _ in found] == ["far behind", "behind", "ahead"]
 
 
 def test_the_summary_counts_losses_above_the_constant_answer():
@@ -91,14 +95,14 @@ def test_features_are_numbers_and_indicators_within_their_bounds():
 @pytest.mark.parametrize(
     ("split", "kept"),  # the columns are age, three kinds of work, x
     [
-        (natural_sources.Split("", "work", "b"), [0, 4]),
-        (natural_sources.Split("", "age", 1, (40, 60)), [1, 2, 3, 4]),
+        (table_tasks.Split("", "", "work", "b"), [0, 4]),
+        (table_tasks.Split("", "", "age", 1, (40, 60)), [1, 2, 3, 4]),
     ],
 )
 def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, kept):
-    table = declared_tables.Table(
-        "", "", "y", None, {"age": (20, 80)}, {"work": ("a", "b", "c"), "x": (0, 1)}
-    )
+    categories = {"work": ["a", "b", "c"], "x": [0, 1]}
+    numbers = {"age": (20, 80)}
+    table = table_tasks.Table("", "", "", "y", numbers, categories, split=split)
     rng, rows = np.random.default_rng(0), 2000
     task = table_tasks.Task(
         numbers=rng.choice([30.0, 50.0, 70.0], (rows, 1)),
@@ -108,7 +112,7 @@ def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, 
         sizes=np.array([3, 2]),
         target=np.array([0.0, 1.0]),
     )
-    made = natural_sources.made("", split, table, task)
+    made = natural_sources.made("", table, task)
     assert made.num_sources == 2
     assert len(made.data.upper["label"]) == natural_sources.VALIDATION
     found = [np.asarray(v["features"]) for v in (made.data.lower, made.test)]
@@ -123,11 +127,10 @@ def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, 
     np.testing.assert_allclose(found[0], columns, rtol=1e-5)
 
 
-def test_no_table_is_in_two_groups_and_bounds_increase():
-    groups = real_tables.declared().values()
-    tables = [table for group in groups for table in group.values()]
-    assert len({name for group in groups for name in group}) == len(tables)
+def test_no_table_is_declared_twice_and_bounds_increase():
+    tables = table_tasks.declared().values()
     assert len({table.item for table in tables}) == len(tables)
+    assert {table.group for table in tables} == {*real_tables.GROUPS, "of sources"}
     for table in tables:
         ranges = (*table.numbers.values(), table.others, table.target_bounds)
         assert all(low < high for low, high in filter(None, ranges))

@@ -1,14 +1,15 @@
-"""The processes of `benchmarks.real_tables` in other environments.
+"""Tables and methods of other libraries, in a process of another environment.
 
 The first argument says what is done. `tables JSON FOLDER` writes each declared table to
-an npz file. `DP-EBM IN OUT`, `diffprivlib IN OUT` and `linear IN OUT` fit the records
-of one table, for each epsilon and each order of the records, and write what they
-predict for the test records: log odds or targets. This file imports nothing of this
-library, which these environments need not have.
+an npz file. `DP-EBM IN OUT`, `logistic IN OUT` and `linear IN OUT` fit the records of
+one table, for each epsilon and each order of the records, and write what they predict
+for the test records (log odds or targets), their scores there and the seconds of each
+fit. This file imports nothing of this library, which these environments need not have.
 """
 
 import json
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -56,52 +57,33 @@ def arrays(table):
     }
 
 
-def ebm(given, epsilon, delta, seed, fit, test):
-    """Return log odds of a boosted additive model; categories are declared, too."""
+def boosted(given, **privacy):
+    """Return a boosted additive model and its rows; categories are declared, too."""
     from interpret.privacy import DPExplainableBoostingClassifier
 
-    sizes, bounds = given["sizes"], given["bounds"]
     rows = [given["numbers"].astype(object), given["codes"].astype(str).astype(object)]
-    X = np.concatenate(rows, axis=1)
-    kinds = ["continuous"] * len(bounds)
-    kinds += [[str(code) for code in range(size)] for size in sizes]
-    model = DPExplainableBoostingClassifier(
-        feature_types=kinds,
-        epsilon=epsilon,
-        delta=delta,
-        privacy_bounds=dict(enumerate(map(tuple, bounds))),
-        n_jobs=1,
-        random_state=seed,
-    )
-    return model.fit(X[fit], given["y"][fit]).decision_function(X[test])
+    kinds = ["continuous"] * len(given["bounds"])
+    kinds += [[str(code) for code in range(size)] for size in given["sizes"]]
+    bounds = dict(enumerate(map(tuple, given["bounds"])))
+    privacy |= {"delta": float(given["delta"]), "privacy_bounds": bounds}
+    model = DPExplainableBoostingClassifier(feature_types=kinds, n_jobs=1, **privacy)
+    return model, np.concatenate(rows, axis=1)
 
 
-def objective(given, epsilon, delta, seed, fit, test):
-    """Return log odds of a logistic model with a noisy objective; delta is 0."""
+def logistic(given, **privacy):
+    """Return a logistic model with a noisy objective, and its rows; delta is 0."""
     from diffprivlib.models import LogisticRegression
 
-    model = LogisticRegression(
-        epsilon=epsilon,
-        data_norm=float(given["norm"]),
-        max_iter=1000,
-        random_state=seed,
-    )
-    X = given["X"]
-    return model.fit(X[fit], given["y"][fit]).decision_function(X[test])
+    norm = float(given["norm"])
+    return LogisticRegression(data_norm=norm, max_iter=1000, **privacy), given["X"]
 
 
-def linear(given, epsilon, delta, seed, fit, test):
-    """Return targets of a linear model with a noisy objective; delta is 0."""
+def linear(given, **privacy):
+    """Return a linear model with a noisy objective, and its rows; delta is 0."""
     from diffprivlib.models import LinearRegression
 
-    X, low, high = given["X"], given["lowest"], given["highest"]
-    model = LinearRegression(
-        epsilon=epsilon,
-        bounds_X=(low, high),
-        bounds_y=tuple(given["target"]),
-        random_state=seed,
-    )
-    return model.fit(X[fit], given["y"][fit]).predict(X[test])
+    privacy |= {"bounds_X": tuple(given["limits"]), "bounds_y": tuple(given["target"])}
+    return LinearRegression(**privacy), given["X"]
 
 
 def main():
@@ -111,18 +93,24 @@ def main():
         for name, table in json.loads(given).items():
             np.savez(f"{out}/{name}.npz", **arrays(table))
         return
-    fitted = {"DP-EBM": ebm, "diffprivlib": objective, "linear": linear}[kind]
     with np.load(given) as file:
-        records = dict(file)
-    cut, delta = int(records["cut"]), float(records["delta"])
-    found = [
-        [
-            fitted(records, float(epsilon), delta, seed, order[:cut], order[cut:])
-            for seed, order in enumerate(records["orders"])
-        ]
-        for epsilon in records["epsilons"]
-    ]
-    np.savez(out, predicted=np.asarray(found))
+        given = dict(file)
+    make = {"DP-EBM": boosted, "logistic": logistic, "linear": linear}[kind]
+    found = {"predicted": [], "scores": [], "seconds": []}
+    for epsilon in given["epsilons"]:
+        for seed, order in enumerate(given["orders"]):
+            fit, test = np.split(order, [int(given["cut"])])
+            model, X = make(given, epsilon=float(epsilon), random_state=seed)
+            X_fit, X_test, y = X[fit], X[test], given["y"]
+            start = time.perf_counter()
+            model.fit(X_fit, y[fit])
+            found["seconds"].append(time.perf_counter() - start)
+            predict = model.predict if kind == "linear" else model.decision_function
+            found["predicted"].append(predict(X_test))
+            found["scores"].append(model.score(X_test, y[test]))
+    shape = len(given["epsilons"]), len(given["orders"])
+    values = {name: np.asarray(v) for name, v in found.items()}
+    np.savez(out, **{n: v.reshape(*shape, *v.shape[1:]) for n, v in values.items()})
 
 
 if __name__ == "__main__":
