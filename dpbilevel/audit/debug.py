@@ -18,8 +18,7 @@ from ..games.groups import read_group
 from ..games.problem import AbstractVariationalInequality
 from ..oracles import objectives
 from ..privacy.noise import PRNGKey, check_key
-from ..search.base import BlackBox
-from ..search.candidates import box_of, start_of, uniform
+from ..search.base import BlackBox, box_of, start_of, uniform
 from .exact import as_float64, lower_solution
 from .refutation import ConstantsSearch, refute_constants
 
