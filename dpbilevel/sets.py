@@ -15,8 +15,15 @@ from typing_extensions import override
 
 from . import _checks
 
-__all__ = ["AbstractSet", "Ball", "Box", "Euclidean", "NonNegative"]
-__all__ += ["Product", "Simplex"]
+__all__ = [
+    "AbstractSet",
+    "Ball",
+    "Box",
+    "Euclidean",
+    "NonNegative",
+    "Product",
+    "Simplex",
+]
 
 
 class AbstractSet(eqx.Module):

@@ -16,7 +16,21 @@ from .sources import (
 )
 from .warm_start import WarmStarted
 
-__all__ = ["MixedSources", "PenaltyTuning", "Recalibration", "ScaledGroups"]
-__all__ += ["ScoringModel", "SelectedSources", "SourceWeighting", "WarmStarted"]
-__all__ += ["linear_tuning", "mixed_model", "mixing_start", "penalty_start"]
-__all__ += ["penalty_tuning", "source_mixing", "source_weighting", "source_weights"]
+__all__ = [
+    "MixedSources",
+    "PenaltyTuning",
+    "Recalibration",
+    "ScaledGroups",
+    "ScoringModel",
+    "SelectedSources",
+    "SourceWeighting",
+    "WarmStarted",
+    "linear_tuning",
+    "mixed_model",
+    "mixing_start",
+    "penalty_start",
+    "penalty_tuning",
+    "source_mixing",
+    "source_weighting",
+    "source_weights",
+]

@@ -14,8 +14,29 @@ from .sensitivity import SensitivitySearch, sensitivity_search
 from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
 from .worst_cases import worst_case
 
-__all__ = ["Canary", "Claim", "Cut", "DeviceArithmetic", "NoiseReuse", "OneRun"]
-__all__ += ["SensitivitySearch", "SolverRun", "TradeOff", "audit_canaries"]
-__all__ += ["audit_solver", "canaries", "debug", "device_arithmetic", "event_claim"]
-__all__ += ["gaussian_claim", "ledger_claims", "noise_reuse", "one_run", "pure_claim"]
-__all__ += ["refutes", "sensitivity_search", "trade_off", "worst_case"]
+__all__ = [
+    "Canary",
+    "Claim",
+    "Cut",
+    "DeviceArithmetic",
+    "NoiseReuse",
+    "OneRun",
+    "SensitivitySearch",
+    "SolverRun",
+    "TradeOff",
+    "audit_canaries",
+    "audit_solver",
+    "canaries",
+    "debug",
+    "device_arithmetic",
+    "event_claim",
+    "gaussian_claim",
+    "ledger_claims",
+    "noise_reuse",
+    "one_run",
+    "pure_claim",
+    "refutes",
+    "sensitivity_search",
+    "trade_off",
+    "worst_case",
+]

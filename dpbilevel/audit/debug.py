@@ -18,13 +18,20 @@ from ..games.groups import read_group
 from ..games.problem import AbstractVariationalInequality
 from ..oracles import objectives
 from ..privacy.noise import PRNGKey, check_key
-from ..search.base import BlackBox
-from ..search.candidates import box_of, start_of, uniform
+from ..search.base import BlackBox, box_of, start_of, uniform
 from .refutation import ConstantsSearch, as_float64, lower_solution, refute_constants
 
-__all__ = ["ConstantsSearch", "group_losses", "hyper_objective", "lower_objective"]
-__all__ += ["lower_solution", "operator_norms", "random_search", "refute_constants"]
-__all__ += ["upper_objective"]
+__all__ = [
+    "ConstantsSearch",
+    "group_losses",
+    "hyper_objective",
+    "lower_objective",
+    "lower_solution",
+    "operator_norms",
+    "random_search",
+    "refute_constants",
+    "upper_objective",
+]
 
 
 def upper_objective(

@@ -18,9 +18,8 @@ from ..applications.sources import SourceWeighting, source_weighting
 from ..bilevel import BilevelProblem, SecondOrderConstants
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
-from ..draws.exponential import ExponentialMechanism
+from ..draws.exponential import ExponentialMechanism, RegularizedExponentialMechanism
 from ..draws.localized import LocalizedDraws
-from ..draws.regularized import RegularizedExponentialMechanism
 from ..games.group_descent import GroupDescent
 from ..games.groups import group_fair
 from ..games.problem import VariationalInequality

@@ -13,7 +13,21 @@ from .problem import BilevelProblem, Levels, Sizes
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
 
-__all__ = ["F2SA", "AbstractCertificate", "BilevelProblem", "Constants"]
-__all__ += ["FiniteDifferenceBilevel", "ImplicitBilevel", "Levels", "LowerFirst"]
-__all__ += ["OneLevel", "PenaltyBilevel", "Refitted", "SecondOrderConstants"]
-__all__ += ["SingleLoopBilevel", "Sizes", "theorem_accuracy", "zoo"]
+__all__ = [
+    "F2SA",
+    "AbstractCertificate",
+    "BilevelProblem",
+    "Constants",
+    "FiniteDifferenceBilevel",
+    "ImplicitBilevel",
+    "Levels",
+    "LowerFirst",
+    "OneLevel",
+    "PenaltyBilevel",
+    "Refitted",
+    "SecondOrderConstants",
+    "SingleLoopBilevel",
+    "Sizes",
+    "theorem_accuracy",
+    "zoo",
+]

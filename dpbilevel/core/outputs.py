@@ -15,8 +15,14 @@ from .. import _checks
 from .._checks import Checked, Fraction
 from ..privacy.noise import PRNGKey
 
-__all__ = ["AbstractOutput", "Last", "Mean", "SmallestStep", "TailMean"]
-__all__ += ["UniformIterate"]
+__all__ = [
+    "AbstractOutput",
+    "Last",
+    "Mean",
+    "SmallestStep",
+    "TailMean",
+    "UniformIterate",
+]
 
 
 class AbstractOutput(Checked):

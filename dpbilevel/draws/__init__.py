@@ -1,9 +1,8 @@
 """One draw instead of many steps: exponential mechanisms and their samplers."""
 
-from .exponential import ExponentialMechanism
+from .exponential import ExponentialMechanism, RegularizedExponentialMechanism
 from .localized import LocalizedDraws
 from .mechanisms import Draw, Exponential, RegularizedExponential
-from .regularized import RegularizedExponentialMechanism
 from .samplers.alternating import AlternatingSampler
 from .samplers.base import AbstractSampler
 from .samplers.envelope import ConvexEnvelope

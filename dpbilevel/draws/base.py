@@ -27,7 +27,7 @@ from ..sets import AbstractSet
 from .mechanisms import AbstractDrawMechanism, Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
-from .scores.base import AbstractScore, DrawProblem
+from .scores.mean_loss import AbstractScore, DrawProblem
 
 DRAW = "draw of x"
 
@@ -98,12 +98,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return self.mechanism.neighbours
 
     @property
-    @override
     def basis(self) -> Basis:
         """Basis of the guarantee: constants, unless a subclass enforces a bound."""
         return Basis.CONSTANTS
 
-    @override
     def init(self, problem, w0) -> DrawState:
         """Return the state at `w0`, which is public and only some samplers read.
 
@@ -114,10 +112,9 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         two_levels = isinstance(problem, BilevelProblem)
         x, planned = (w0[0] if two_levels else w0), self.coordinates()
         if optax.tree.size(x) != planned:
+            size = optax.tree.size(x)
             raise ValueError(
-                f"solve: the plan is for {planned} coordinates, but the initial point "
-                f"has {optax.tree.size(x)}. Give candidates, or dimension=, of its "
-                "size."
+                f"solve: the plan is for {planned} coordinates, the start has {size}."
             )
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         x = feasible_set(problem).project(x)
@@ -135,18 +132,12 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             problem, self.neighbours.contributions * sealed.contribution
         )
         declared = self.declared_convexity or 0.0
-        x = mechanism.draw(  # Lowy and Liu, (4) and (5)
-            sealed,
-            self.sampler,
-            feasible_set(problem),
-            state.x,
-            regularizer=convexity - declared,
-            convexity=declared,
-            key=key,
-        )
+        shape: Any = {"regularizer": convexity - declared, "convexity": declared}
+        feasible, start = feasible_set(problem), state.x
+        # Lowy and Liu, (4) and (5)
+        x = mechanism.draw(sealed, self.sampler, feasible, start, key=key, **shape)
         return dataclasses.replace(state, x=x)
 
-    @override
     def released(self, state) -> PyTree:
         """Return the drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
@@ -158,19 +149,21 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             ValueError: The problem lacks constants, the solver is not calibrated, or
                 the default floating-point dtype is too coarse.
         """
-        self.check_relation(problem)
-        score, dtype = self.score_of(problem, sizes), self.planned_dtype()
+        self._check_relation(problem)
+        # The dtype of the plan or the default dtype, whichever is coarser.
+        default = jnp.result_type(float)
+        dtypes = default, jnp.dtype(self.dtype or default)
+        dtype = min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+        score, size = self.score_of(problem, sizes), self.coordinates()
         contributions = score.contributions(dtype)
         sensitivity = self.neighbours.contributions * sum(contributions.values())
         mechanism, convexity = self.density(problem, sensitivity)
         # In double precision, whatever the numbers were given in.
         mechanism, convexity = jax.tree.map(float, (mechanism, convexity))
         rate = float(mechanism.rate(sensitivity * (1 + ROUNDING_MARGIN), convexity))
-        regularity = dataclasses.replace(
-            score.regularity(dtype, self.coordinates()),
-            strong_convexity=self.declared_convexity,
-        )
-        regularizer = convexity - (self.declared_convexity or 0.0)
+        declared, regularity = self.declared_convexity, score.regularity(dtype, size)
+        regularity = dataclasses.replace(regularity, strong_convexity=declared)
+        regularizer = convexity - (declared or 0.0)
         # The center of the quadratic term is a point of the set.
         reach = feasible_set(problem).diameter if regularizer else 0.0
         potential = regularity.of_potential(rate, regularizer, reach)
@@ -190,9 +183,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             inexact = math.tanh(plan.rate * error)
         guarantee = self.sampler.guarantee(plan.potential, feasible_set(problem))
         basis = plan.score.basis.worse(self.basis)
-        draw = Draw(
-            DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
-        )
+        parts = plan.mechanism, plan.rate, guarantee, basis, inexact
+        draw = Draw(DRAW, 1, queries, *parts)
         declared = *self.declarations(plan), *plan.score.assumptions
         people = people_of(sizes) or People.OVERLAPPING
         return Ledger((draw,), people, (*declared, *self.sampler.assumptions))
@@ -202,7 +194,6 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         mechanism = self.mechanism.with_multiplier(scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
-    @override
     def with_counts(self, problem, sizes=None) -> Self:
         """Set the counts of the sampler, for scores of the default dtype."""
         solver = dataclasses.replace(self, dtype=jnp.result_type(float).name)
@@ -224,13 +215,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         if isinstance(self.sampler, Grid):
             return self.sampler.dimension
         if self.dimension is None:
-            raise ValueError(
-                f"{type(self).__name__}: {type(self.sampler).__name__} plans its steps "
-                "before data is seen. Give dimension=, the number of coordinates of x."
-            )
+            raise ValueError(f"{type(self).__name__}: give dimension=, the size of x.")
         return self.dimension
 
-    def check_relation(self, problem: DrawProblem) -> None:
+    def _check_relation(self, problem: DrawProblem) -> None:
         """Check that everything that is proved holds under the relation.
 
         If the number of records is private and the denominator public, no constant
@@ -243,17 +231,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             return
         if isinstance(problem, BilevelProblem) or self.sampler.continuous:
             raise ValueError(
-                f"{type(self).__name__}: with two levels, or a sampler on a continuous "
-                "set, the guarantee is proved under replace-one only, got "
-                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or "
+                f"{type(self).__name__}: proved under replace-one only, got "
+                f"{self.neighbours}. Use REPLACE_ONE, or "
                 "ExponentialMechanism(Grid(...)) on one level."
             )
-
-    def planned_dtype(self) -> jnp.dtype:
-        """Return the dtype of the plan or the default dtype, whichever is coarser."""
-        default = jnp.result_type(float)
-        planned = jnp.dtype(self.dtype or default)
-        return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
 
     def scored_dtype(self, start: PyTree) -> jnp.dtype:
         """Return the dtype that rounding is counted in, for finer starts too.

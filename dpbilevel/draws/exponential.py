@@ -1,18 +1,24 @@
-"""The exponential mechanism: one private draw instead of many noisy steps."""
+"""Exponential mechanisms: one private draw, with a quadratic term or without."""
 
-from typing import Literal
+import math
+from typing import Any, Literal, Self
 
 import equinox as eqx
+import jax.numpy as jnp
 from typing_extensions import override
 
-from .._checks import Positive
+from .. import _checks
+from .._checks import NonNegative, Number, Positive, check_fields
+from ..bilevel.certificates.certified import certificate_of
+from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
+from ..privacy.budget import PrivacyBudget
 from ..privacy.per_example.clipping import Basis
-from .base import AbstractDrawSolver, DrawPlan
-from .mechanisms import Exponential
-from .scores.base import AbstractScore
+from .base import AbstractDrawSolver, DrawPlan, feasible_set
+from .mechanisms import Exponential, RegularizedExponential
+from .samplers.base import AbstractSampler
 from .scores.hyper import GradientNorm, HyperObjective
-from .scores.mean_loss import MeanLoss
+from .scores.mean_loss import AbstractScore, DrawProblem, MeanLoss
 
 
 class ExponentialMechanism(AbstractDrawSolver):
@@ -63,17 +69,14 @@ class ExponentialMechanism(AbstractDrawSolver):
         if self.clip_range is not None:
             if self.score == "gradient_norm":
                 raise ValueError(
-                    "ExponentialMechanism: clip_range is for losses, and the score is "
-                    "gradient_norm. Leave clip_range out."
+                    "ExponentialMechanism: clip_range excludes gradient_norm."
                 )
             if self.convex:
                 raise ValueError(
-                    "ExponentialMechanism: a loss clipped at clip_range is not convex "
-                    "in general. Leave out clip_range, or convex=True."
+                    "ExponentialMechanism: clip_range excludes convex=True."
                 )
 
     @property
-    @override
     def basis(self) -> Basis:
         """Constants, unless clipping enforces the range and the draw is exact."""
         enforced = self.clip_range is not None and not self.sampler.continuous
@@ -91,24 +94,246 @@ class ExponentialMechanism(AbstractDrawSolver):
     @override
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
         lipschitz = f"{plan.regularity.lipschitz:.6g}-Lipschitz"
+        rests = f"the sampler rests on a score that is {lipschitz} on the set"
         texts = {
             "declared: the score is convex on the set, for every dataset": self.convex,
-            f"the sampler rests on a score that is {lipschitz} on the set, for every "
-            "dataset": self.sampler.continuous,
+            f"{rests}, for every dataset": self.sampler.continuous,
         }
         return tuple(text for text, applies in texts.items() if applies)
 
-    @override
     def score_of(self, problem, sizes) -> AbstractScore:
         """Return the score; problems of one level have no gradient norm."""
         one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
             if one_level:
                 raise ValueError(
-                    "ExponentialMechanism: a gradient_norm needs a BilevelProblem."
+                    "ExponentialMechanism: gradient_norm needs two levels."
                 )
             return GradientNorm(problem, "spread", sizes)
         if one_level:
             return MeanLoss(problem, "spread", sizes, self.clip_range)
         uniform = self.sampler.continuous  # the points of a walk depend on records
         return HyperObjective(problem, "spread", sizes, self.clip_range, uniform)
+
+
+class RegularizedExponentialMechanism(AbstractDrawSolver):
+    r"""Regularized draw: $x \propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+
+    For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
+    or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
+    One draw costs exactly what a Gaussian release of multiplier $m = \sqrt{\mu / k} /
+    S$ costs, with $S$ the Lipschitz constant of the change that one record makes in
+    $\Phi$. The expected value of $\Phi$ exceeds that at any point $x$ of the set by at
+    most $\frac{d}{k} + \frac{\mu}{2} \|x - c\|^2$. For a point at the distance $R$ from
+    $c$ this is least at $\mu = m S \sqrt{2 d} / R$.
+
+    Args:
+        sampler: The sampler: `AlternatingSampler`.
+        convex: Must be `True`: declares that $\Phi$ is convex on the set, for every
+            possible dataset. The guarantee depends on it. Static.
+        radius: $R$, a guess of the distance of a minimizer from the initial point; by
+            default the diameter of the set.
+        regularizer: $\mu$; by default the one above.
+        strong_convexity: The declared strong convexity of $\Phi$, which adds to $\mu$.
+            Static.
+        largest_rate: An upper bound on $k$, for the generalization of the answer.
+        mechanism: The mechanism and its noise multiplier.
+        dimension: $d$, the number of coordinates of $x$. Static.
+        dtype: The dtype of scores in the plan; set by `calibrate`. Static.
+
+    Privacy:
+        One draw, under replace-one only. $S$ is $2 G / n$ for declared $G$-Lipschitz
+        losses, $2 G^d / n$ with a declared `lipschitz_spread`, and for two levels the
+        sensitivity of the hypergradient. Status `CONDITIONAL`: convexity is an
+        assumption of privacy here, and so are the constants. The distance of the
+        sampler's distribution from the target, and that which the errors of computed
+        values make, are counted in delta.
+
+    References:
+        Gopi, Lee and Liu, "Private convex optimization via exponential mechanism",
+        COLT 2022, Theorems 4, 27 and 29; Lowy and Liu, "Differentially private bilevel
+        optimization: efficient algorithms with near-optimal rates", Theorem B.8, with
+        the sensitivity of `ImplicitBilevel`.
+    """
+
+    convex: bool = eqx.field(static=True, kw_only=True)
+    radius: Positive | None = eqx.field(default=None, kw_only=True)
+    regularizer: NonNegative | None = None
+    strong_convexity: NonNegative = eqx.field(static=True, default=0.0)
+    largest_rate: Positive | None = eqx.field(static=True, default=None)
+    mechanism: RegularizedExponential = eqx.field(
+        default=RegularizedExponential(), kw_only=True
+    )
+
+    def __check_init__(self):
+        check_fields(self)
+        self.mechanism.check_sampler(self.sampler)
+        if self.convex is not True:
+            raise ValueError(
+                "RegularizedExponentialMechanism: the objective must be convex on "
+                "every possible dataset. Declare convex=True if you can prove it."
+            )
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: FiniteSum | BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Any,
+        *,
+        sampler: AbstractSampler,
+        dimension: int,
+        **fields: Any,
+    ) -> Self:
+        r"""Return the solver with the paper's parameters for the loss on new records.
+
+        One level, with $G$-Lipschitz losses:
+
+        $$\mu = \frac{G}{D} \sqrt{2 \Bigl(\frac{2 \log(3 / (4 \delta)) d}{\varepsilon^2
+        n^2} + \frac{1}{2 n}\Bigr)}, \qquad k \le \frac{2 n d \mu}{G^2}.$$
+
+        Two levels, with $G = S n / 2$ for the sensitivity $S$ of the hypergradient, $n$
+        the smaller level and $C = \beta_{gxy} (1 + \beta_{gyy} / \mu_g)$:
+
+        $$\mu = \frac{1}{D} \sqrt{\frac{G L_{fy} C}{\varepsilon n \mu_g} + \frac{G^2 d
+        \log(1/\delta)}{\varepsilon^2 n^2} + \frac{G C L_{fy}}{\mu_g \sqrt n} +
+        \frac{G \bar L}{n}}.$$
+
+        Privacy may ask for a smaller $k$, which `calibrate` finds.
+
+        Args:
+            problem: A problem on a bounded set, with `lipschitz` or a certificate.
+            budget: $\varepsilon$, and $\delta$ in (0, 1/10).
+            sizes: The planned number of records, or `Sizes`.
+            sampler: The sampler.
+            dimension: $d$.
+            **fields: Further fields, `convex=True` among them.
+
+        Raises:
+            TypeError: Another kind of problem, or of sizes.
+            ValueError: A number out of range, or constants are missing.
+
+        References:
+            Gopi, Lee and Liu, Theorem 29; Lowy and Liu, Theorem B.8, whose $G$ is not
+            the sensitivity (docs/mathematics.md).
+        """
+        owner = "RegularizedExponentialMechanism.from_theorem"
+        _checks.instance(owner, (FiniteSum, BilevelProblem), problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        problem.check_sizes(owner, sizes)
+        _checks.count(owner, dimension=dimension)
+        epsilon, delta, rate = budget.epsilon, budget.delta, None
+        if not 0 < delta < 0.1:
+            raise ValueError(f"{owner}: delta must be in (0, 1/10), got {delta}.")
+        if isinstance(problem, FiniteSum):
+            regularizer, rate = _one_level(problem, sizes, dimension, epsilon, delta)
+        else:
+            regularizer = _two_levels(problem, sizes, dimension, epsilon, delta)
+        defaults = {"regularizer": regularizer, "largest_rate": rate}
+        return cls(sampler, dimension=dimension, **(defaults | fields))
+
+    def bound(self, problem: DrawProblem, *, distance: float | None = None) -> float:
+        r"""Return a bound on the expected excess of the answer, known before any data.
+
+        $$\frac{d}{k} + \frac{\mu_0}{2} \|x^* - c\|^2 + t L D$$
+
+        on the records themselves, with $\mu_0$ the quadratic term, $L$ the Lipschitz
+        constant of $\Phi$ and $t$ how far the distribution of the draw may be from the
+        density in total variation.
+
+        Args:
+            problem: The problem that the solver is calibrated for.
+            distance: An upper bound on the distance of a minimizer $x^*$ from the
+                initial point; by default the diameter of the set.
+
+        Raises:
+            ValueError: The solver is not calibrated, or constants are missing.
+
+        References:
+            Gopi, Lee and Liu, Theorem 25.
+        """
+        if distance is not None:
+            owner = "RegularizedExponentialMechanism.bound"
+            _checks.non_negative(owner, distance=distance)
+        diameter = float(feasible_set(problem).diameter)
+        distance = diameter if distance is None else min(distance, diameter)
+        noise, mu, error = self.bound_terms(problem)
+        return noise + mu / 2 * distance**2 + error
+
+    def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
+        r"""Return $d / k$, $\mu_0$ and $t L D$ of `bound`.
+
+        Raises:
+            ValueError: As `bound`.
+        """
+        if self.sizes is None:
+            raise ValueError(
+                f"{type(self).__name__}.bound: calibrate the solver first."
+            )
+        plan = self.plan(problem, self.sizes)
+        (draw,) = self.ledger(problem, self.sizes).releases
+        diameter = float(feasible_set(problem).diameter)
+        error = draw.failure * plan.regularity.lipschitz * diameter
+        mu = plan.potential.quadratic / plan.rate
+        return self.coordinates() / plan.rate, mu, error
+
+    @property
+    @override
+    def declared_convexity(self) -> float:
+        return self.strong_convexity
+
+    def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
+        r"""Return the mechanism, no sharper than `largest_rate`, and $\mu$."""
+        multiplier = self.mechanism.calibrated()
+        regularizer = self.regularizer
+        if regularizer is None:
+            diameter = feasible_set(problem).diameter
+            regularizer = multiplier * sensitivity * (2 * self.coordinates()) ** 0.5
+            regularizer = regularizer / (
+                diameter if self.radius is None else self.radius
+            )
+        convexity = regularizer + self.strong_convexity
+        if self.largest_rate is not None:
+            least = (convexity / self.largest_rate) ** 0.5 / sensitivity
+            multiplier = jnp.maximum(multiplier, least)  # so that k is no larger
+        return self.mechanism.with_multiplier(multiplier), convexity
+
+    @override
+    def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
+        convex = "declared: the objective is convex in x on the set, for every dataset"
+        if self.strong_convexity:
+            convex += f", and {self.strong_convexity:.6g}-strongly convex"
+        return (convex,)
+
+    @override
+    def score_of(self, problem, sizes) -> AbstractScore:
+        if isinstance(problem, FiniteSum):
+            return MeanLoss(problem, "slope", sizes)
+        return HyperObjective(problem, "slope", sizes, uniform=True)
+
+
+def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
+    r"""Return $\mu$ and the largest $k$."""
+    score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
+    lipschitz = score.regularity(dtype, dimension).lipschitz
+    diameter = float(problem.w_set.diameter)
+    private = 2 * math.log(3 / (4 * delta)) * dimension / (epsilon * n) ** 2
+    regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / n)
+    return regularizer, 2 * n * dimension * regularizer / lipschitz**2
+
+
+def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
+    r"""Return $\mu$ of Theorem B.8."""
+    score = HyperObjective(problem, "slope", sizes)
+    contributions = score.contributions(jnp.result_type(float)).values()
+    constants = certificate_of(problem).second_order
+    n, mu = min(sizes.upper, sizes.lower), constants.strong_convexity
+    slope = n * sum(map(float, contributions))  # G: contributions are half of S
+    shift = constants.upper_y * constants.lower_xy * (1 + constants.lower_yy / mu) / mu
+    square = (  # Theorem B.8
+        slope * shift / (epsilon * n)
+        + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
+        + slope * shift / math.sqrt(n)
+        + slope * constants.upper_total / n
+    )
+    return math.sqrt(square) / float(problem.x_set.diameter)

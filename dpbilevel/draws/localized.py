@@ -19,7 +19,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import Ledger
 from ..privacy.per_example.clipping import Basis
 from .base import DRAW, DrawState
-from .regularized import RegularizedExponentialMechanism
+from .exponential import RegularizedExponentialMechanism
 from .samplers.base import AbstractSampler
 
 
@@ -73,8 +73,9 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         owner = type(self).__name__
         _checks.instance(owner, RegularizedExponentialMechanism, draw=self.draw)
         if not isinstance(self.radii, tuple) or not self.radii:
-            text = f"{owner}: radii must be a tuple of one radius per round, got "
-            raise ValueError(f"{text}{self.radii!r}.")
+            raise ValueError(
+                f"{owner}: radii must be one radius per round: {self.radii}."
+            )
         for radius in self.radii:
             _checks.positive(owner, radii=radius)
         if self.budget_split is not None:
@@ -154,12 +155,10 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             rounds.append(draw.with_noise(multiplier * (sum(split) / part) ** 0.5))
         return tuple(rounds)
 
-    @override
     def init(self, problem, w0) -> _State:
         """Return the first center: `w0`, projected onto the set."""
         return _State(self.draw.init(problem, w0).x, jnp.zeros((), jnp.int32))
 
-    @override
     def step(self, problem, data, state, *, key) -> _State:
         """Make one round: a draw about the last one."""
 
@@ -203,12 +202,10 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             bound = error + noise + start
         return bound
 
-    @override
     def released(self, state) -> PyTree:
         """Return the center of the next round."""
         return state.x
 
-    @override
     def ledger(self, problem, sizes) -> Ledger:
         """Return the ledger of the draws of all rounds."""
         first, *others = (
@@ -217,12 +214,10 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         )
         return sum(others, first)
 
-    @override
     def with_noise(self, scale: Number) -> Self:
         """Split the squared budget over the rounds."""
         return dataclasses.replace(self, draw=self.draw.with_noise(scale))
 
-    @override
     def with_counts(self, problem, sizes=None) -> Self:
         """Set the counts of every round's sampler, for scores of the default dtype."""
         sizes = self.sizes if sizes is None else sizes

@@ -115,10 +115,7 @@ class AbstractDrawMechanism(AbstractMechanism):
         owner = type(self).__name__
         _checks.instance(owner, BoundedScore, score=score)
         if score.measure != self.measure:
-            text = (
-                f"{owner}: needs a score sealed with its {self.measure}, got one with "
-            )
-            raise TypeError(f"{text}its {score.measure}.")
+            raise TypeError(f"{owner}: needs a score sealed with its {self.measure}.")
         self.check_sampler(sampler)
         sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
         rate = self.rate(sensitivity, regularizer + convexity)
@@ -144,7 +141,6 @@ class AbstractDrawMechanism(AbstractMechanism):
         """
 
     @abc.abstractmethod
-    @override
     def event(
         self, fraction: float = 1.0, log_ratio: float = 0.0
     ) -> "dp_accounting.DpEvent":
@@ -170,10 +166,9 @@ class AbstractDrawMechanism(AbstractMechanism):
             ValueError: The guarantee does not hold for the sampler.
         """
         if self.measure == "slope" and not sampler.continuous:
+            name = type(sampler).__name__
             raise ValueError(
-                "RegularizedExponentialMechanism: needs a sampler of densities on a "
-                f"convex set, got {type(sampler).__name__}. Use AlternatingSampler, or "
-                "ExponentialMechanism with this sampler."
+                f"{name}: draws from no convex set. Use AlternatingSampler."
             )
 
     def calibrated(self) -> Number:
@@ -184,10 +179,7 @@ class AbstractDrawMechanism(AbstractMechanism):
         """
         value = getattr(self, self.parameter)
         if value is None:
-            raise ValueError(
-                f"{type(self).__name__}: not calibrated yet. Take the solver from "
-                "dpbilevel.calibrate(problem, solver, budget, sizes=...).solver."
-            )
+            raise ValueError(f"{type(self).__name__}: not calibrated. Call calibrate.")
         return value
 
 
@@ -219,17 +211,14 @@ class Exponential(AbstractDrawMechanism):
     measure: ClassVar[Measure] = "spread"
     parameter: ClassVar[str] = "epsilon"
 
-    @override
     def rate(self, sensitivity, convexity=0.0) -> Number:
         r"""Return $k = \varepsilon / o$, whatever the convexity."""
         return self.calibrated() / sensitivity
 
-    @override
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
         r"""Return a $(s \varepsilon + 2 \xi)$-DP event: both samplers err."""
         return pure_event(fraction * float(self.calibrated()) + 2 * log_ratio)
 
-    @override
     def with_multiplier(self, multiplier: Number) -> Self:
         r"""Set $\varepsilon = 2 / m$, of the same zero-concentrated privacy."""
         return dataclasses.replace(self, epsilon=2 / multiplier)
@@ -267,12 +256,10 @@ class RegularizedExponential(AbstractDrawMechanism):
     measure: ClassVar[Measure] = "slope"
     parameter: ClassVar[str] = "noise_multiplier"
 
-    @override
     def rate(self, sensitivity, convexity=0.0) -> Number:
         r"""Return $k = \mu / (m S)^2$."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
-    @override
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
         """Return a Gaussian event.
 
@@ -281,10 +268,7 @@ class RegularizedExponential(AbstractDrawMechanism):
                 event has no place for.
         """
         if log_ratio:
-            raise ValueError(
-                "RegularizedExponential: needs a sampler with a bound on its total "
-                "variation distance. Use AlternatingSampler."
-            )
+            raise ValueError("RegularizedExponential: needs an AlternatingSampler.")
         return dp_accounting.GaussianDpEvent(float(self.calibrated()) / fraction)
 
     @override
@@ -336,7 +320,6 @@ class Draw(AbstractRelease):
             object.__setattr__(self, "basis", Basis.UNPROVED)  # the class is frozen
 
     @property
-    @override
     def failure(self) -> float:
         """Distance of the drawn distribution from the charged one, or its aim."""
         guarantee = self.guarantee
@@ -349,7 +332,6 @@ class Draw(AbstractRelease):
         return self.count * self.inexact
 
     @property
-    @override
     def notes(self) -> tuple[str, ...]:
         """Notes of the sampler, and the distance in total variation."""
         if not self.failure or not self.guarantee.proved:
@@ -372,7 +354,6 @@ class Draw(AbstractRelease):
             event = self.mechanism.event(fraction, log_ratio)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
 
-    @override
     def check(self, budget: PrivacyBudget) -> None:
         """Refuse samplers whose error alone exceeds the budget, at any noise.
 
@@ -386,8 +367,7 @@ class Draw(AbstractRelease):
         if spent >= budget.epsilon:
             raise ValueError(
                 f"calibrate: log_ratio={log_ratio:.3g} of the sampler alone costs "
-                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}. Use a smaller "
-                "log_ratio."
+                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}."
             )
         cost = profiles.total_variation_delta(budget.epsilon, distance)
         if distance and cost >= budget.delta:
@@ -401,7 +381,6 @@ class Draw(AbstractRelease):
     def row(self) -> LedgerRow:
         return dataclasses.replace(super().row(), temperature=1 / self.rate)
 
-    @override
     def forecast(self, coordinates: int | None) -> ForecastRow:
         """Return the least difference of scores that the draw can tell apart."""
         temperature = 1 / self.rate

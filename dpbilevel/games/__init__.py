@@ -2,11 +2,11 @@
 
 from . import zoo
 from .extragradient import NoisyExtragradient
-from .gaps import saddle_gap, variational_gap
 from .group_descent import GroupDescent
 from .groups import GroupGame, group_fair, group_robust, group_start, group_weights
 from .problem import SaddleProblem, VariationalInequality, matrix_game
 from .proximal_point import InexactProximalPoint
+from .zoo import saddle_gap, variational_gap
 
 __all__ = [
     "GroupDescent",

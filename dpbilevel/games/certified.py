@@ -16,13 +16,7 @@ from .. import _checks
 from ..bilevel.certificates.derivatives import common_dtype, wide
 from ..privacy.exact.floats import all_finite, is_finite
 from ..privacy.exact.grid import on_grid
-from ..privacy.per_example.clipping import (
-    Basis,
-    Bounded,
-    Precision,
-    clipped_mean,
-    unsealed,
-)
+from ..privacy.per_example import clipping
 from ..privacy.queries import RECORDS, AbstractCertifiedQuery, Costs, Query
 from ..privacy.sampling.base import AbstractSampling, Batch
 from .resolvents import OWNER, Number, Resolvent
@@ -45,7 +39,7 @@ class ResolventQuery(AbstractCertifiedQuery):
     sampling: AbstractSampling
 
     @override
-    def costs(self, precision: Precision) -> Costs:
+    def costs(self, precision: clipping.Precision) -> Costs:
         resolvent, dtype = self.resolvent, jnp.result_type(float)
         resolvent.check()
         resolvent.check_numbers(dtype)
@@ -54,8 +48,7 @@ class ResolventQuery(AbstractCertifiedQuery):
         reach = _checks.number(resolvent.problem.w_set.reach)
         return Costs((query,), resolvent.basis, reach)
 
-    @override
-    def read(self, point, data, *, precision, key, index=None) -> Bounded:
+    def read(self, point, data, *, precision, key, index=None) -> clipping.Bounded:
         """Compute the resolvent at a released point of the set, and seal it.
 
         Records are read in the dtype of the point; one with an entry that is not finite
@@ -71,7 +64,7 @@ class ResolventQuery(AbstractCertifiedQuery):
         resolvent.check()
         resolvent.check_shapes(batch, optax.tree.size(point))
         # The bound includes floating-point sums, unless clipping enforces it.
-        sums = precision if resolvent.basis is Basis.CLIPPED else "float"
+        sums = precision if resolvent.basis is clipping.Basis.CLIPPED else "float"
         with jax.default_matmul_precision("highest"):
             value = approximate_resolvent(resolvent, batch, point, precision=sums)
         contribution = jax.lax.stop_gradient(
@@ -79,11 +72,14 @@ class ResolventQuery(AbstractCertifiedQuery):
         )
         if precision == "grid":
             value = on_grid(value, 2 * contribution)
-        return Bounded(value, contribution, resolvent.basis)
+        return clipping.Bounded(value, contribution, resolvent.basis)
 
 
 def approximate_resolvent(
-    resolvent: Resolvent, batch: Batch, centre: PyTree, precision: Precision = "float"
+    resolvent: Resolvent,
+    batch: Batch,
+    centre: PyTree,
+    precision: clipping.Precision = "float",
 ) -> PyTree:
     """Return the value of `ResolventQuery`, not sealed. NON-PRIVATE."""
     problem = resolvent.problem
@@ -95,8 +91,10 @@ def approximate_resolvent(
 
     def operator(u):
         fun, clip_norm = problem.saturated_operator(u), resolvent.largest_clip
-        mean = clipped_mean(fun, batch, clip_norm=clip_norm, precision=precision)
-        return optax.tree.add(unsealed(mean), _public(problem, u))
+        mean = clipping.clipped_mean(
+            fun, batch, clip_norm=clip_norm, precision=precision
+        )
+        return optax.tree.add(clipping.unsealed(mean), _public(problem, u))
 
     picard = resolvent.inner == "picard"
     solver = _picard if picard else _operator_extrapolation

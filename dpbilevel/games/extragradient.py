@@ -1,8 +1,7 @@
 """Noisy extragradient method for saddle points and variational inequalities."""
 
 import math
-import warnings
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import equinox as eqx
 import jax
@@ -12,6 +11,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
+from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
 from ..core.plan import least_multiplier
@@ -20,8 +20,8 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
-from .base import AbstractSaddleSolver, Fields
-from .rates import TheoremConstants, cheapest, estimated_multiplier, integers
+from . import base
+from .base import AbstractSaddleSolver, Fields, TheoremConstants
 
 _MANY_STEPS = 10**7
 OPERATOR = "operator"
@@ -83,7 +83,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     releases_per_step: ClassVar[int] = 2
 
     @classmethod
-    @override
     def theorem_fields(cls, constants, budget, passes) -> Fields:
         r"""Return the parameters of the paper, in whole numbers.
 
@@ -112,17 +111,15 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             step_size = _best_step(constants, steps, batch, std)
             return _fields(constants, steps, step_size, SinglePass(batch))
         if n**2 > _MANY_STEPS:
-            warnings.warn(
+            _checks.warn(
                 f"NoisyExtragradient.from_theorem: several passes take n^2 = {n**2} "
-                "steps of one record, or hours. Use tuned().",
-                stacklevel=3,
+                "steps of one record, or hours. Use tuned()."
             )
         step_size = 1 / (constants.scale * n * max(math.sqrt(n), a))
         step_size = min(step_size, constants.largest_step)
         return _fields(constants, n**2, step_size, FixedSize(1))
 
     @classmethod
-    @override
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
         """Return batch, step size and, for several passes, steps with the least bound.
 
@@ -138,10 +135,12 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             best = int(np.argmin(gap))
             sampling = SinglePass(int(batch[best]))
             return _fields(constants, int(steps[best]), step_size[best], sampling)
-        batch, steps = np.meshgrid(integers(n // 2, 25), integers(most_steps, 40))
-        std = estimated_multiplier(batch / n, 2 * steps, budget) * most / batch
+        batch, steps = np.meshgrid(
+            base.integers(n // 2, 25), base.integers(most_steps, 40)
+        )
+        std = base.estimated_multiplier(batch / n, 2 * steps, budget) * most / batch
         _, gap = _best_weak_step(constants, steps, batch, std)
-        best = cheapest(gap, steps * batch)
+        best = base.cheapest(gap, steps * batch)
         size, count = int(batch.flat[best]), int(steps.flat[best])
         multiplier = least_multiplier(FixedSize(size), 2 * count, n, budget)
         exact = np.asarray(multiplier * most / size)
@@ -151,29 +150,21 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @override
     def gap_and_stability(self, problem, constants, batch, std) -> tuple[Any, Any]:
-        step_size: Any = self.step_size
+        step_size, owner = cast(Any, self.step_size), "NoisyExtragradient.bound"
         if isinstance(step_size, Rule):
-            raise ValueError(
-                "NoisyExtragradient.bound: no theorem covers an optax optimizer as "
-                "step_size. Give a number."
-            )
-        if step_size > (largest := constants.largest_step) * (1 + 1e-6):
-            text = (
-                f"NoisyExtragradient.bound: no theorem covers step_size={step_size:.3g}"
-            )
-            raise ValueError(f"{text}; it must be at most {largest:.3g}.")
+            raise ValueError(f"{owner}: no theorem covers an optax optimizer.")
+        if step_size > constants.largest_step * (1 + 1e-6):
+            raise ValueError(f"{owner}: no theorem covers step_size={step_size:.3g}.")
         path = self.num_steps, step_size
         gap = constants.extragradient_gap(*path, batch, std)
         return gap, constants.extragradient_stability(*path, std)
 
-    @override
     def init(self, problem, w0) -> _State:
         """Start at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         memory = Descent(self.step_size, problem.w_set).init(u)
         return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
-    @override
     def step(self, problem, data, state, *, key) -> _State:
         """Make two noisy, projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
@@ -182,17 +173,13 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         w, memory = descent.update(g, state.memory, u)  # the midpoint
         g = self._operator(problem, data, w, 2 * t + 1, key=key_then)
         u, memory = descent.update(g, memory, u)  # from u again, not from w
-        kept = self.output.update(
-            state.kept, w, before=state.w, t=t, num_steps=self.num_steps, key=None
-        )
+        kept = self.remembered(state.kept, w, before=state.w, t=t)
         return _State(u, w, kept, memory, t + 1)
 
-    @override
     def released(self, state) -> PyTree:
         """Return the midpoint."""
         return state.w
 
-    @override
     def adversary_view(self, state) -> PyTree:
         """Return both points of the step, from which both releases follow."""
         return state.w, state.u

@@ -114,21 +114,14 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     problem_type: ClassVar[type] = GroupGame
     numbers_batches: ClassVar[bool] = True
 
-    @override
     def init(self, problem, w0) -> _State:
         """Start at `w0`: the model projected, the weights as a mixture of groups."""
         x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        return _State(
-            x,
-            y,
-            jnp.zeros_like(y),
-            self.output.init((x, y)),
-            Descent(1.0, problem.x_set).init(x),
-            SkippedUpdates.none(),
-            jnp.zeros((), jnp.int32),
-        )
+        kept, memory = self.output.init((x, y)), Descent(1.0, problem.x_set).init(x)
+        none = SkippedUpdates.none()
+        zero = jnp.zeros((), jnp.int32)
+        return _State(x, y, jnp.zeros_like(y), kept, memory, none, zero)
 
-    @override
     def step(self, problem, data, state, *, key) -> _State:
         """Make one release and one step of each player."""
         x, y, t = state.x, state.y, state.t
@@ -145,22 +138,13 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         payoffs = losses - problem.scale * against  # the public term's, too
         weights = self._ascend(problem, state.x, weights, payoffs, length)
         y, rejections = finite_or(problem.scale * weights, y, state.rejections)
-        kept = self.output.update(
-            state.kept,
-            (x, y),
-            before=(state.x, state.y),
-            t=t,
-            num_steps=self.num_steps,
-            key=None,
-        )
+        kept = self.remembered(state.kept, (x, y), before=(state.x, state.y), t=t)
         return _State(x, y, losses, kept, memory, rejections, t + 1)
 
-    @override
     def released(self, state) -> PyTree:
         """Return the model and the weights, in the units of the game."""
         return state.x, state.y
 
-    @override
     def adversary_view(self, state) -> PyTree:
         """Return the pair, and the losses of the groups."""
         return state.x, state.y, state.losses
@@ -169,7 +153,6 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     def answer(self, problem, state) -> PyTree:
         return self.output.answer(state.kept, (state.x, state.y))
 
-    @override
     def release(self, problem, sizes) -> Release:
         """Return the release of gradient and losses, in units of their bounds.
 
@@ -178,10 +161,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         """
         self._bound(problem)
         if self.step_size is None and problem.smoothness is None:
-            raise ValueError(
-                "GroupDescent: no default step_size without a declared smoothness. "
-                "Give step_size, or a linear model such as Logistic()."
-            )
+            raise ValueError("GroupDescent: no smoothness is declared. Give step_size.")
         query = Query(RECORDS, sizes, 1.0, self.sampling)
         return Release(GRADIENT_AND_LOSSES, 1, (query,), self.release_noise)
 
@@ -208,10 +188,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
             excess = jnp.clip((loss - half) / half, -1, 1)
             row = jnp.zeros_like(factors).at[group].set(excess)
             gradient = _clip(gradient, self.clip_norm)
-            both = (
-                optax.tree.scale(units[0] * relative[group], gradient),
-                units[1] * row,
-            )
+            gradient = optax.tree.scale(units[0] * relative[group], gradient)
+            both = gradient, units[1] * row
             return jax.tree.map(lambda v: jnp.where(listed, v, jnp.zeros_like(v)), both)
 
         release = self.release(problem, self.sizes)
@@ -258,8 +236,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         bound = problem.loss_bound if self.loss_bound is None else self.loss_bound
         if bound is None:
             raise ValueError(
-                "GroupDescent: the game declares no bound on losses. Give loss_bound, "
-                "about twice the loss of no model: 2 log(k) for k classes."
+                "GroupDescent: no loss bound is declared. Give loss_bound."
             )
         return bound
 
@@ -278,11 +255,8 @@ def _clip(gradient: PyTree, clip_norm: Number) -> PyTree:
 
 
 def entropic_step(
-    y: Float[Array, " k"],
-    gain: Float[Array, " k"],
-    shares: Float[Array, " k"],
-    price: Float[Array, ""],
-) -> Float[Array, " k"]:
+    y: Weights, gain: Weights, shares: Weights, price: Float[Array, ""]
+) -> Weights:
     r"""Make a step of mirror ascent by entropy, with a price on the largest ratio.
 
     $$\arg\max_{v \in \Delta}\ \langle g, v \rangle - \mathrm{KL}(v \,\|\, y) - c

@@ -76,9 +76,9 @@ class GroupGame(AbstractSaddleProblem):
     def fun(self, x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
         """Return the weighted loss of a record; zero if its group is not listed."""
         if jnp.shape(y) != (len(self.shares),):
+            k = len(self.shares)
             raise ValueError(
-                f"group game: y must have shape ({len(self.shares)},), one weight per "
-                f"share, got {jnp.shape(y)}."
+                f"group game: y must have shape ({k},), got {jnp.shape(y)}."
             )
         index, listed = self.member(record)
         weight = y[index] * jnp.asarray(self.factors, y.dtype)[index]
@@ -94,10 +94,8 @@ class GroupGame(AbstractSaddleProblem):
         group = self.group(record)
         dtype = jnp.result_type(group)
         if jnp.shape(group) != () or jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                "group game: the group of a record must be one integer from 0 on, got "
-                f"{dtype}{list(jnp.shape(group))}."
-            )
+            kind = f"{dtype}{list(jnp.shape(group))}"
+            raise TypeError(f"group game: the group must be one integer, got {kind}.")
         index = jnp.asarray(group).astype(jnp.int32)  # a boolean is one of two groups
         listed = (index >= 0) & (index < len(self.shares))
         return jnp.where(listed, index, 0), listed
@@ -106,10 +104,7 @@ class GroupGame(AbstractSaddleProblem):
 def read_group(record: PyTree) -> Int[Array, ""]:
     """Return the group of a record: its entry `"group"`."""
     if not isinstance(record, Mapping) or "group" not in record:
-        raise ValueError(
-            "group game: a record must be a dict with an entry 'group'. Add it, or "
-            "give group=, a function that reads the group of a record."
-        )
+        raise ValueError("group game: records need an entry 'group', or give group=.")
     return record["group"]
 
 
@@ -249,10 +244,7 @@ def group_weights(problem: GroupGame, y: Float[Array, " k"]) -> Float[Array, " k
     """
     _checks.instance("group_weights", GroupGame, problem=problem)
     if not hasattr(y, "dtype"):
-        raise TypeError(
-            "group_weights: y must be an array such as solution.y, got "
-            f"{type(y).__name__}."
-        )
+        raise TypeError(f"group_weights: y must be an array, got {type(y).__name__}.")
     return y / float(problem.scale)
 
 
@@ -287,9 +279,7 @@ def _game(
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
     _checks.non_negative(owner, strength=strength, ridge=ridge)
-    if not callable(group):
-        text = f"{owner}: group must be a function of a record, got"
-        raise TypeError(f"{text} {_checks.shown(group)}.")
+    _checks.function(owner, group=group)
     constants: dict[str, Any] = {}
     if isinstance(loss, AbstractLinearModel):
         scale, constants = _of_model(owner, loss, shares, radius, scale, row_norm)
@@ -314,10 +304,8 @@ def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dic
     if radius is None:
         raise ValueError(f"{owner}: a linear model needs radius=, a bound on |x|.")
     if not math.isfinite(model.start):
-        raise ValueError(
-            f"{owner}: the loss of {type(model).__name__} has no bound. Use "
-            "Logistic(), or give the loss as a function and rely on clipping."
-        )
+        name = type(model).__name__
+        raise ValueError(f"{owner}: the loss of {name} has no bound. Use Logistic().")
     margin = float(radius * row_norm)
     slope = float(model.slope(margin))
     largest = model.start + margin * slope  # of all losses
@@ -367,8 +355,7 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
         if values.size:
             given = f"{values.tolist()} of sum {np.sum(values):.4g}"
         raise ValueError(
-            f"{owner}: shares must be positive numbers of sum at most 1, one per "
-            f"group, got {given}. Declare them from public knowledge."
+            f"{owner}: shares must be positive numbers of sum 1 or less, got {given}."
         )
     return values
 

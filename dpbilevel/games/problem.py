@@ -93,10 +93,9 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         if value is None and name.startswith("public_") and self.public is None:
             return 0.0
         if value is None:
-            who = "" if name.startswith("public_") else " for every possible record"
             raise ValueError(
                 f"{type(self).__name__}: needs the constant {name}, which is not "
-                f"declared. Give {name}=, valid on all of the set{who}."
+                f"declared. Give {name}=, valid for every possible record."
             )
         return float(value)
 
@@ -138,8 +137,7 @@ class AbstractSaddleProblem(AbstractVariationalInequality):
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Refuse what is no pair of initial points, and functions of no scalar."""
         if not isinstance(w0, tuple) or len(w0) != 2:
-            text = "w0 of a SaddleProblem must be a tuple (x, y) of initial points, got"
-            raise ValueError(f"{text} {type(w0).__name__}.")
+            raise ValueError(f"w0 must be a tuple (x, y), got {type(w0).__name__}.")
         one_level(data)
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
@@ -269,10 +267,7 @@ def matrix_game(rows: int, columns: int) -> SaddleProblem:
     ) -> Scalar:
         shapes = (rows,), (columns,), (rows, columns)
         if (given := tuple(map(jnp.shape, (x, y, record)))) != shapes:
-            names = "matrix_game: x, y and every record must have the shapes"
-            raise ValueError(
-                f"{names} {shapes}, got {given}. Start from uniform mixtures."
-            )
+            raise ValueError(f"matrix_game: needs shapes {shapes}, got {given}.")
         matrix = jnp.clip(record, -1, 1).astype(x.dtype)
         matrix = jnp.where(jnp.isfinite(record), matrix, jnp.zeros_like(matrix))
         return x @ (matrix @ y)
@@ -299,5 +294,6 @@ def _check_like(name: str, like: PyTree, fun: Callable, *arguments: PyTree) -> N
         for tree in (value, like)
     )
     if given != expected:
-        text = f"{name} must return a pytree like w0, {expected}, but returns"
-        raise ValueError(f"{text} {given}.")
+        raise ValueError(
+            f"{name} must return a pytree like w0: {expected}, not {given}"
+        )

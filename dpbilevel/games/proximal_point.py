@@ -23,10 +23,9 @@ from ..privacy.per_example.clipping import Basis
 from ..privacy.releases import CertifiedRelease, Release
 from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
-from .base import AbstractSaddleSolver, Fields
+from .base import AbstractSaddleSolver, Fields, cheapest, estimated_multiplier, integers
 from .certified import ResolventQuery
 from .problem import AbstractVariationalInequality
-from .rates import cheapest, estimated_multiplier, integers
 from .resolvents import Inner, Resolvent
 
 RESOLVENT = "resolvent"
@@ -108,12 +107,10 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         check_fields(self)
         if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
-                f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or NoisyExtragradient."
+                f"{owner}: proved under replace-one only. Use NoisyExtragradient."
             )
 
     @classmethod
-    @override
     def theorem_fields(cls, constants, budget, passes) -> Fields:
         r"""Return the parameters of the paper, in whole numbers.
 
@@ -139,7 +136,6 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return _fields(constants, n, strength, FixedSize(max(1, math.isqrt(n))))
 
     @classmethod
-    @override
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
         """Return batch, strength and rounds with the least bound."""
         n, lipschitz = constants.records, constants.lipschitz
@@ -180,13 +176,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return gap, constants.proximal_stability(*path, resolvent.distance)
 
     @property
-    @override
     def basis(self) -> Basis:
         """Clipping for one step of Picard's iteration, else constants."""
         one = self.inner == "picard" and self.inner_steps == 1
         return Basis.CLIPPED if one else Basis.CONSTANTS
 
-    @override
     def init(self, problem, w0) -> _State:
         """Start at `w0`, projected onto the set; refuse one coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
@@ -199,46 +193,33 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         assert self.sizes is not None
         release = self.release(problem, self.sizes)
         centre = problem.w_set.project(state.w)  # the noise may have left the set
-        w = release.apply(
-            centre, data, key=key, index=state.t
-        )  # (5.1) on a batch, noised
+        # (5.1) on a batch, noised
+        w = release.apply(centre, data, key=key, index=state.t)
         w, rejections = finite_or(w, state.w, state.rejections)
-        kept = self.output.update(
-            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
-        )
+        kept = self.remembered(state.kept, w, before=state.w, t=state.t)
         return _State(w, kept, rejections, state.t + 1)
 
-    @override
     def released(self, state) -> PyTree:
         """Return the noisy point, which may be outside the set."""
         return state.w
 
-    @override
     def answer(self, problem, state) -> PyTree:
         """Return the point of the output rule, projected."""
         return problem.w_set.project(self.output.answer(state.kept, state.w))
 
     def resolvent(self, problem: AbstractVariationalInequality, n: int) -> Resolvent:
         """Return what a round on `n` records computes, with its sensitivity."""
-        return Resolvent(
-            problem,
-            _checks.number(self.clip_norm),
-            _checks.number(self.strength),
-            self.inner,
-            self.inner_steps,
-            self.dimension,
-            self.sampling.rows(n),
-            self.sampling.denominator(n),
-        )
+        numbers = _checks.number(self.clip_norm), _checks.number(self.strength)
+        counts, batch = (self.inner_steps, self.dimension), self.sampling
+        counts = *counts, batch.rows(n), batch.denominator(n)
+        return Resolvent(problem, *numbers, self.inner, *counts)
 
-    @override
     def release(self, problem, sizes) -> Release:
         """Return the resolvent's release; refused if nothing proves its sensitivity."""
         query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
         ratio, noise = self.clip_ratio(problem), self.release_noise
         return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
 
-    @override
     def with_counts(self, problem, sizes=None) -> Self:
         """Bind the solver to the default floating-point dtype."""
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)

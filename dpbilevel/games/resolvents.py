@@ -211,8 +211,8 @@ class Resolvent:
             # Only these types: a subclass may project otherwise.
             if type(part) not in _SETS or not bounded:
                 raise ValueError(
-                    f"{OWNER}: the set must be a bounded Ball, Box or Simplex, or a "
-                    f"Product of them, got {part}. Use one, or NoisyExtragradient."
+                    f"{OWNER}: the set must be a bounded Ball, Box or Simplex, got "
+                    f"{part}."
                 )
         needed = ["public_bound"]
         if not self._one_step:
@@ -233,14 +233,12 @@ class Resolvent:
         rows = rows if batch.size is None else batch.size
         if batch.denominator != self.denominator or rows > self.rows:
             raise ValueError(
-                f"{OWNER}: the sensitivity is planned for at most {self.rows} rows "
-                f"over {self.denominator}, but the batch has {rows} over "
-                f"{batch.denominator}."
+                f"{OWNER}: planned for {self.rows} rows over {self.denominator}, got "
+                f"{rows}."
             )
         if size > self.dimension:
             raise ValueError(
-                f"{OWNER}: the plan is for dimension={self.dimension}, but the initial "
-                f"point has {size} coordinates. Give dimension={size}."
+                f"{OWNER}: w0 has {size} coordinates. Give dimension={size}."
             )
 
     def check_numbers(self, dtype: DTypeLike) -> None:
@@ -262,16 +260,14 @@ class Resolvent:
             if not self._one_step and self.contraction >= 1:
                 raise ValueError(
                     f"{OWNER}: Picard's iteration needs a strength above the Lipschitz "
-                    f"constant {self.lipschitz:.3g}, got strength={self.strength:.3g}. "
-                    'Raise it, or use inner="operator_extrapolation".'
+                    f"constant {self.lipschitz:.3g}, got strength={self.strength:.3g}."
                 )
         else:
             self._check_extrapolation(share)
             added = 2 * self.solve_rounding(dtype)
         if not float(farthest) ** 2 < float(jnp.finfo(dtype).max) / 4:
             raise ValueError(
-                f"{OWNER}: the norm of points {farthest:.3g} from the origin overflows "
-                f"in {jnp.dtype(dtype).name}. Change the units of the problem."
+                f"{OWNER}: norms of {farthest:.3g} overflow {jnp.dtype(dtype).name}."
             )
         check_rounding(
             OWNER,
@@ -280,25 +276,22 @@ class Resolvent:
             share,
             dtype,
             allowed=_ROUNDING,
-            remedy="use smaller batches, dimension= the number of coordinates (now "
-            f"{self.dimension}), a smaller set, or a larger clip norm",
+            remedy=f"use smaller batches, or dimension= less than {self.dimension}",
         )
 
     def _check_extrapolation(self, share: Number) -> None:
         bound = self.problem.constant("bound")
         if self.clip_norm < bound:
             raise ValueError(
-                f"{OWNER}: operator extrapolation needs clip_norm={bound:.3g}, the "
-                f"declared bound, or more, got {self.clip_norm:.3g}. Or use "
-                'inner="picard".'
+                f"{OWNER}: clip_norm must be {bound:.3g} at least, got "
+                f"{self.clip_norm:.3g}."
             )
         if self.solve_error() > _SOLVE * share:
             excess = math.log(self.solve_error() / (_SOLVE * share))
             more = math.ceil(-2 * excess / math.log(self.extrapolation))
             raise ValueError(
                 f"{OWNER}: {self.steps} steps of operator extrapolation leave an error "
-                f"of {self.solve_error():.2g}, more than {_SOLVE} of what a record "
-                f"moves. Give inner_steps={self.steps + more}."
+                f"of {self.solve_error():.2g}. Give inner_steps={self.steps + more}."
             )
 
 

@@ -1,28 +1,40 @@
-"""Saddle points and inequalities with gaps in closed form, for tests and figures."""
+"""NON-PRIVATE distances from a solution, and examples where they have a closed form.
+
+All of them read the records. A gap that is computed from the records is a release that
+is not in the ledger: for tests, figures and public data.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, PyTree
 
-from ..sets import Ball, Simplex
-from .problem import AbstractVariationalInequality, SaddleProblem, VariationalInequality
+from .. import _checks
+from ..sets import AbstractSet, Ball, Simplex
+from .problem import (
+    AbstractSaddleProblem,
+    AbstractVariationalInequality,
+    SaddleProblem,
+    Scalar,
+    VariationalInequality,
+)
 
-__all__ = [
-    "SaddleExample",
-    "bilinear_saddle",
-    "constant_operator",
-    "matrix_game",
-]
+__all__ = ["SaddleExample", "bilinear_saddle", "constant_operator", "matrix_game"]
 
 Vector = Float[Array, " d"]
 
 # Accelerators round the factors of matrix products by default.
 _exact = jax.default_matmul_precision("highest")
+
+
+# A linear objective has no curvature to take a step size from.
+_LEAST_CURVATURE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +73,8 @@ def constant_operator(records: Float[Array, "n d"], radius: float = 1.0):
     problem = VariationalInequality(
         lambda w, z: z, w_set=Ball(radius), lipschitz=0.0, bound=_longest(records)
     )
-    return SaddleExample(
-        problem,
-        records,
-        jnp.zeros_like(mean),
-        _exact(lambda w: w @ mean + radius * jnp.linalg.norm(mean)),
-    )
+    gap = _exact(lambda w: w @ mean + radius * jnp.linalg.norm(mean))
+    return SaddleExample(problem, records, jnp.zeros_like(mean), gap)
 
 
 def bilinear_saddle(
@@ -139,12 +147,8 @@ def matrix_game(payoffs: Float[Array, "n p q"]):
         bound=largest * math.sqrt(p + q),
     )
     w0 = tuple(jnp.full(k, 1 / k, payoffs.dtype) for k in (p, q))
-    return SaddleExample(
-        problem,
-        payoffs,
-        w0,
-        _exact(lambda w: jnp.max(matrix.T @ w[0]) - jnp.min(matrix @ w[1])),
-    )
+    gap = _exact(lambda w: jnp.max(matrix.T @ w[0]) - jnp.min(matrix @ w[1]))
+    return SaddleExample(problem, payoffs, w0, gap)
 
 
 def _largest_on_ball(slope: Vector, radius: float, curvature: float):
@@ -164,3 +168,130 @@ def _longest(vectors: Array) -> float:
 def _largest_singular(matrices: Array) -> float:
     norms = np.linalg.norm(np.asarray(matrices, np.float64), 2, axis=(1, 2))
     return float(np.max(norms))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """Interval that holds a gap. NON-PRIVATE.
+
+    Attributes:
+        lower: The attained value.
+        upper: The proved bound; `lower` up to the inner solve's accuracy.
+    """
+
+    lower: Scalar
+    upper: Scalar
+
+
+def mean_operator(
+    problem: AbstractVariationalInequality, w: PyTree, data: PyTree
+) -> PyTree:
+    """NON-PRIVATE. Return the mean operator, unclipped, plus the public one."""
+    with jax.default_matmul_precision("highest"):
+        values = jax.vmap(lambda record: problem.record_operator(w, record))(data)
+        mean = jax.tree.map(lambda v: jnp.mean(v, axis=0), values)
+        return optax.tree.add(mean, problem.public_operator(w))
+
+
+def saddle_gap(
+    problem: AbstractSaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
+) -> Gap:
+    r"""NON-PRIVATE. Bound the gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
+
+    Both problems are convex and are solved by accelerated projected gradients. By
+    convexity what is missing is at most $\sup_u \langle \nabla, u - u_k \rangle$, which
+    the support functions of the sets give, so the interval holds whatever the solver
+    did. For linear problems it is a point.
+
+    Args:
+        problem: A problem with a declared `lipschitz` on bounded sets.
+        w: $(\hat x, \hat y)$.
+        data: The records.
+        num_steps: Gradient steps of either problem.
+
+    Raises:
+        TypeError: The problem is no `SaddleProblem`.
+        ValueError: A Lipschitz constant is not declared, or shapes do not fit.
+    """
+    _checks.instance("saddle_gap", AbstractSaddleProblem, problem=problem)
+    problem.check(w, data)
+    x_hat, y_hat = w
+    smoothness = _smoothness(problem)
+
+    def value(x, y):
+        with jax.default_matmul_precision("highest"):
+            values = jax.vmap(lambda record: problem.fun(x, y, record))(data)
+            public = 0.0 if problem.public is None else problem.public(x, y)
+        return jnp.mean(values) + public
+
+    def least(x):
+        return -value(x, y_hat)
+
+    most = functools.partial(value, x_hat)
+    best = _maximum(most, problem.y_set, y_hat, smoothness, num_steps)
+    worst = _maximum(least, problem.x_set, x_hat, smoothness, num_steps)
+    return Gap(best.lower + worst.lower, best.upper + worst.upper)
+
+
+def variational_gap(
+    problem: AbstractVariationalInequality,
+    w: PyTree,
+    data: PyTree,
+    *,
+    num_steps: int = 300,
+) -> Gap:
+    r"""NON-PRIVATE. Bound $\sup_u \langle F(u), \hat w - u \rangle$, for affine $F$.
+
+    For an affine monotone operator the supremum is a concave problem, solved and
+    bounded as in `saddle_gap`. An affine, monotone operator is assumed, which
+    cannot be checked. For others the objective need not be concave and the interval
+    means nothing.
+
+    Args:
+        problem: A problem with a declared `lipschitz` on a bounded set and with affine
+            operators.
+        w: $\hat w$.
+        data: The records.
+        num_steps: Gradient steps.
+
+    Raises:
+        TypeError: The problem is no variational inequality or saddle problem.
+        ValueError: A Lipschitz constant is not declared, or shapes do not fit.
+    """
+    kind = AbstractVariationalInequality
+    _checks.instance("variational_gap", kind, problem=problem)
+    problem.check(w, data)
+    smoothness = 2 * _smoothness(problem)
+
+    def value(u):
+        operator = mean_operator(problem, u, data)
+        return jnp.asarray(optax.tree.vdot(operator, optax.tree.sub(w, u)))
+
+    return _maximum(value, problem.w_set, w, smoothness, num_steps)
+
+
+def _smoothness(problem: AbstractVariationalInequality) -> float:
+    declared = problem.constant("lipschitz") + problem.constant("public_lipschitz")
+    return max(declared, _LEAST_CURVATURE)
+
+
+def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
+    """Maximize a concave function; return the attained value and an upper bound."""
+    _checks.count("gap", num_steps=num_steps)
+    gradient = jax.grad(value)
+
+    def step(state, t):
+        u, ahead = state
+        moved = jax.tree.map(lambda a, g: a + g / smoothness, ahead, gradient(ahead))
+        new = feasible.project(moved)
+        momentum = (t / (t + 3)).astype(jax.tree.leaves(u)[0].dtype)  # Nesterov's
+        ahead = jax.tree.map(lambda a, b: a + momentum * (a - b), new, u)
+        return (new, ahead), None
+
+    u = feasible.project(start)
+    times = jnp.arange(num_steps, dtype=jnp.result_type(float))
+    (u, _), _ = jax.lax.scan(step, (u, u), times)
+    slope = gradient(u)
+    attained = value(u)
+    missing = feasible.support(slope) - optax.tree.vdot(slope, u)  # by concavity
+    return Gap(attained, attained + jnp.maximum(missing, 0))

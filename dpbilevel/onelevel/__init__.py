@@ -8,6 +8,17 @@ from .losses import absolute_loss, hinge_loss, logistic_loss, squared_loss
 from .noisy_gd import NoisyGD
 from .problem import FiniteSum
 
-__all__ = ["AdaptiveClipGD", "AllocatedGD", "FiniteSum", "LocalizedGD", "Logistic"]
-__all__ += ["NoisyGD", "PseudoHuber", "absolute_loss", "hinge_loss", "linear_risk"]
-__all__ += ["logistic_loss", "squared_loss"]
+__all__ = [
+    "AdaptiveClipGD",
+    "AllocatedGD",
+    "FiniteSum",
+    "LocalizedGD",
+    "Logistic",
+    "NoisyGD",
+    "PseudoHuber",
+    "absolute_loss",
+    "hinge_loss",
+    "linear_risk",
+    "logistic_loss",
+    "squared_loss",
+]

@@ -22,8 +22,21 @@ from .lower import lower_solution, lower_solve
 from .minimizers import LBFGS, AbstractLowerSolver, AcceleratedGradient, LowerInfo
 from .newton import NewtonCG
 
-__all__ = ["LBFGS", "AbstractLinearSolver", "AbstractLowerSolver"]
-__all__ += ["AcceleratedGradient", "Cholesky", "ConjugateGradient", "LinearSolution"]
-__all__ += ["LowerInfo", "Neumann", "NewtonCG", "extrapolate", "implicit_hypergradient"]
-__all__ += ["lower_solution", "lower_solve", "penalty_hypergradient"]
-__all__ += ["unrolled_hypergradient"]
+__all__ = [
+    "LBFGS",
+    "AbstractLinearSolver",
+    "AbstractLowerSolver",
+    "AcceleratedGradient",
+    "Cholesky",
+    "ConjugateGradient",
+    "LinearSolution",
+    "LowerInfo",
+    "Neumann",
+    "NewtonCG",
+    "extrapolate",
+    "implicit_hypergradient",
+    "lower_solution",
+    "lower_solve",
+    "penalty_hypergradient",
+    "unrolled_hypergradient",
+]

@@ -13,8 +13,7 @@ from .populations import (
     Tables,
     populations,
 )
-from .records import Classes
-from .synthetic import AbstractPopulation, SyntheticData
+from .synthetic import AbstractPopulation, Classes, SyntheticData
 from .teachers import AbstractLinearPopulation
 
 __all__ = [

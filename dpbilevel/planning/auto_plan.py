@@ -23,10 +23,9 @@ from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from .candidates import candidates
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
-from .dry_runs import DryRuns
 from .models import constant_feature, is_linear, model_of
 from .populations import populations
-from .race import Effort, advantage, race, rounds_of
+from .race import DryRuns, Effort, advantage, race, rounds_of
 from .settings import toml_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 
@@ -87,11 +86,9 @@ class AutoPlan(Plan[Any]):
         wide = [max(10, len(name)) for name in self.populations]
 
         def row(name: str, values: Sequence[float | str]) -> str:
-            cells = (
-                f"{v:>{w}}" if isinstance(v, str) else f"{v:{w}.4f}"
-                for v, w in zip(values, wide, strict=True)
-            )
-            return f"  {name:{width}}  {'  '.join(cells)}"
+            cells = [v if isinstance(v, str) else f"{v:.4f}" for v in values]
+            pairs = zip(cells, wide, strict=True)
+            return f"  {name:{width}}  {'  '.join(f'{v:>{w}}' for v, w in pairs)}"
 
         lines = [self.reason, self.assumed, "", "test loss on synthetic data:"]
         lines.append(row("", self.populations))
@@ -237,25 +234,14 @@ def auto(
     plan.warn(owner)
     if not improves(trials[0], starts):
         _checks.warn(f"{owner}: {reason}")
-    return AutoPlan(
-        plan.solver,
-        plan.report,
-        reason + _remark_on(problem, w0),
-        trials,
-        names,
-        starts,
-        _assumptions(model_of(problem, w0), clip_norm, intercept),
-        left_out,
-    )
+    reason += _remark_on(problem, w0)
+    assumed = _assumptions(model_of(problem, w0), clip_norm, intercept)
+    found = reason, trials, names, starts, assumed, left_out
+    return AutoPlan(plan.solver, plan.report, *found)
 
 
 def _trials(
-    dry: DryRuns,
-    methods: Sequence[Any],
-    neighbours: Neighbours,
-    budget: PrivacyBudget,
-    rounds: tuple[int, ...],
-    progress: Callable[[int, int], None],
+    dry: DryRuns, methods, neighbours, budget, rounds, progress
 ) -> tuple[tuple[Trial, ...], tuple[float, ...], str, dict[str, str]]:
     """Make the dry runs.
 
@@ -264,36 +250,28 @@ def _trials(
         outlook for larger budgets, and the methods that were left out.
     """
     entries, solvers, left_out = dry.feasible(methods, neighbours, budget)
-    outcomes, constants = race(
-        [method for method, _ in entries],
-        rounds,
-        lambda index, run: dry.losses(solvers[index], run),
-        dry.constant_losses,
-        progress,
-    )
+
+    def dry_run(index: int, run: int) -> list[float]:
+        return dry.losses(solvers[index], run)
+
+    tried = [method for method, _ in entries]
+    outcomes, constants = race(tried, rounds, dry_run, dry.constant_losses, progress)
     starts = tuple(np.mean(constants, 0).tolist())
     trials, losses = {}, {}
     for index, made, regret in outcomes:
         method, solver = entries[index]
-        losses[index] = made
-        trials[index] = Trial(
-            method.name,
-            solver,
-            method.levels,
-            tuple(np.mean(made, 0).tolist()),
-            regret,
-            len(made) * len(starts),
-            excess_of(made, constants[: len(made)]),
-        )
+        losses[index], runs = made, len(made) * len(starts)
+        excess = excess_of(made, constants[: len(made)])
+        found = tuple(np.mean(made, 0).tolist()), regret, runs, excess
+        trials[index] = Trial(method.name, solver, method.levels, *found)
     ranked = ranked_best(trials, starts)
     first = losses[ranked[0]]
-    best = tuple(
+    for i in ranked:
         # One run on every population says nothing about a method dropped after it.
-        dataclasses.replace(trials[i], advantage=advantage(losses[i], first, starts))
-        if len(losses[i]) > 1
-        else trials[i]
-        for i in ranked
-    )
+        if len(losses[i]) > 1:
+            ahead = advantage(losses[i], first, starts)
+            trials[i] = dataclasses.replace(trials[i], advantage=ahead)
+    best = tuple(trials[i] for i in ranked)
     outlook = outlook_of(best, starts, budget, dry.losses_within, constants[0])
     return best, starts, outlook, left_out
 
@@ -321,9 +299,8 @@ def _populations(
     for population in found:
         if not isinstance(population, AbstractPopulation):
             raise TypeError(
-                "auto: synthetic must be a function of a key and sizes, or instances "
-                "of subclasses of dpbilevel.planning.AbstractPopulation, got "
-                f"{_checks.shown(population)}."
+                "auto: synthetic must be a function of a key and sizes, or "
+                f"AbstractPopulations, got {_checks.shown(population)}."
             )
     return found
 

@@ -14,7 +14,7 @@ from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
 from .methods import Candidate, Methods
 from .models import is_linear, is_vector
-from .records import Layout
+from .synthetic import Layout
 
 _FIRST_ORDER = "PenaltyBilevel stands for the methods of two levels with gradients only"
 _GAME = "auto plans no games, and the settings of its solvers follow from the noise"
@@ -67,9 +67,8 @@ def candidates(
         TypeError: No candidates are known for this class.
     """
     raise TypeError(
-        f"auto: no candidates are known for {type(problem).__name__}. For games of "
-        "groups take games.GroupDescent(); for other problems register candidates by "
-        "dpbilevel.planning.candidates.register."
+        f"auto: no candidates are known for {type(problem).__name__}. Use "
+        "GroupDescent() for games, or dpbilevel.planning.candidates.register."
     )
 
 
@@ -106,11 +105,7 @@ def _(problem: SourceWeighting, w0, clip_norm, records=None, intercept=None):
         scoring = Layout(records).linear() if isinstance(records, Mapping) else None
         return (*found, methods.selection((0.5, 2.0), (2.0, 4.0, 8.0), scoring))
     if not is_vector(w0[1]):
-        return (
-            *found,
-            methods.selection((1.0,), (16.0, 8.0)),
-            methods.mixture(),
-        )
+        return (*found, methods.selection((1.0,), (16.0, 8.0)), methods.mixture())
     # Only models of two classes: a model of many classes is far from the answer after
     # a few steps.
     chosen = methods.selection((1.0,), (8.0, 32.0, 64.0)), methods.mixture()

@@ -67,10 +67,8 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
 
     def order(index: int) -> tuple[bool, bool, bool, float]:
         trial = trials[index]
-        harms = any(
-            loss > start + _HARM * abs(start)
-            for loss, start in zip(trial.losses, starts, strict=True)
-        )
+        pairs = zip(trial.losses, starts, strict=True)
+        harms = any(loss > start + _HARM * abs(start) for loss, start in pairs)
         if index not in score:
             return True, harms, True, trial.regret
         more = trial.levels > 1 or score[index] >= enough
@@ -206,8 +204,5 @@ def outlook_of(
         if useful and best.levels == 2:
             return f" Two levels may be better from about epsilon = {epsilon:g}."
     most = f"epsilon = {_MORE[-1] * budget.epsilon:g}"
-    return (
-        f" Two levels are no better at {most} either."
-        if useful
-        else (f" No method improves on it at {most} either.")
-    )
+    no = "Two levels are no better" if useful else "No method improves on it"
+    return f" {no} at {most} either."

@@ -105,12 +105,8 @@ class Methods:
         then = self._recalibration
         if then is None:
             return found
-        recalibrated = tuple(
-            WarmStarted(
-                OneLevel(self._fit(100, size), "lower"), then, _LOWER_THEN_UPPER
-            )
-            for size in (8.0, 32.0, 64.0)
-        )
+        fits = [OneLevel(self._fit(100, size), "lower") for size in (8.0, 32.0, 64.0)]
+        recalibrated = tuple(WarmStarted(v, then, _LOWER_THEN_UPPER) for v in fits)
         found += (Candidate("lower level, recalibrated", recalibrated, 1),)
         if then.intercept is None:
             return found
@@ -121,14 +117,12 @@ class Methods:
         clip = self.clip_norm
         inner = NoisyGD(10, clip, 1 / clip**2)
         clips: Any = {"clip_norm": clip, "upper_clip_norm": 0.5 * clip}
-        solvers = tuple(
-            Refitted(
-                PenaltyBilevel(20, 10.0, inner, **clips, step_size=outer),
-                self._fit(100, size),
-                (0.5, 0.5),
-            )
-            for outer, size in itertools.product((5.0, 20.0), (4.0, 8.0))
-        )
+        searches = [
+            PenaltyBilevel(20, 10.0, inner, **clips, step_size=v) for v in (5.0, 20.0)
+        ]
+        fits = [self._fit(100, size) for size in (4.0, 8.0)]
+        pairs = itertools.product(searches, fits)
+        solvers = tuple(Refitted(*pair, (0.5, 0.5)) for pair in pairs)
         return Candidate("PenaltyBilevel, refitted", solvers, 2)
 
     def lower_first(self) -> Candidate:
@@ -170,18 +164,12 @@ class Methods:
             ]
             searches["ExponentialMechanism"] = draws
             searches["WarmStarted"] = [WarmStarted(draws[0], steps[1])]
-        fit = self._fit(100, 8.0)
-        return tuple(
-            Candidate(
-                f"{name}, refitted",
-                tuple(
-                    Refitted(search, fit, (part, 1 - part))
-                    for search, part in itertools.product(found, _PARTS_FOR_X)
-                ),
-                2,
-            )
-            for name, found in searches.items()
-        )
+        fit, candidates = self._fit(100, 8.0), []
+        for name, found in searches.items():
+            pairs = itertools.product(found, _PARTS_FOR_X)
+            solvers = tuple(Refitted(v, fit, (part, 1 - part)) for v, part in pairs)
+            candidates.append(Candidate(f"{name}, refitted", solvers, 2))
+        return tuple(candidates)
 
     def selection(
         self,

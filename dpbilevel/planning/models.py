@@ -72,8 +72,8 @@ def constant_loss(
         shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
         raise ValueError(
             f"auto: the loss cannot read synthetic records of shapes {shapes} "
-            f"({type(error).__name__}: {error}). Pass records=, the description of "
-            "yours, or synthetic=, a function that draws some (docs/auto.md)."
+            f"({type(error).__name__}: {error}). Pass records=, their description, or "
+            "synthetic=, a function that draws some (docs/auto.md)."
         ) from error
     if intercept is None:
         return initial

@@ -1,7 +1,8 @@
-"""Synthetic data for dry runs, and the populations that it is drawn from."""
+"""Synthetic data for dry runs: descriptions of records, and populations."""
 
 import abc
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,20 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Key, PyTree
+import optax
+from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
 
+from .. import _checks
+from ..applications.selected_sources import ScoringModel
 from ..core.levels import Levels, People, Sizes
 from ..core.problem import AbstractProblem
+
+_HOW = (
+    'Pass records={"features": jax.ShapeDtypeStruct((784,), "float32"), "label": '
+    "dpbilevel.planning.Classes(10)} with your shapes and classes, or synthetic= if "
+    "targets are no classes (docs/auto.md)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +87,11 @@ class FunctionPopulation(AbstractPopulation):
             returned = problem.sizes_of(data, *people)
         except Exception as error:
             raise ValueError(
-                f"auto: synthetic, a function of a key and sizes, was called with "
-                f"{request} and failed or returned what the problem cannot read. "
-                f"{type(error).__name__}: {error}"
+                "auto: synthetic, a function of a key and sizes, failed for "
+                f"{request}. {type(error).__name__}: {error}"
             ) from error
         if returned != request:
-            raise ValueError(
-                f"auto: synthetic was called with {request}, test records included, "
-                f"and returned {returned}. Draw as many as its second argument says."
-            )
+            raise ValueError(f"auto: synthetic returned {returned}, not {request}.")
         upper = data.upper if isinstance(data, Levels) else data
         size = sizes.upper if isinstance(sizes, Sizes) else sizes
         rows = jax.random.permutation(order, 2 * size)  # they may be sorted
@@ -105,3 +111,168 @@ def _with_tests(sizes: Sizes | int) -> Sizes | int:
         return 2 * sizes
     lower = sizes.lower * (2 if sizes.people is People.SHARED else 1)
     return Sizes(2 * sizes.upper, lower, sizes.people)
+
+
+@dataclasses.dataclass(frozen=True)
+class Classes:
+    """Label in the description of a record.
+
+    Attributes:
+        values: Possible values of the label, public; or the number of classes, whose
+            labels are then 0, 1, and so on.
+
+    Raises:
+        ValueError: There are fewer than two values.
+    """
+
+    values: tuple[float, ...] | int
+
+    def __post_init__(self):
+        if isinstance(self.values, int):
+            object.__setattr__(self, "values", tuple(range(self.values)))
+        if len(self.listed) < 2:
+            raise ValueError(f"Classes: a label needs two values, got {self.values}.")
+
+    @property
+    def listed(self) -> tuple[float, ...]:
+        """Possible values of the label."""
+        assert not isinstance(self.values, int)
+        return self.values
+
+    def labels(self, numbers: Int[Array, " n"]) -> Array:
+        """Return the labels of classes by their numbers; integers if all values are."""
+        integers = all(isinstance(v, int) for v in self.listed)
+        dtype = jnp.int32 if integers else jnp.result_type(float)
+        return jnp.asarray(self.listed, dtype)[numbers]
+
+
+def shapes_of(record: PyTree) -> PyTree:
+    """Return the shapes of a record, without the arrays that may describe it."""
+
+    def shape(leaf):
+        if isinstance(leaf, Classes) or not hasattr(leaf, "dtype"):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(shape, record)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One label and features, the leaves of a record.
+
+    Args:
+        record: A pytree of the shapes of one record, `jax.ShapeDtypeStruct` or arrays,
+            with `Classes` in the place of the label.
+
+    Raises:
+        ValueError: There is not one label, or a feature is no floating-point number.
+    """
+
+    record: PyTree
+
+    def __post_init__(self):
+        leaves = jax.tree.leaves(self.record)
+        features = [leaf for leaf in leaves if not isinstance(leaf, Classes)]
+        if len(leaves) - len(features) != 1 or not features:
+            raise ValueError(
+                f"auto: records must have one leaf of Classes, and features. {_HOW}"
+            )
+        for leaf in features:
+            if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating):
+                raise ValueError(
+                    "auto: records but the label must be floating-point features, got "
+                    f"{_checks.shown(leaf)}. {_HOW}"
+                )
+
+    @property
+    def classes(self) -> Classes:
+        """Label of a record."""
+        leaves = jax.tree.leaves(self.record)
+        return next(leaf for leaf in leaves if isinstance(leaf, Classes))
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        leaves = jax.tree.leaves(self.record)
+        return sum(math.prod(v.shape) for v in leaves if not isinstance(v, Classes))
+
+    @property
+    def teacher(self) -> tuple[int, ...]:
+        """Shape of a linear model: from three classes on a column for each."""
+        count = len(self.classes.listed)
+        return (self.width,) if count == 2 else (self.width, count)
+
+    def draw_labels(
+        self,
+        features: Float[Array, "n d"],
+        models: Float[Array, "k ..."],
+        source: Int[Array, " n"],
+        key,
+    ) -> PyTree:
+        """Draw records whose labels follow the linear models of their sources.
+
+        Args:
+            features: A row for each record, with all of its features.
+            models: Models of the shape `teacher`, one for each source. Labels follow
+                the logistic or softmax distribution of their scores.
+            source: The source of each record.
+            key: A typed key; it protects nothing.
+        """
+        scores = jnp.einsum("nd,kd...->nk...", features, models)
+        scores = jax.vmap(lambda row, index: row[index])(scores, source)
+        if scores.ndim == 1:
+            scores = jnp.stack([jnp.zeros_like(scores), scores], 1)
+        label = self.classes.labels(jax.random.categorical(key, scores))
+
+        def filled(leaf):
+            nonlocal features
+            if isinstance(leaf, Classes):
+                return label
+            size = math.prod(leaf.shape)
+            part, features = features[:, :size], features[:, size:]
+            return part.reshape(-1, *leaf.shape).astype(leaf.dtype)
+
+        return jax.tree.map(filled, self.record)
+
+    def linear(self) -> ScoringModel:
+        """Return a softmax regression on features of norm 1 and a constant of 0.5.
+
+        A constant of 1 would have half of every clipped gradient, for the frequencies
+        of the classes alone.
+        """
+        values = self.classes.labels(jnp.arange(len(self.classes.listed)))
+
+        def linear_loss(y: Float[Array, "d k"], record: PyTree) -> Float[Array, ""]:
+            # Records of two levels have further leaves, such as their source.
+            own = {name: record[name] for name in self.record}
+            pairs = [*zip(*map(jax.tree.leaves, (self.record, own)), strict=True)]
+            (label,) = (value for leaf, value in pairs if isinstance(leaf, Classes))
+            parts = [jnp.ravel(v) for k, v in pairs if not isinstance(k, Classes)]
+            features = jnp.concatenate(parts).astype(y.dtype)
+            features /= jnp.maximum(jnp.linalg.norm(features), 1e-6)
+            scores, place = features @ y[:-1] + 0.5 * y[-1], jnp.argmax(values == label)
+            loss = optax.losses.softmax_cross_entropy_with_integer_labels
+            return loss(scores, place)
+
+        return ScoringModel(linear_loss, jnp.zeros((self.width + 1, len(values))))
+
+
+def of_linear_model(model: PyTree) -> PyTree:
+    """Return the description of records of a linear model.
+
+    A vector has labels -1 and 1, a matrix has a column for each class.
+
+    Raises:
+        ValueError: The model is something else.
+    """
+    leaves = jax.tree.leaves(model)
+    if len(leaves) != 1 or leaves[0].ndim not in (1, 2):
+        raise ValueError(
+            "auto: only a model of one vector or one matrix tells the shapes of "
+            f"records, got shapes {[v.shape for v in leaves]}. {_HOW}"
+        )
+    (start,) = leaves
+    features = jax.ShapeDtypeStruct(start.shape[:1], jnp.result_type(float))
+    classes = Classes((-1.0, 1.0) if start.ndim == 1 else start.shape[1])
+    return {"features": features, "label": classes}

@@ -17,9 +17,8 @@ from ..applications.sources import SourceWeighting
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
+from . import synthetic
 from .models import model_of
-from .records import Layout, of_linear_model, shapes_of
-from .synthetic import AbstractPopulation, SyntheticData
 
 # Scores of several classes vary more: by this factor times the 0.9th power of log2 of
 # the number of classes.
@@ -32,7 +31,7 @@ _COMMON = 0.36
 Columns = Literal["normal", "skewed", "categories"]
 
 
-class AbstractLinearPopulation(AbstractPopulation):
+class AbstractLinearPopulation(synthetic.AbstractPopulation):
     """Records whose labels follow a hidden linear model of their features.
 
     Any model may be fitted to them: a network, too, has something to learn. The last
@@ -51,7 +50,9 @@ class AbstractLinearPopulation(AbstractPopulation):
         test_size: The number of test records.
     """
 
-    records: PyTree = eqx.field(static=True, default=None, converter=shapes_of)
+    records: PyTree = eqx.field(
+        static=True, default=None, converter=synthetic.shapes_of
+    )
     norm: Positive = eqx.field(static=True, default=1.0)
     margin: Positive = eqx.field(static=True, default=2.5)
     columns: Columns = eqx.field(static=True, default="normal")
@@ -171,13 +172,15 @@ class AbstractLinearPopulation(AbstractPopulation):
     @override
     def draw(self, problem, w0, sizes, key):
         if not isinstance(problem, BilevelProblem | FiniteSum):
+            name = type(problem).__name__
             raise TypeError(
-                f"auto: no population is known for {type(problem).__name__}. Pass "
-                "synthetic=, a function that draws records."
+                f"auto: no population is known for {name}. Pass synthetic=."
             )
         described = self.records is not None
         model = model_of(problem, w0)
-        layout = Layout(self.records if described else of_linear_model(model))
+        layout = synthetic.Layout(
+            self.records if described else synthetic.of_linear_model(model)
+        )
         two = isinstance(sizes, Sizes)
         upper, lower = (sizes.upper, sizes.lower) if two else (0, sizes)
         keys = jax.random.split(key, 5)
@@ -187,12 +190,9 @@ class AbstractLinearPopulation(AbstractPopulation):
         target, sources = target.at[-1].add(shift), sources.at[:, -1].add(shift)
         source = self.sources(keys[1], lower, len(sources))
         rows = self.clustered_features(keys[2], clean + lower, layout.teacher)
-        records = layout.draw_labels(
-            self.norm * rows,
-            jnp.concatenate([target[None], sources]) / self.norm,
-            jnp.concatenate([jnp.zeros(clean, source.dtype), source + 1]),
-            keys[3],
-        )
+        models = jnp.concatenate([target[None], sources]) / self.norm
+        origin = jnp.concatenate([jnp.zeros(clean, source.dtype), source + 1])
+        records = layout.draw_labels(self.norm * rows, models, origin, keys[3])
         validation, test, training = (
             jax.tree.map(lambda v, a=a, b=b: v[a:b], records)
             for a, b in ((0, upper), (upper, clean), (clean, None))
@@ -200,11 +200,12 @@ class AbstractLinearPopulation(AbstractPopulation):
         if isinstance(problem, SourceWeighting):
             if not isinstance(training, Mapping):
                 raise ValueError(
-                    "auto: records of source_weighting must be a dict, to which "
-                    '"source" is added. Pass other records by synthetic=.'
+                    "auto: records of sources must be a dict. Pass synthetic=."
                 )
             training = {**training, "source": source.astype(jnp.int32)}
-        return SyntheticData(Levels(validation, training) if two else training, test)
+        return synthetic.SyntheticData(
+            Levels(validation, training) if two else training, test
+        )
 
 
 def expand(values: Float[Array, " k"], like: Array) -> Array:

@@ -12,7 +12,23 @@ from .report import PrivacyReport, Status
 from .sampling.base import FullBatch, Poisson
 from .sampling.fixed_size import FixedSize, SinglePass
 
-__all__ = ["Basis", "Bounded", "FixedSize", "FullBatch", "Gaussian", "Ledger"]
-__all__ += ["Neighbours", "OnDisk", "People", "Poisson", "PrivacyBudget"]
-__all__ += ["PrivacyReport", "Query", "Release", "SinglePass", "Status", "clipped_mean"]
-__all__ += ["root_key"]
+__all__ = [
+    "Basis",
+    "Bounded",
+    "FixedSize",
+    "FullBatch",
+    "Gaussian",
+    "Ledger",
+    "Neighbours",
+    "OnDisk",
+    "People",
+    "Poisson",
+    "PrivacyBudget",
+    "PrivacyReport",
+    "Query",
+    "Release",
+    "SinglePass",
+    "Status",
+    "clipped_mean",
+    "root_key",
+]

@@ -1,9 +1,10 @@
-"""Losses that are only evaluated, and the ask/tell contract of solvers for them."""
+"""Losses that are only evaluated, the ask/tell contract of solvers, and candidates."""
 
 import abc
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -27,6 +28,7 @@ from ..sets import AbstractSet, Box
 from .declared import TRAINING, DeclaredTraining, Trainings
 
 State = TypeVar("State")
+LOSS = "mean loss"
 
 
 class BlackBox(AbstractOneLevel):
@@ -77,16 +79,10 @@ class BlackBox(AbstractOneLevel):
         check_fields(self)
         if self.trainings_after != 0:
             _checks.count("BlackBox", trainings_after=self.trainings_after)
-        if self.training is not None:
-            _checks.instance("BlackBox", DeclaredTraining, training=self.training)
-        for name in ("records", "evaluates"):
-            value = getattr(self, name)
-            if not isinstance(value, str):  # not shown: it may be the records
-                raise TypeError(
-                    f"BlackBox: {name} must be text, got an instance of "
-                    f"{type(value).__name__}. Give for instance "
-                    "hashlib.sha256(X.tobytes()).hexdigest()."
-                )
+        kind = DeclaredTraining | None
+        _checks.instance("BlackBox", kind, training=self.training)
+        texts = {"records": self.records, "evaluates": self.evaluates}
+        _checks.instance("BlackBox", str, **texts)
 
     def public_gradient(self, w: PyTree) -> PyTree:
         """Return zeros: the problem has no public term."""
@@ -98,10 +94,7 @@ class BlackBox(AbstractOneLevel):
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Raise `TypeError`: only `minimize` and `AskTell` run a black box."""
-        raise TypeError(
-            "BlackBox: calls Python between steps, which no compiled loop can; run it "
-            "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."
-        )
+        raise TypeError("BlackBox: calls Python; run it by dpbilevel.search.minimize.")
 
 
 SearchProblem = FiniteSum | BlackBox
@@ -157,6 +150,10 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
             key: A typed key for this release alone.
         """
 
+    def released(self, state: State) -> PyTree:
+        """Return the point that was released last."""
+        return cast(Any, state).w
+
     def remark(self, state: State) -> str | None:
         """Return a warning for the end of a run, from released values, or `None`."""
 
@@ -188,7 +185,6 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
             sizes: The planned number of records.
         """
 
-    @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
         """Return the releases of the losses and the declared trainings.
 
@@ -212,10 +208,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
             ValueError: There is no public bound on the number of evaluations.
         """
         if self.most_evaluations is None:
-            raise ValueError(
-                "BlackBox: every evaluation counts one training, so their number needs "
-                "a public bound; give the solver batch= or max_batch=."
-            )
+            raise ValueError("BlackBox: to bound trainings give batch= or max_batch=.")
         return self.most_evaluations
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
@@ -231,10 +224,8 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         )
         training = problem.training
         if training is None:
-            return (
-                *rows,
-                "training data and other inputs of the losses are not protected",
-            )
+            rest = "training data and other inputs of the losses are not protected"
+            return (*rows, rest)
         some = (
             "nobody has" if training.people is People.DISJOINT else "anybody may have"
         )
@@ -261,13 +252,92 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
             return jnp.where(jnp.isnan(losses), jnp.inf, losses)
 
         shape = jax.eval_shape(evaluated)
-        return jax.lax.cond(
-            index < proposal.count,
-            evaluated,
-            lambda: jnp.zeros(shape.shape, shape.dtype),
-        )
+        absent = functools.partial(jnp.zeros, shape.shape, shape.dtype)
+        return jax.lax.cond(index < proposal.count, evaluated, absent)
 
     indices = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
     # Not vmap, under which `cond` evaluates both of its branches.
     losses = jax.lax.map(at_one, (proposal.points, indices)).T
     return losses if present is None else Padded(losses, present)
+
+
+def box_of(owner: str, problem: SearchProblem) -> Box:
+    """Return the box of a problem.
+
+    Raises:
+        ValueError: The set is no box, or has an end at infinity.
+    """
+    box: Any = problem.w_set
+    corners = (box.lower, box.upper) if isinstance(box, Box) else (math.inf,)
+    known = filter(_checks.concrete, jax.tree.leaves(corners))
+    if not all(np.isfinite(np.asarray(v)).all() for v in known):
+        raise ValueError(
+            f"{owner}: w_set must be a box with finite ends, got {box}. Give Box(a, b)."
+        )
+    return box
+
+
+def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d"]:
+    """Return the initial point, projected onto the box of the problem.
+
+    Raises:
+        ValueError: The initial point is not one vector.
+    """
+    if getattr(w0, "ndim", None) != 1:
+        shapes = jax.tree.map(jnp.shape, w0)
+        raise ValueError(f"{owner}: w0 must be one vector, got {shapes}.")
+    return box_of(owner, problem).project(jnp.asarray(w0))
+
+
+def starts_of(
+    owner: str, starts: Any, box: Box, like: Float[Array, " d"]
+) -> Float[Array, "k d"]:
+    """Return a solver's `starts`, projected onto the box; no points for `None`.
+
+    Raises:
+        ValueError: Their shape is not `(k, d)`.
+    """
+    if starts is None:
+        return like[None, :][:0]
+    if np.ndim(starts) != 2 or np.shape(starts)[1] != like.size:
+        shape = np.shape(starts)
+        raise ValueError(f"{owner}: starts need shape (k, {like.size}), got {shape}.")
+    return jax.vmap(box.project)(jnp.asarray(starts, like.dtype))
+
+
+def check_starts(owner: str, starts: Any, **most: int) -> None:
+    """Check that there are no more starts than evaluations.
+
+    Raises:
+        ValueError: There are more; `most` names the field that limits them.
+    """
+    number = 0 if starts is None else len(starts)
+    for name, limit in most.items():
+        if number > limit:
+            raise ValueError(
+                f"{owner}: {name}={limit} are too few for {number} starts."
+            )
+
+
+def uniform(
+    box: Box, like: Float[Array, " d"], count: int, *, key: PRNGKey
+) -> Float[Array, "count d"]:
+    """Sample points uniformly from a box, without reading records.
+
+    Args:
+        box: The box.
+        like: A point of the shape and dtype of the samples.
+        count: Number of points.
+        key: A typed key for this draw alone.
+    """
+    lower, upper = ends(box, like)
+    unit = jax.random.uniform(key, (count, *like.shape), like.dtype)
+    return lower[None] + unit * (upper - lower)[None]
+
+
+def ends(
+    box: Box, like: Float[Array, " d"]
+) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+    """Return two opposite corners of a box, in the shape and dtype of `like`."""
+    largest = jnp.full_like(like, jnp.finfo(like.dtype).max)
+    return box.project(-largest), box.project(largest)

@@ -64,10 +64,8 @@ class DeclaredTraining:
         if not phases:
             raise ValueError(f"{owner}: history has no phase.")
         _checks.count(owner, num_records=num_records)
-        allowed = [People.OVERLAPPING, People.DISJOINT]
-        if people not in allowed:
-            values = [known.value for known in allowed]
-            _checks.one_of(owner, "people", people, values)
+        value = getattr(people, "value", people)
+        _checks.one_of(owner, "people", value, ["overlapping", "disjoint"])
         fields = {"history": phases, "num_records": int(num_records)}
         for name, value in (fields | {"people": People(people)}).items():
             object.__setattr__(self, name, value)  # frozen
@@ -159,7 +157,6 @@ class Trainings(AbstractRelease):
     def sizes(self) -> dict[str, int]:
         return {_TRAINING_RECORDS: self.mechanism.num_records}
 
-    @override
     def check(self, budget: PrivacyBudget) -> None:
         """Check that the trainings alone are within the budget.
 
@@ -172,23 +169,15 @@ class Trainings(AbstractRelease):
         epsilon = alone.epsilon(budget.delta) if budget.delta else float("inf")
         raise ValueError(
             f"calibrate: up to {self.count} declared trainings cost epsilon = "
-            f"{epsilon:.4g} at delta = {budget.delta:.3g}, more than the budget of "
-            f"{budget.epsilon:.4g}. Train with more noise or fewer steps, or give the "
-            "search fewer evaluations."
+            f"{epsilon:.4g} at delta = {budget.delta:.3g}, more than the budget."
         )
 
-    @override
     def row(self) -> LedgerRow:
         """Return the trainings in the report, in the words of the declaration."""
-        return LedgerRow(
-            self.name,
-            self.count,
-            {_TRAINING_RECORDS: RoleRow(self.mechanism.num_records, "as declared")},
-            type(self.mechanism).__name__,
-            self.mechanism.precision,
-            self.basis.value,
-            declared=str(self.mechanism),
-        )
+        training, basis = self.mechanism, self.basis.value
+        roles = {_TRAINING_RECORDS: RoleRow(training.num_records, "as declared")}
+        source = type(training).__name__, training.precision, basis
+        return LedgerRow(self.name, self.count, roles, *source, declared=str(training))
 
     @override
     def forecast(self, coordinates: int | None) -> ForecastRow:
@@ -209,15 +198,14 @@ def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> Non
     """
     if folder is not None:
         raise ValueError(
-            "PrivateSearch.fit: with folder= a later call trains again, which is not "
-            "counted in training=. Give no folder, or search a BlackBox by "
-            "dpbilevel.search.minimize and train the answer yourself."
+            "PrivateSearch.fit: with folder= a later call trains again, which "
+            "training= does not count. Leave one of them out."
         )
     if training.num_records != num_records:
+        due = training.num_records
         raise ValueError(
-            "PrivateSearch.fit: training declares num_records="
-            f"{training.num_records}, but X has {num_records} rows. Declare the "
-            "training of these records."
+            f"PrivateSearch.fit: training has num_records={due}, but X has "
+            f"{num_records} rows."
         )
 
 
@@ -233,15 +221,13 @@ def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> Non
     _checks.instance(owner, DeclaredTraining, training=training)
     if solver is None or losses is None:
         raise ValueError(
-            f"{owner}: training= protects the training records, so no losses or scales "
-            "are computed from them. Give losses=, and solver= with a suitable clip "
-            "range or clip norm."
+            f"{owner}: training= protects the training records: no losses or scales "
+            "are computed from them. Give losses= and solver=."
         )
     for name, value in estimator.get_params().items():
         if name.split("__")[-1] == "random_state" and value is not None:
             raise ValueError(
-                f"{owner}: {name} is set, so that all private trainings would have the "
-                f"same noise, which differences of models cancel. Leave {name}=None."
+                f"{owner}: {name} is set, which repeats noise. Set it to None."
             )
 
 
@@ -251,7 +237,7 @@ def _phase(owner: str, phase: Any) -> tuple[float, float, int]:
     except (TypeError, ValueError):
         raise ValueError(
             f"{owner}: every phase of history must be (noise_multiplier, sample_rate, "
-            f"num_steps), such as (1.1, 0.01, 1_000), got {_checks.shown(phase)}."
+            f"num_steps), got {_checks.shown(phase)}."
         ) from None
     _checks.positive(owner, noise_multiplier=multiplier, sample_rate=rate)
     if rate > 1:
@@ -278,5 +264,5 @@ def _history(event, count: int) -> tuple[tuple[float, float, int], ...]:
             return ((multiplier, rate, count),)
     raise ValueError(
         f"DeclaredTraining.of_event: {type(event).__name__} is not supported. Give "
-        "Gaussian releases with full or Poisson batches, and compositions of them."
+        "Gaussian releases with full or Poisson batches."
     )

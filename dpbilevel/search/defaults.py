@@ -12,8 +12,7 @@ from ..core.columns import Column, elements, table_of
 from ..privacy.budget import PrivacyBudget
 from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
-from .portfolio import Portfolio
-from .random_search import RandomSearch
+from .random_search import Portfolio, RandomSearch
 from .row_losses import Losses, RowLosses, count, evaluations
 from .space import Categorical, Space
 
@@ -40,19 +39,16 @@ def default_losses(
     if is_classifier(estimator):
         if np.ndim(training_targets) != 1:
             raise ValueError(
-                "PrivateSearch: the default losses of a classifier need one label per "
-                f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
-                "give losses(estimator, X, y)."
+                "PrivateSearch: the default losses need one label per row, got y of "
+                f"shape {np.shape(training_targets)}. Ravel a column, or give losses=."
             )
         probabilities = hasattr(estimator, "predict_proba")
         return _brier_loss if probabilities else zero_one_loss, 1.0
     if is_regressor(estimator):
         scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
         return lambda fitted, X, y: _square(fitted.predict(X), y) / scale, None
-    raise ValueError(
-        f"PrivateSearch: {type(estimator).__name__} is no classifier and no regressor; "
-        "give losses(estimator, X, y)."
-    )
+    name = type(estimator).__name__
+    raise ValueError(f"PrivateSearch: {name} has no default loss; give losses=.")
 
 
 def _brier_loss(fitted, X, y):

@@ -39,8 +39,8 @@ class Design(eqx.Module):
 def choose_batch(
     posterior: GradientPosterior,
     feasible: AbstractSet,
-    *,
     tolerance: float | Scalar,
+    *,
     capacity: int,
     batch: int | None = None,
     polish: int = 30,

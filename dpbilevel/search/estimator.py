@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -22,19 +21,15 @@ from .. import _checks
 from ..core.seeds import Seedless, refuse
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, root_key
+from ..runs.progress import check_bar
 from ..sets import Box
+from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining, check_fits, check_search
 from .defaults import default_losses, default_solver
 from .gibo import GradientInformativeBO
 from .loop import run_search
-from .row_losses import (
-    RowLosses,
-    check_jobs,
-    check_validation,
-    count,
-    evaluations,
-)
+from .row_losses import RowLosses, check_jobs, check_validation, count, evaluations
 from .space import Categorical, Range, Space
 
 
@@ -198,31 +193,21 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         solver = self.solver
         if solver is None:
             starts = [space.position(v) for v in (*self.starts, self._own_parameters())]
-            solver = default_solver(
-                space, self.budget, rows, np.stack(starts), self.n_jobs
-            )
+            starts = np.stack(starts)
+            solver = default_solver(space, self.budget, rows, starts, self.n_jobs)
         losses = rows.black_box(*validation)
-        problem = BlackBox(
-            losses,
-            count(validation[0]),
-            Box(-1.0, 1.0),
-            "" if folder is None else self._identity(X, y, validation),
-            f"{type(self.estimator).__name__} in {self.space}",
-            training=self.training,
-            trainings_after=1,  # `best_estimator_`
-        )
-        result = run_search(
-            problem,
-            solver,
-            jnp.zeros(space.coordinates),
-            evaluations(losses, self.n_jobs),
-            key=key,
-            budget=self.budget,
-            precision="grid",
-            folder=folder,
-            progress=progress,
-            owner="PrivateSearch.fit",
-        )
+        records = "" if folder is None else self._identity(X, y, validation)
+        evaluates = f"{type(self.estimator).__name__} in {self.space}"
+        trains = self.training, 1  # 1 for `best_estimator_`
+        known = count(validation[0]), Box(-1.0, 1.0), records, evaluates
+        problem = BlackBox(losses, *known, *trains)
+        owner, start = "PrivateSearch.fit", np.zeros(space.coordinates)
+        if progress:
+            check_bar(f"{owner}: progress=True")
+        options: Any = {"key": key, "budget": self.budget, "folder": folder}
+        search = AskTell(problem, solver, start, owner=owner, **options)
+        evaluate = evaluations(losses, self.n_jobs)
+        result = run_search(search, solver.num_steps, evaluate, progress)
         self.best_params_ = self.parameters(result.value)
         self.trajectory_ = result.trajectory
         self.report_ = result.report
@@ -313,8 +298,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             private = joblib.hash(tuple(validation))
         except Exception:
             raise TypeError(
-                "PrivateSearch.fit: folder= needs validation records that can be "
-                "pickled. Give arrays or data frames."
+                "PrivateSearch.fit: folder= needs arrays or data frames as validation."
             ) from None
         public = X, y, self.space, self.estimator, self.losses
         return str(joblib.hash((private, *(_hash_or_name(v) for v in public))))
@@ -347,11 +331,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
                 "PrivateSearch: estimator must be a scikit-learn estimator such as "
                 f"Ridge(), an instance, got {_checks.shown(estimator)}."
             )
-        if self.losses is not None and not callable(self.losses):
-            raise TypeError(
-                "PrivateSearch: losses must be a function of (estimator, X, y) that "
-                f"returns every row's loss, got {_checks.shown(self.losses)}."
-            )
+        if self.losses is not None:
+            _checks.function("PrivateSearch", losses=self.losses)
         if self.training is not None:
             check_search(self.training, estimator, self.solver, self.losses)
         check_jobs("PrivateSearch", self.n_jobs)
@@ -361,8 +342,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         if space.categories and isinstance(self.solver, GradientInformativeBO):
             raise ValueError(
                 "PrivateSearch: GradientInformativeBO needs slopes, which the category "
-                f"{space.categories[0]!r} has not. Give no solver, RandomSearch(...) "
-                "or RepeatAndSelect(...)."
+                f"{space.categories[0]!r} has not. Give no solver, or another one."
             )
         for name in space.names:
             self._check_known(name, space)
@@ -376,10 +356,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             return
         likely = [k for k in known if k.endswith(f"__{name}")]
         likely = likely or difflib.get_close_matches(name, known, 3) or sorted(known)
-        raise ValueError(
-            f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
-            f"{name!r}; did you mean {' or '.join(map(repr, likely))}?"
-        )
+        names = " or ".join(map(repr, likely))
+        raise ValueError(f"PrivateSearch: no parameter {name!r}; did you mean {names}?")
 
 
 def _hash_or_name(value):

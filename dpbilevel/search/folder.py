@@ -69,8 +69,7 @@ class Folder:
             check_same_run(self.path, page, {"run": self._public})
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"{file} is damaged or of another version of dpbilevel: {error}. Give "
-                "a new folder for a second release, whose cost adds up."
+                f"{file} is damaged or of another version: {error}. Give a new folder."
             ) from error
         on_process_zero(self._close)
         points = at.reshape(-1, value.size)  # also where there is none
@@ -197,9 +196,8 @@ class Folder:
             saved = checkpoint.parsed(file, content or b"", notice=_NOTICE)
         except ValueError:
             raise ValueError(
-                f"{file} is damaged or not of a search by this version of dpbilevel. "
-                "Give a new folder for a second release, whose cost adds up; an older "
-                "copy would use noise again."
+                f"{file} is damaged or not of a search by this version. Give a new "
+                "folder."
             ) from None
         records = (
             "the records, their order, or their evaluation (in a PrivateSearch also "
@@ -237,13 +235,10 @@ def _parse(file: Path, content: bytes, point: Point) -> Losses:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             stored, losses = arrays["point"], arrays["losses"]
     except Exception:
-        raise ValueError(
-            f"{file} is damaged. Delete it, and its point is evaluated again."
-        ) from None
+        raise ValueError(f"{file} is damaged. Delete it to evaluate again.") from None
     if not np.array_equal(stored, point):  # bit for bit
         raise ValueError(
-            f"{file} holds losses at another point than the run needs, for example "
-            "after a change of hardware. Continue on the machine of the run."
+            f"{file} holds losses at another point. Continue on the machine of the run."
         )
     return losses
 

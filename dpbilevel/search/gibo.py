@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -29,8 +29,7 @@ from .base import AbstractAskTellSolver, Proposal, SearchProblem
 from .design import choose_batch
 from .gp import GradientPosterior, History, gradient_posterior, record_gradient
 from .kernels import RBF, AbstractKernel, cast
-from .portfolio import Portfolio, relative
-from .random_search import Choice
+from .random_search import Choice, Portfolio, relative
 
 # Earlier points nearer than this to a later one, in units of the kernel's reach, are
 # dropped: they only make the algebra ill-conditioned.
@@ -125,16 +124,12 @@ class GradientInformativeBO(
         check_fields(self)
         if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
-                f"{owner}: the shape of the state reveals the number of records, which "
-                "add-or-remove-one keeps private. Use Neighbours.REPLACE_ONE."
+                f"{owner}: the state reveals n. Use Neighbours.REPLACE_ONE."
             )
         if self.polish != 0:
             _checks.count(owner, polish=self.polish)
         if self.num_releases < 1:
-            raise ValueError(
-                f"{owner}: the first step draws the initial point, so num_steps must "
-                "be at least 2. Or give portfolio=None."
-            )
+            raise ValueError(f"{owner}: needs num_steps >= 2: the first step draws.")
         check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
 
@@ -145,7 +140,6 @@ class GradientInformativeBO(
         starts = self.portfolio.size if self.portfolio is not None else 0
         return None if most is None else starts + self.num_releases * most
 
-    @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Return the state at `w0`, projected onto the set, without losses.
 
@@ -156,14 +150,10 @@ class GradientInformativeBO(
         w0 = jnp.asarray(w0)
         check_start(w0)
         if w0.ndim != 1:
-            raise ValueError(
-                f"{owner}: w0 must be one vector of parameters, got shape {w0.shape}. "
-                "Put all parameters into one array and unpack them in the loss."
-            )
+            raise ValueError(f"{owner}: w0 must be one vector, got shape {w0.shape}.")
         if self.sizes is None:
             raise ValueError(
-                f"{owner}: needs the number of records. Run dpbilevel.calibrate("
-                "problem, solver, budget, sizes=...) or solver.with_sizes(sizes)."
+                f"{owner}: sizes are missing. Use solver.with_sizes(sizes)."
             )
         w = problem.w_set.project(w0)
         memory = Descent(self.step_size, problem.w_set).init(w)
@@ -181,12 +171,10 @@ class GradientInformativeBO(
         portfolio = self.portfolio
         if portfolio is None:
             return self._ask_near(problem, state, key)
-        rows = max(portfolio.size, self._capacity(state.w))
+        rows, reach = max(portfolio.size, self._capacity(state.w)), self.kernel.reach
 
         def starts(state, key):
-            points = portfolio.points(
-                problem.w_set, state.w, self.kernel.reach, key=key
-            )
+            points = portfolio.points(problem.w_set, state.w, reach, key=key)
             return _pad(Proposal(points, jnp.asarray(len(points), jnp.int32)), rows)
 
         def near(state, key):
@@ -200,26 +188,19 @@ class GradientInformativeBO(
 
     def _ask_near(self, problem, state: _State, key: PRNGKey) -> Proposal:
         posterior = self._posterior(state.w, state.history)
-        design = choose_batch(  # lines 4 and 5: how many points are enough, and which
-            posterior,
-            problem.w_set,
-            tolerance=self._tolerated(posterior),
-            capacity=self._capacity(state.w),
-            batch=self.batch,
-            polish=self.polish,
-            at_least=0 if self.may_skip else 1,
-            key=key,
-        )
+        sizes: Any = {"capacity": self._capacity(state.w), "batch": self.batch}
+        sizes |= {"at_least": 0 if self.may_skip else 1, "polish": self.polish}
+        limit = self._tolerated(posterior)
+        # Lines 4 and 5: how many points are enough, and which.
+        design = choose_batch(posterior, problem.w_set, limit, key=key, **sizes)
         return Proposal(design.points, design.count)
 
     @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
         if self.portfolio is None:
             return self._descent_step(problem, state, proposal, losses, key)
-        draw, descend = (
-            functools.partial(part, problem)
-            for part in (self._draw_step, self._descent_step)
-        )
+        draw = functools.partial(self._draw_step, problem)
+        descend = functools.partial(self._descent_step, problem)
         return jax.lax.cond(state.t == 0, draw, descend, state, proposal, losses, key)
 
     def _draw_step(self, problem, state, proposal, losses, key) -> _State:
@@ -228,14 +209,11 @@ class GradientInformativeBO(
         points, rows = proposal.points[: choice.count], losses[:, : choice.count]
         w = choice.draw(problem, points, relative(rows), start, self.sizes, key=key)
         w = w.astype(start.dtype)
-        return dataclasses.replace(
-            state,
-            w=w,
-            output=self.output.init(w),
-            memory=Descent(self.step_size, problem.w_set).init(w),
-            t=state.t + 1,
-            evaluations=state.evaluations + proposal.count,
-        )
+        memory = Descent(self.step_size, problem.w_set).init(w)
+        state = dataclasses.replace(state, w=w, memory=memory, t=state.t + 1)
+        evaluations = state.evaluations + proposal.count
+        output = self.output.init(w)
+        return dataclasses.replace(state, output=output, evaluations=evaluations)
 
     def _descent_step(self, problem, state, proposal, losses, key) -> _State:
         """Return the state after one step along the gradient."""
@@ -251,23 +229,13 @@ class GradientInformativeBO(
         descent = Descent(self.step_size, problem.w_set)
         gradient = descent.curvature_limited(gradient, problem.public_gradient, state.w)
         w, memory = descent.update(gradient, state.memory, state.w)  # line 9: the step
-        output = self.output.update(
-            state.output,
-            w,
-            before=state.w,
-            t=state.t,
-            num_steps=self.num_steps,
-            key=None,
-        )
+        step: Any = {"before": state.w, "t": state.t, "num_steps": self.num_steps}
+        output = self.output.update(state.output, w, key=None, **step)
         met = posterior.trace <= self._tolerated(posterior)
         evaluations = state.evaluations + proposal.count
         unmet = state.unmet + (~met).astype(jnp.int32)
         history = self._latest(history, w)
         return _State(w, output, memory, state.t + 1, history, evaluations, unmet)
-
-    @override
-    def released(self, state: _State) -> Float[Array, " d"]:
-        return state.w
 
     @override
     def remark(self, state: _State) -> str | None:
@@ -281,7 +249,6 @@ class GradientInformativeBO(
             "larger max_batch or tolerance."
         )
 
-    @override
     def adversary_view(self, state: _State) -> PyTree:
         """Return the iterate, the points so far and their numbers; no losses."""
         points, _, mask = state.history
@@ -297,7 +264,6 @@ class GradientInformativeBO(
         return Release(GRADIENT, 1, (query,), self.release_noise)
 
     @property
-    @override
     def num_releases(self) -> int:
         """Number of gradient releases: all steps but the draw."""
         return self.num_steps - (self.portfolio is not None)
@@ -308,26 +274,21 @@ class GradientInformativeBO(
         return self.portfolio.choice(self.clip_norm, self.kernel)
 
     @override
-    def releases(
-        self, problem: SearchProblem, sizes: int
-    ) -> tuple[AbstractRelease, ...]:
+    def releases(self, problem, sizes) -> tuple[AbstractRelease, ...]:
         gradients = self.counted_release(problem, sizes)
         if self.portfolio is None:
             return (gradients,)
         return self._choice.release(problem, sizes), gradients
 
-    @override
     def with_noise(self, scale: Number) -> Self:
         """Return a copy whose squared budget is split between draw and gradients."""
         if self.portfolio is None:
             return super().with_noise(scale)
         epsilon, multiplier = self.portfolio.split(scale, self.sizes)
         mechanism = dataclasses.replace(self.portfolio.mechanism, epsilon=epsilon)
-        return dataclasses.replace(
-            self,
-            portfolio=dataclasses.replace(self.portfolio, mechanism=mechanism),
-            noise_multiplier=multiplier * self.num_releases**0.5,
-        )
+        portfolio = dataclasses.replace(self.portfolio, mechanism=mechanism)
+        noise = multiplier * self.num_releases**0.5
+        return dataclasses.replace(self, portfolio=portfolio, noise_multiplier=noise)
 
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -336,14 +297,9 @@ class GradientInformativeBO(
 
     def _posterior(self, w: Array, history: History) -> GradientPosterior:
         jitter = cast(self.jitter, w) * cast(self.kernel.variance, w)
-        return gradient_posterior(
-            self.kernel,
-            w,
-            history.points,
-            history.mask,
-            nugget=cast(self.evaluation_noise, w) ** 2 + jitter,
-            constant=self.constant,
-        )
+        nugget, known = cast(self.evaluation_noise, w) ** 2 + jitter, history
+        options = {"nugget": nugget, "constant": self.constant}
+        return gradient_posterior(self.kernel, w, known.points, known.mask, **options)
 
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace

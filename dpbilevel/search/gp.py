@@ -91,15 +91,12 @@ class GradientPosterior(eqx.Module):
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
         rest = 1 - known.T @ self.ones  # the constant at the new points
         right = jnp.concatenate([slope, rest[:, None]], axis=1)  # one solve for both
-        gained = _quadratic_form(
-            _covariance(among, mask, self.nugget), jnp.where(mask[:, None], right, 0)
-        )
+        right = jnp.where(mask[:, None], right, 0)
+        gained = _quadratic_form(_covariance(among, mask, self.nugget), right)
         cross, variance = self._correction
-        trace = self._trace_after(
-            cross + gained[:-1, -1],
-            variance + gained[-1, -1],
-            _square(self.explained) + jnp.trace(gained[:-1, :-1]),
-        )
+        cross, variance = cross + gained[:-1, -1], variance + gained[-1, -1]
+        explained = _square(self.explained) + jnp.trace(gained[:-1, :-1])
+        trace = self._trace_after(cross, variance, explained)
         return jnp.where(trace >= -_ROUNDING * self.prior_trace, trace, jnp.inf)
 
     @property
@@ -138,9 +135,8 @@ def gradient_posterior(
     """
     if jnp.result_type(theta) != jnp.float64:
         raise ValueError(
-            "GradientInformativeBO: differences of nearby losses need float64, got a "
-            f"point of {jnp.result_type(theta).name}. Use dpbilevel.search.minimize, "
-            "or set jax.config.update('jax_enable_x64', True) and give a float64 w0."
+            f"GradientInformativeBO: needs float64, got {jnp.result_type(theta).name}. "
+            "Use minimize, or set jax_enable_x64 and give a float64 w0."
         )
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)

@@ -90,9 +90,7 @@ class AbstractStationary(AbstractKernel):
         squares = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None]
         # Distances are differences, which default matrix products round too coarsely.
         products = jnp.matmul(a, b.T, precision="highest")
-        distances = jnp.maximum(
-            squares - 2 * products, 0
-        )  # may be negative by rounding
+        distances = jnp.maximum(squares - 2 * products, 0)  # not negative by rounding
         return cast(self.variance, a) * self._profile(distances)
 
     def slope(self, theta, z):

@@ -1,8 +1,9 @@
-"""Searches on the host: `minimize` calls a black box, `AskTell` is told its losses."""
+"""Searches in a loop on the host: `minimize` calls a black box."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,9 @@ from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
-from ..privacy.report import PrivacyReport
 from ..runs.progress import check_bar, step_bar
+from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
-from .folder import NoisyLosses
-from .rounds import Rounds
-from .run import plan_run
 
 # A function from points to all records' losses at each of them, in their order.
 Evaluations = Callable[[Float[np.ndarray, "k d"]], Iterable[Any]]
@@ -93,175 +91,27 @@ def minimize(
         with noise of its own, and its budget has to be added.
     """
     if getattr(problem, "losses", minimize) is None:
-        raise TypeError(
-            "minimize: the black box has losses=None. Give a function of the point, "
-            "or evaluate points elsewhere by dpbilevel.search.AskTell."
-        )
+        raise TypeError("minimize: the black box has losses=None. Use AskTell.")
 
-    def evaluations(points):
-        assert problem.losses is not None
-        return map(problem.losses, points)  # copies, which a black box may change
-
-    solution = run_search(
-        problem,
-        solver,
-        w0,
-        evaluations,
-        key=key,
-        budget=budget,
-        precision=precision,
-        folder=folder,
-        progress=progress,
-    )
+    if progress:
+        check_bar("minimize: progress=True")
+    options: Any = {"key": key, "budget": budget, "precision": precision}
+    search = AskTell(problem, solver, w0, folder=folder, owner="minimize", **options)
+    losses: Any = problem.losses  # of copies of the points
+    evaluate = functools.partial(map, losses)
+    solution = run_search(search, solver.num_steps, evaluate, progress)
     return solution if trajectory else dataclasses.replace(solution, trajectory=None)
 
 
 def run_search(
-    problem: BlackBox,
-    solver: AbstractAskTellSolver,
-    w0: Any,
-    evaluations: Evaluations,
-    *,
-    progress: bool,
-    folder: Path | str | None,
-    owner: str = "minimize",
-    **options: Any,
+    search: AskTell, num_steps: int, evaluations: Evaluations, progress: bool
 ) -> Solution:
-    """Return the solution of `minimize`, with its trajectory."""
-    if progress:
-        check_bar(f"{owner}: progress=True")
-    run = plan_run(owner, problem, solver, w0, folder=folder, **options)
+    """Return the solution of a search, with its trajectory."""
     count = itertools.count(1)
-    with (
-        Rounds(run, folder) as rounds,
-        step_bar(run.solver.num_steps, "search", shown=progress) as show,
-    ):
-        while len(points := rounds.ask()):
+    with search, step_bar(num_steps, "search", shown=progress) as show:
+        while len(points := search.ask()):
             for losses in evaluations(points):
-                rounds.tell([losses])
-                show(rounds.done, evaluations=next(count))
-    assert rounds.solution is not None
-    return rounds.solution
-
-
-class AskTell:
-    """A search in steps: `ask` returns points, `tell` takes all records' losses there.
-
-    It works like `minimize`, but the evaluations are made elsewhere: on a cluster, by
-    another process, days later. With the same losses and the same key it makes the
-    releases of `minimize`, bit for bit, if both have a folder or both have none.
-
-    Args:
-        problem: The black box; its `losses` may be `None`, and are not called.
-        solver: An ask/tell solver: calibrated, or any with `budget`.
-        w0: The initial point, one vector, public or already private.
-        key: One typed key; consumed by this search.
-        budget: The guarantee: the solver is calibrated first.
-        precision: As in `calibrate`; used with `budget` only.
-        folder: Folder for the losses and for a checkpoint of every step. A later object
-            with the same arguments and folder continues the search, in this process or
-            another one; after the end it has the result. The folder is locked until the
-            search is done, closed or no longer referenced.
-
-    Raises:
-        TypeError: As `minimize`.
-        ValueError: As `minimize`; or the folder is in use.
-        OSError: The disk refuses.
-
-    Warns:
-        UserWarning: As `minimize`.
-
-    Privacy:
-        As `minimize`: one run under the solver's ledger, recorded in the folder before
-        the first point is returned, whether or not it is finished. Points and their
-        number are functions of released values. With a folder the noise of a step also
-        depends on all losses told so far, as in `minimize`. The object is SECRET: it
-        holds losses and the key of future noise. It cannot be copied, pickled or used
-        after `os.fork`: two objects would release with the same noise. The time of
-        evaluations, and other uses of the losses, are not covered.
-    """
-
-    def __init__(
-        self,
-        problem: BlackBox,
-        solver: AbstractAskTellSolver,
-        w0: Float[np.ndarray, " d"],
-        *,
-        key: PRNGKey,
-        budget: PrivacyBudget | None = None,
-        precision: Precision = "grid",
-        folder: Path | str | None = None,
-    ):
-        plan = plan_run(
-            "AskTell",
-            problem,
-            solver,
-            w0,
-            key=key,
-            budget=budget,
-            precision=precision,
-            folder=folder,
-        )
-        self._rounds = Rounds(plan, folder)
-
-    def ask(self) -> Float[np.ndarray, "k d"]:
-        """Return the points to evaluate next, float64; none when the search is done.
-
-        Until `tell` has taken losses, every call returns the same points.
-
-        Raises:
-            ValueError: The search was closed, or belongs to the process from which this
-                one was forked, or the folder's lock file was deleted or replaced.
-            OSError: The disk refuses.
-        """
-        return self._rounds.ask()
-
-    def tell(self, losses: Sequence[Float[np.ndarray, " n"]]) -> None:
-        """Take losses at the points of `ask`, in their order.
-
-        When all points have losses, the step is released.
-
-        Args:
-            losses: One row for each point, or for the first ones: a table of shape `(k,
-                n)`, or a sequence of vectors. A record's loss is at the same place in
-                every row. NaN counts as the worst loss.
-
-        Raises:
-            TypeError: The losses are no real numbers.
-            ValueError: Their shapes do not fit, `ask` was not called, or as in `ask`.
-                Nothing is taken then; the message names shapes and no loss.
-            OSError: The disk refuses.
-        """
-        self._rounds.tell(losses)
-
-    @property
-    def result(self) -> Solution | None:
-        """Released solution with its trajectory; `None` until the search is done."""
-        return self._rounds.solution
-
-    @property
-    def report(self) -> PrivacyReport | None:
-        """Guarantee, known before the first point; `None` without `budget`."""
-        return self._rounds.report
-
-    @property
-    def noisy_losses(self) -> NoisyLosses:
-        """Points whose noisy mean losses were released so far, and these losses.
-
-        Shapes `(k, d)` and `(k,)`: all points of `NoisyUCB`, one of `RepeatAndSelect`
-        after its end, none of solvers that release no loss.
-        """
-        return self._rounds.noisy_losses
-
-    def close(self) -> None:
-        """Unlock the folder, so that another object can continue, and this one cannot.
-
-        Without a folder this does nothing.
-        """
-        self._rounds.close()
-
-    def __enter__(self) -> "AskTell":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+                search.tell([losses])
+                show(search.done, evaluations=next(count))
+    assert search.result is not None
+    return search.result

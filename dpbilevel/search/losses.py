@@ -11,13 +11,7 @@ from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
 from ..draws.scores.mean_loss import public_part, spread_of
 from ..privacy.noise import PRNGKey
-from ..privacy.per_example.clipping import (
-    Basis,
-    Bounded,
-    Precision,
-    clipped_mean,
-    unsealed,
-)
+from ..privacy.per_example import clipping
 from ..privacy.queries import RECORDS, Query
 from ..privacy.records.rows import Padded, unpacked
 from ..privacy.releases import AbstractNoisyRelease
@@ -29,8 +23,8 @@ Losses = Array | Padded
 
 
 def clipped_loss(
-    losses: Losses, clip_range: Number, size: int, precision: Precision
-) -> Bounded:
+    losses: Losses, clip_range: Number, size: int, precision: clipping.Precision
+) -> clipping.Bounded:
     r"""Return the sealed mean of losses clipped to $[0, B]$, minus $B / 2$.
 
     Args:
@@ -46,7 +40,7 @@ def clipped_loss(
     rows, present = unpacked(losses)
     width = cast(clip_range, rows)
     batch, fun = Batch(rows, present, float(size)), clip_and_center(width)
-    return clipped_mean(fun, batch, clip_norm=width / 2, precision=precision)
+    return clipping.clipped_mean(fun, batch, clip_norm=width / 2, precision=precision)
 
 
 def clip_and_center(clip_range: Number) -> Callable[[Array], Array]:
@@ -118,11 +112,13 @@ def score_of_candidates(
     def score(row):
         point, column = row
         mean = clipped_loss(_pack(column, present), clip_range, size, "grid")
-        return unsealed(mean) + public_part(public, point, start, half)
+        return clipping.unsealed(mean) + public_part(public, point, start, half)
 
     scores = jax.lax.map(score, (points, rows.T))
     spread, _ = spread_of(clip_range, size, rows.dtype, public is not None)
-    return BoundedScore(_CandidateScore(scores), spread, "spread", Basis.CLIPPED)
+    return BoundedScore(
+        _CandidateScore(scores), spread, "spread", clipping.Basis.CLIPPED
+    )
 
 
 def _pack(rows: Array, present: Array | None) -> Losses:

@@ -14,8 +14,8 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
-from .base import AbstractAskTellSolver, Proposal, SearchProblem
-from .candidates import LOSS, box_of, check_starts, ends, start_of, starts_of, uniform
+from . import base
+from .base import LOSS, AbstractAskTellSolver, Proposal, SearchProblem
 from .gp import solve_both
 from .kernels import RBF, cast
 from .losses import loss_query, noisy_loss
@@ -76,11 +76,11 @@ class NoisyUCB(
 
     def __check_init__(self):
         check_fields(self)
-        check_starts("NoisyUCB", self.starts, num_steps=self.num_steps)
+        base.check_starts("NoisyUCB", self.starts, num_steps=self.num_steps)
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
-        w = start_of("NoisyUCB", problem, w0)
+        w = base.start_of("NoisyUCB", problem, w0)
         # Rows without values hold any point; `_evaluated` masks them.
         points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
         values = jnp.zeros(self.num_steps, w.dtype)
@@ -88,22 +88,20 @@ class NoisyUCB(
 
     @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
-        box = box_of("NoisyUCB", problem)
+        box = base.box_of("NoisyUCB", problem)
         key_everywhere, key_near = derive(key, "proposal", "search")
         half = -(-self.num_candidates // 2)
-        everywhere = uniform(box, state.w, half, key=key_everywhere)
-        lower, upper = ends(box, state.w)
+        everywhere = base.uniform(box, state.w, half, key=key_everywhere)
+        lower, upper = base.ends(box, state.w)
         # Half of the candidates are near the best point, at half a length-scale.
         away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
         step = cast(self.lengthscale / 2, state.w) * (upper - lower)
         near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
-        bound = (
-            mean - cast(self.exploration, mean) * deviation
-        )  # constant without values
-        point = candidates[jnp.argmin(bound)]
-        starts = starts_of("NoisyUCB", self.starts, box, state.w)
+        margin = cast(self.exploration, mean) * deviation  # constant without values
+        point = candidates[jnp.argmin(mean - margin)]
+        starts = base.starts_of("NoisyUCB", self.starts, box, state.w)
         if len(starts):
             point = jnp.where(state.t < len(starts), starts[state.t], point)
         return Proposal(point[None], jnp.ones((), jnp.int32))
@@ -112,22 +110,14 @@ class NoisyUCB(
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
         release = self.release(problem, self.sizes)
         value = noisy_loss(release, problem, proposal, losses, self.clip_range, key=key)
-        state = _State(
-            state.w,
-            state.points.at[state.t].set(proposal.points[0]),
-            state.values.at[state.t].set(value),
-            state.t + 1,
-        )
-        box = box_of("NoisyUCB", problem)
+        points = state.points.at[state.t].set(proposal.points[0])
+        values = state.values.at[state.t].set(value)
+        state = _State(state.w, points, values, state.t + 1)
+        box = base.box_of("NoisyUCB", problem)
         mean, _ = self._posterior(box, state, state.points)
         best = jnp.argmin(jnp.where(self._evaluated(state), mean, jnp.inf))
         return dataclasses.replace(state, w=state.points[best])
 
-    @override
-    def released(self, state: _State) -> Float[Array, " d"]:
-        return state.w
-
-    @override
     def adversary_view(self, state: _State) -> PyTree:
         """Return the best point, and all points with their noisy losses."""
         return state.w, state.points, state.values
@@ -142,9 +132,7 @@ class NoisyUCB(
         return Release(LOSS, 1, (query,), self.release_noise)
 
     @override
-    def releases(
-        self, problem: SearchProblem, sizes: int
-    ) -> tuple[AbstractRelease, ...]:
+    def releases(self, problem, sizes) -> tuple[AbstractRelease, ...]:
         return (self.counted_release(problem, sizes),)
 
     @override
@@ -157,7 +145,7 @@ class NoisyUCB(
 
     def _posterior(self, box, state, points):
         """Return mean and standard deviation of the process, in units of losses."""
-        lower, upper = ends(box, state.w)
+        lower, upper = base.ends(box, state.w)
         sides = jnp.maximum(upper - lower, jnp.finfo(lower.dtype).tiny)
         scale = cast(self.lengthscale, state.w) * sides
         amplitude = cast(self.clip_range / 4, state.values)
@@ -168,13 +156,9 @@ class NoisyUCB(
         std *= cast(self.clip_range, amplitude)
         unit = loss_query(1.0, self.sizes).contribution
         std *= cast(self.neighbours.contributions * unit, amplitude)
-        mean, deviation = posterior(
-            state.points / scale[None],
-            state.values / amplitude,
-            self._evaluated(state),
-            points / scale[None],
-            (std / amplitude) ** 2,
-        )
+        known = state.points / scale[None], state.values / amplitude
+        evaluated, noise = self._evaluated(state), (std / amplitude) ** 2
+        mean, deviation = posterior(*known, evaluated, points / scale[None], noise)
         return mean * amplitude, deviation * amplitude
 
 
@@ -197,19 +181,17 @@ def posterior(
         noise: Noise variance of the values; a nugget is added.
     """
     # Without the nugget, equal points would have no Cholesky factor.
-    nugget = jnp.finfo(points.dtype).eps ** 0.5
+    nugget, kernel, near = jnp.finfo(points.dtype).eps ** 0.5, RBF(), points[0]
     both = known[:, None] & known[None, :]
     diagonal = jnp.where(known, noise + cast(nugget, noise), 1)
-    covariance = jnp.where(both, _kernel(points, points), 0) + jnp.diag(diagonal)
+    covariance = jnp.where(both, kernel.covariance(points, points, near), 0) + jnp.diag(
+        diagonal
+    )
     count = jnp.maximum(jnp.sum(known), 1).astype(values.dtype)
     center = jnp.sum(jnp.where(known, values, 0)) / count  # the prior mean
     factor = jnp.linalg.cholesky(covariance)
-    cross = jnp.where(known[:, None], _kernel(points, at), 0)
+    cross = jnp.where(known[:, None], kernel.covariance(points, at, near), 0)
     rest = jnp.where(known, values - center, 0)
     half, weights = solve_both(factor, cross, rest)
     variance = jnp.maximum(1 - jnp.sum(half**2, axis=0), 0)
     return center + half.T @ weights, jnp.sqrt(variance)
-
-
-def _kernel(u: Float[Array, "m d"], v: Float[Array, "q d"]) -> Float[Array, "m q"]:
-    return RBF().covariance(u, v, u[0])

@@ -14,21 +14,19 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.report import PrivacyReport
 from ..sets import Box
+from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
 from .declared import DeclaredTraining
 from .folder import read_run
 from .gibo import GradientInformativeBO
-from .rounds import Rounds
-from .run import plan_run
 from .space import Categorical, Range, Space
-from .study import DROP, StudyTrials
+from .study import DROP, OWNER, StudyTrials
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
     from optuna.trial import FixedTrial
 
-_OWNER = "optimize_study"
 _EXCEPTIONS = (
     "unprotected: whether and where the objective raises an exception that catch= "
     "names, after which every record has the worst loss; if that depends on a record, "
@@ -137,50 +135,35 @@ def optimize_study(
         The objective must not write losses elsewhere, or reach the study by other ways
         than its trial.
     """
-    optuna = _optuna()
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(missing(OWNER, "optuna", extra="optuna")) from error
     _check_study(study, optuna)
-    _checks.instance(_OWNER, PrivacyBudget, budget=budget)
+    _checks.instance(OWNER, PrivacyBudget, budget=budget)
     exceptions = _exceptions(catch)
     space = _StudySpace(distributions, optuna)
     if space.categories and isinstance(solver, GradientInformativeBO):
         raise ValueError(
-            f"{_OWNER}: GradientInformativeBO needs slopes, which the category "
-            f"{space.categories[0]!r} has not. Use RandomSearch or RepeatAndSelect."
+            f"{OWNER}: GradientInformativeBO needs slopes, which the category "
+            f"{space.categories[0]!r} has not. Use another solver."
         )
     of = ", ".join(f"{name}: {entry}" for name, entry in distributions.items())
+    box, evaluates = Box(-1.0, 1.0), f"a study of {of}"
     problem = BlackBox(
-        None,
-        num_records,
-        Box(-1.0, 1.0),
-        records,
-        f"a study of {of}",
-        training,
-        trainings_after,
+        None, num_records, box, records, evaluates, training, trainings_after
     )
-    trials = StudyTrials(_OWNER, study, distributions, optuna)
+    trials = StudyTrials(study, distributions, optuna)
     try:
         solver = _with_queue(solver, trials, space, folder)
-        run = plan_run(
-            _OWNER,
-            problem,
-            solver,
-            np.zeros(space.coordinates),
-            key=key,
-            budget=budget,
-            precision="grid",
-            folder=folder,
-        )
-        with Rounds(run, folder) as search:
+        start, options = np.zeros(space.coordinates), {"key": key, "budget": budget}
+        search = AskTell(problem, solver, start, folder=folder, owner=OWNER, **options)
+        with search:
             trials.begin(search, solver.shows_every_loss, folder)
             while len(points := search.ask()):
                 for point in points:
-                    trials.evaluate(
-                        objective,
-                        space.parameters(point),
-                        search,
-                        num_records=num_records,
-                        exceptions=exceptions,
-                    )
+                    params = space.parameters(point)
+                    trials.evaluate(objective, params, search, num_records, exceptions)
     finally:
         begun = folder is not None and read_run(Path(folder)) is not None
         trials.give_up(queue_again=not begun)
@@ -189,9 +172,9 @@ def optimize_study(
     return answer
 
 
-def _answer(search: Rounds, space: "_StudySpace", catches: bool) -> StudyAnswer:
+def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:
     """Return the released answer of a finished search."""
-    solution, report = search.solution, search.report
+    solution, report = search.result, search.report
     assert solution is not None
     assert report is not None
     if catches:
@@ -211,19 +194,14 @@ def _exceptions(catch: Any) -> tuple[type[Exception], ...]:
     exceptions: tuple[Any, ...] = tuple(catch) if several else (catch,)
     for kind in exceptions:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            got = _checks.shown(kind)
             raise TypeError(
-                f"{_OWNER}: catch must be an exception class or several, such as "
-                f"(ValueError,), got {_checks.shown(kind)}."
+                f"{OWNER}: catch must be an exception class or several, got {got}."
             )
     return exceptions
 
 
-def _with_queue(
-    solver: AbstractAskTellSolver,
-    trials: StudyTrials,
-    space: "_StudySpace",
-    folder: Path | str | None,
-) -> AbstractAskTellSolver:
+def _with_queue(solver, trials, space, folder) -> AbstractAskTellSolver:
     """Take the queued trials, and return the solver with their points first.
 
     A resumed run keeps the queued points that it began with.
@@ -239,7 +217,7 @@ def _with_queue(
         count = trials.queued(answers=has_starts)
         if count and not has_starts:
             raise ValueError(
-                f"{_OWNER}: {count} trials are queued, but {type(solver).__name__} "
+                f"{OWNER}: {count} trials are queued, but {type(solver).__name__} "
                 f"takes no points. Use RandomSearch or NoisyUCB, or {DROP}."
             )
         if not count:
@@ -257,26 +235,18 @@ class _StudySpace:
     """Optuna's distributions on coordinates in [-1, 1]."""
 
     def __init__(self, distributions: Any, optuna: Any):
-        _checks.instance(_OWNER, Mapping, distributions=distributions)
+        _checks.instance(OWNER, Mapping, distributions=distributions)
         if not distributions:
-            raise ValueError(f"{_OWNER}: distributions names no parameter.")
+            raise ValueError(f"{OWNER}: distributions names no parameter.")
         self._steps: dict[str, Any] = {}
         self._exact: dict[bytes, dict[str, Any]] = {}  # of queued trials
-        entries = {}
+        entries, known = {}, optuna.distributions
+        kinds = known.FloatDistribution, known.IntDistribution
+        kinds += (known.CategoricalDistribution,)
         for name, entry in distributions.items():
-            types = optuna.distributions
-            supported = (types.FloatDistribution, types.IntDistribution)
-            supported += (types.CategoricalDistribution,)
-            if not isinstance(entry, supported):
-                raise TypeError(
-                    f"{_OWNER}: distributions[{name!r}] must be a FloatDistribution, "
-                    "an IntDistribution or a CategoricalDistribution of "
-                    f"optuna.distributions, got {_checks.shown(entry)}."
-                )
+            _checks.instance(OWNER, kinds, **{f"distributions[{name!r}]": entry})
             if entry.single():
-                raise ValueError(
-                    f"{_OWNER}: {name!r} has one value. Set it in the objective."
-                )
+                raise ValueError(f"{OWNER}: {name!r} has one value; leave it out.")
             entries[name] = self._entry(name, entry)
         self._space = Space(entries)
         self.coordinates = self._space.coordinates
@@ -313,18 +283,9 @@ class _StudySpace:
 
 
 def _check_study(study: Any, optuna: Any) -> None:
-    _checks.instance(_OWNER, optuna.Study, study=study)
+    _checks.instance(OWNER, optuna.Study, study=study)
     if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
+        directions = [v.name for v in study.directions]
         raise ValueError(
-            f"{_OWNER}: losses are minimized, but the study's directions are "
-            f"{[v.name for v in study.directions]}. Give "
-            "optuna.create_study(direction='minimize')."
+            f"{OWNER}: the study must minimize one loss, got {directions}."
         )
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(missing(_OWNER, "optuna", extra="optuna")) from error
-    return optuna

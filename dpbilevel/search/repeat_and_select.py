@@ -16,8 +16,8 @@ from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, standard_exponential
 from ..privacy.per_example.clipping import Basis
 from ..privacy.selection import Repetitions, Selection
-from .base import AbstractAskTellSolver, BlackBox, Proposal, SearchProblem
-from .candidates import LOSS, box_of, start_of, uniform
+from . import base
+from .base import LOSS, AbstractAskTellSolver, BlackBox, Proposal, SearchProblem
 from .declared import TRAINING, Trainings
 from .losses import loss_query, noisy_loss
 
@@ -115,9 +115,8 @@ def check_enough(owner: str, repetitions: Repetitions, num_steps: int) -> None:
         enough = int(np.argmax(beyond < 1e-9))
         raise ValueError(
             f"{owner}: more than num_steps={num_steps} repetitions have probability "
-            f"{probability:.2g}, which is part of delta. Lower the mean, or give "
-            f"num_steps={enough} with mean={repetitions.mean:.6g} and "
-            f"shape={repetitions.shape:.6g}: then it is below 1e-9."
+            f"{probability:.2g}. Lower the mean, or give num_steps={enough} with "
+            f"mean={repetitions.mean:.6g} and shape={repetitions.shape:.6g}."
         )
 
 
@@ -177,48 +176,32 @@ class RepeatAndSelect(
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> BestRun:
-        w = start_of("RepeatAndSelect", problem, w0)
+        w = base.start_of("RepeatAndSelect", problem, w0)
         return BestRun.start(w, w.dtype)
 
     @override
     def ask(self, problem: SearchProblem, state: BestRun, *, key: PRNGKey) -> Proposal:
-        box = box_of("RepeatAndSelect", problem)  # also after the first K points
-        return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
+        box = base.box_of("RepeatAndSelect", problem)  # also after the first K points
+        return Proposal(base.uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
     @override
     def tell(self, problem, state, proposal, losses, *, key) -> BestRun:
         key_repeats, key_select = derive(key, "repeats", "select")
-        value = noisy_loss(
-            self._selection(self.sizes),
-            problem,
-            proposal,
-            losses,
-            self.clip_range,
-            key=key_select,
-        )
-        repetitions, most = self.repetitions, self.num_steps
-        return state.after(
-            proposal.points[0], value, repetitions, most, key=key_repeats
-        )
+        release, told = self._selection(self.sizes), (problem, proposal, losses)
+        value = noisy_loss(release, *told, self.clip_range, key=key_select)
+        planned, point = (self.repetitions, self.num_steps), proposal.points[0]
+        return state.after(point, value, *planned, key=key_repeats)
 
-    @override
-    def released(self, state: BestRun) -> Float[Array, " d"]:
-        """Return the initial point, and after the last step the answer."""
-        return state.w
-
-    @override
     def adversary_view(self, state: BestRun) -> PyTree:
         """Return the answer and its noisy loss."""
         return state.w, state.value
 
-    @override
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
         """Return the best run after the last step; none if K is zero."""
         last = state.t == self.num_steps
         shown = int(last & jnp.isfinite(state.best_value))
         return state.w[None][:shown], state.value[None][:shown]
 
-    @override
     def releases(self, problem: SearchProblem, sizes: int) -> tuple[Selection]:
         """Return one selection; a declared training is part of every run."""
         selection = self._selection(sizes)
@@ -228,19 +211,16 @@ class RepeatAndSelect(
         if any(rate < 1 for _, rate, _ in training.history):
             raise ValueError(
                 "RepeatAndSelect: private selection has no accounting for training on "
-                "Poisson batches. Declare full batches or DeclaredTraining.gdp, or use "
-                "RandomSearch or NoisyUCB."
+                "Poisson batches. Use RandomSearch or NoisyUCB."
             )
         run = (Trainings(TRAINING, 1, (), training),)
         basis = Basis.CONSTANTS
         return (dataclasses.replace(selection, trainings=(run,), basis=basis),)
 
-    @override
     def charged_trainings(self) -> int:
         """Return 0: the selection counts the trainings of its runs."""
         return 0
 
-    @override
     def with_noise(self, scale: Number) -> Self:
         """Return a copy with noise multiplier `scale` in every repetition."""
         return dataclasses.replace(self, noise_multiplier=scale)

@@ -105,9 +105,8 @@ class RowLosses:
         except Exception as error:
             raise ValueError(
                 f"PrivateSearch.fit: in the middle of the space, {self._shown(point)} "
-                f"fails on training rows: {str(error).rstrip('.')}. Give whole numbers "
-                "a Range(..., integer=True), and parameters of some categories only a "
-                "condition when={...}."
+                f"fails on training rows: {str(error).rstrip('.')}. Change the space: "
+                "it has integer=True for whole numbers, and when= for conditions."
             ) from error
         X, y = table
         inputs = [X]
@@ -117,16 +116,13 @@ class RowLosses:
             inputs.append(missing)
         with _silence():
             # An estimator may reject missing values; the rows as they are it accepts.
-            independent = all(
-                self._is_independent(fitted, (v, y), may_fail=v is not X)
-                for v in inputs
-            )
+            checks = (self._is_independent(fitted, (v, y), v is not X) for v in inputs)
+            independent = all(checks)
         if not independent:
             raise ValueError(
                 "PrivateSearch: losses of training rows change with the rows beside "
                 "them, so one validation record would change the losses of others. "
-                "Compute every loss from its own row and the fitted estimator, without "
-                "scaling, ranking, means or shared random numbers."
+                "Compute every loss from its own row and the fitted estimator."
             )
 
     def gradient_scale(self, size: int) -> float:
@@ -200,15 +196,13 @@ class RowLosses:
             return "the estimator"
 
     def _unknown(self, reason, what):
-        warnings.warn(
+        _checks.warn(
             f"PrivateSearch.fit: training rows give no scale of {what} in the middle "
-            f"of the space ({reason}); {what} are clipped at 1. Give solver=, or a "
-            "space around likely values.",
-            stacklevel=5,
+            f"of the space ({reason}); {what} are clipped at 1. Give solver=."
         )
         return 1.0
 
-    def _is_independent(self, fitted, table, *, may_fail):
+    def _is_independent(self, fitted, table, may_fail):
         """Return whether rows keep their losses if other rows change."""
         X, y = table
         everyone = np.arange(count(y))
@@ -259,8 +253,8 @@ class RowLosses:
         losses = column.numbers()
         if losses.shape != (count(y),):
             raise ValueError(
-                "PrivateSearch: losses must return one number for each of the "
-                f"{count(y)} rows, got shape {losses.shape}."
+                f"PrivateSearch: losses must return one number for each of {count(y)} "
+                f"rows, got shape {losses.shape}."
             )
         return losses / self.unit
 
@@ -295,9 +289,9 @@ def check_jobs(owner: str, n_jobs: Any) -> None:
     """Check that `n_jobs` is a number of processes or `None`."""
     whole = isinstance(n_jobs, int | np.integer) and not isinstance(n_jobs, bool)
     if n_jobs is not None and not (whole and (n_jobs > 0 or n_jobs == -1)):
+        got = _checks.shown(n_jobs)
         raise ValueError(
-            f"{owner}: n_jobs must be a number of processes from 1, -1 for one on each "
-            f"core, or None, got {_checks.shown(n_jobs)}."
+            f"{owner}: n_jobs must be a number of processes, -1 or None, got {got}."
         )
 
 
@@ -314,18 +308,12 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
         ValueError: Numbers of rows differ, or the columns are not the training ones.
     """
     if not isinstance(validation, tuple | list) or len(validation) != 2:
-        length = (
-            f" of {len(validation)}" if isinstance(validation, tuple | list) else ""
-        )
-        raise TypeError(
-            "PrivateSearch.fit: validation must be (X, y) of the private records, a "
-            f"tuple of 2, got {type(validation).__name__}{length}."
-        )
+        got = _checks.shown(validation)
+        raise TypeError(f"PrivateSearch.fit: validation must be (X, y), got {got}.")
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
         raise ValueError(
-            f"PrivateSearch.fit: validation has {counts[0]} inputs and {counts[1]} "
-            "targets."
+            f"PrivateSearch.fit: validation has {counts} inputs and targets."
         )
     for name, public, private in zip("Xy", (X, y), validation, strict=True):
         columns = _columns(public), _columns(private)

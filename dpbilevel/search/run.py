@@ -1,4 +1,4 @@
-"""Plan of a search on the host, from checked arguments."""
+"""Plan of a search on the host, from checked arguments, and checks of losses."""
 
 import dataclasses
 from pathlib import Path
@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Float
 
 from .. import _checks
 from ..core import spent
+from ..core.columns import Column
 from ..core.loop import bound_to
 from ..core.plan import calibrated
 from ..onelevel.problem import check_set, check_start
@@ -57,7 +59,6 @@ def plan_run(
     problem: BlackBox,
     solver: AbstractAskTellSolver,
     w0: Any,
-    *,
     key: PRNGKey,
     budget: PrivacyBudget | None,
     precision: Precision,
@@ -96,19 +97,12 @@ def plan_run(
             solver.ledger(problem, solver.sizes).events()
         except ValueError as error:
             raise ValueError(
-                f"{owner}: the solver is not calibrated ({error}). Give "
-                "budget=PrivacyBudget(epsilon, delta), or a solver from "
-                "dpbilevel.calibrate."
+                f"{owner}: not calibrated ({error}). Give budget=."
             ) from None
         costs = spent.costs_of(problem, unbound, n, owner)
-        first = first_checkpoint(
-            problem,
-            solver,
-            w0,
-            key=key,
-            fingerprint=fingerprint(problem, solver, w0, budget, report),
-            with_start=False,
-        )
+        page = fingerprint(problem, solver, w0, budget, report)
+        options = {"key": key, "fingerprint": page, "with_start": False}
+        first = first_checkpoint(problem, solver, w0, **options)
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
     return Run(owner, public, solver, report, costs, first)
 
@@ -124,49 +118,57 @@ def _check(owner, problem, solver, key, budget, folder) -> None:
     if not isinstance(solver, AbstractAskTellSolver):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
-            f"{owner}: solver must be RandomSearch, RepeatAndSelect, NoisyUCB, "
-            "GradientInformativeBO or another one that asks for losses, got "
-            f"{name}."
+            f"{owner}: solver must be one that asks for losses, got {name}."
         )
     if solver.neighbours is not Neighbours.REPLACE_ONE:
-        raise ValueError(
-            f"{owner}: a black box publishes its number of records, which "
-            "add-or-remove-one keeps private. Use Neighbours.REPLACE_ONE."
-        )
+        raise ValueError(f"{owner}: the number of records is public. Use REPLACE_ONE.")
     if problem.training is not None and folder is None and jax.process_count() > 1:
         raise ValueError(
-            f"{owner}: several processes would train different models and release "
-            "their losses with the same noise. Give folder=, with which one process "
-            "evaluates for all."
+            f"{owner}: several processes would release different losses with the same "
+            "noise. Give folder=, with which one process evaluates for all."
         )
     if folder is not None and budget is None:
-        raise ValueError(
-            f"{owner}: folder= records the report and the cost of the run. Give "
-            "budget=, which calibrates the solver."
-        )
+        raise ValueError(f"{owner}: folder= records the report. Give budget=.")
     if folder is not None and not problem.records:
         raise ValueError(
-            f"{owner}: continuing an interrupted run of folder= on other records would "
-            "be a second release. Identify the records and their order by "
-            "BlackBox(..., records=hashlib.sha256(X.tobytes()).hexdigest())."
+            f"{owner}: continuing a run of folder= on other records would be a second "
+            "release. Identify the records by BlackBox(..., records=)."
         )
 
 
 def _start(owner: str, problem: BlackBox, w0: Any) -> Any:
     """Return the initial point in float64."""
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(w0)):
-        raise TypeError(
-            f"{owner}: calls Python between steps, so it cannot be used inside "
-            "jax.jit, jax.vmap or jax.grad. Call it from plain Python."
-        )
+        raise TypeError(f"{owner}: cannot be used inside jit, vmap or grad of JAX.")
     if not hasattr(w0, "shape") or len(w0.shape) != 1:
         raise ValueError(
             f"{owner}: w0 must be one vector, a floating-point array of shape (d,), "
-            f"got {jax.tree.map(np.shape, w0)} in a {type(w0).__name__}. Put all "
-            "parameters into one numpy.array(..., float)."
+            f"got {jax.tree.map(np.shape, w0)} in a {type(w0).__name__}."
         )
     check_start(w0)
     with double_precision():
         start = jnp.asarray(np.asarray(w0, np.float64))
         check_set("w_set", problem.w_set, start)
         return start
+
+
+def check_losses(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
+    """Return the losses at a point; errors name shapes and types, never a value."""
+    try:
+        column = Column.of(value)  # entry by entry: one may be no number
+    except (TypeError, ValueError):
+        column = None
+    scalar = column is not None and (column.kind, column.entries.ndim) == ("objects", 0)
+    if column is None or column.kind == "texts" or scalar:
+        raise TypeError(
+            f"{owner}: the losses at a point must be {n} real numbers, got "
+            f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}."
+        )
+    losses = column.numbers()
+    if losses.shape != (n,):
+        got = losses.shape
+        raise ValueError(
+            f"{owner}: losses must be one per record, shape ({n},), got shape {got}."
+        )
+    # Under jax_debug_nans JAX would raise because of one record's NaN.
+    return np.where(np.isnan(losses), np.inf, losses)

@@ -5,7 +5,7 @@ import graphlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -49,17 +49,11 @@ class Range:
         ends = (self.low, self.high)
         finite = all(_checks.concrete(v) and math.isfinite(v) for v in ends)
         if not (finite and self.low < self.high):
-            raise ValueError(
-                "Range: low and high must be finite and increasing numbers, got "
-                f"{self.low!r} and {self.high!r}."
-            )
+            raise ValueError(f"Range: ends must be finite and increasing, got {ends}.")
         if self.log and self.low <= 0:
             raise ValueError(f"Range: log=True needs low above 0, got {self.low!r}.")
         if self.integer and not all(float(v).is_integer() for v in ends):
-            raise ValueError(
-                f"Range: integer=True needs whole ends, got {self.low!r} and "
-                f"{self.high!r}."
-            )
+            raise ValueError(f"Range: integer=True needs whole ends, got {ends}.")
         if self.size is not None:
             _checks.count("Range", size=self.size)
 
@@ -93,7 +87,7 @@ class Range:
         """
         if value not in self:
             raise ValueError(
-                f"Range: {value!r} is not in the range from {self.low} to {self.high}."
+                f"Range: {value!r} is not in the range {self.low, self.high}."
             )
         low, high = self._ends
         inner = np.log(value) if self.log else np.asarray(value, np.float64)
@@ -133,30 +127,22 @@ class Categorical:
         ValueError: There are fewer than two choices, or two are equal.
     """
 
+    coordinates: ClassVar[int] = 1  # of the parameter, as in `Range`
     choices: Sequence[Any] = dataclasses.field(hash=False)
     when: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self):
         _check_condition("Categorical", self.when)
-        if not isinstance(self.choices, list | tuple | range):
-            raise TypeError(
-                "Categorical: choices must be a list, such as ['linear', 'rbf'], got "
-                f"{_checks.shown(self.choices)}."
-            )
-        object.__setattr__(self, "choices", tuple(self.choices))
-        if len(self.choices) < 2:
-            raise ValueError(
-                f"Categorical: needs at least two choices, got {list(self.choices)}. "
-                "Set a single value in the estimator."
-            )
-        for number, choice in enumerate(self.choices):
-            if any(_same(choice, other) for other in self.choices[:number]):
+        choices = self.choices
+        if not isinstance(choices, list | tuple | range):
+            got = _checks.shown(choices)
+            raise TypeError(f"Categorical: choices must be a list, got {got}.")
+        object.__setattr__(self, "choices", tuple(choices))
+        if len(choices) < 2:
+            raise ValueError(f"Categorical: needs two choices, got {list(choices)}.")
+        for number, choice in enumerate(choices):
+            if any(_same(choice, other) for other in choices[:number]):
                 raise ValueError(f"Categorical: {choice!r} is given twice.")
-
-    @property
-    def coordinates(self) -> int:
-        """Number of coordinates of the parameter."""
-        return 1
 
     def value(self, position: Float[np.ndarray, " 1"]) -> Any:
         """Return the choice at a coordinate in [-1, 1]; all choices have equal parts.
@@ -196,9 +182,7 @@ class Categorical:
         for index, choice in enumerate(self.choices):
             if _same(choice, value):
                 return np.asarray([self.center(index)])
-        raise ValueError(
-            f"Categorical: {value!r} is not among the choices {list(self.choices)}."
-        )
+        raise ValueError(f"Categorical: {value!r} is not among the choices.")
 
     def __contains__(self, value: Any) -> bool:
         """Return whether a value is one of the choices."""
@@ -214,19 +198,13 @@ def _same(choice: Any, other: Any) -> bool:
     try:
         return bool(choice == other)
     except ValueError:
-        raise TypeError(
-            "Categorical: choices must be values that can be compared by ==, such as "
-            f"texts, numbers or tuples, got {_checks.shown(choice)} and "
-            f"{_checks.shown(other)}."
-        ) from None
+        pair = f"{_checks.shown(choice)} and {_checks.shown(other)}"
+        raise TypeError(f"Categorical: {pair} cannot be compared.") from None
 
 
 def _check_condition(owner: str, when: Any) -> None:
     if when is not None and (not isinstance(when, Mapping) or not when):
-        raise TypeError(
-            f"{owner}: when must be a dictionary such as {{'kernel': 'rbf'}}, got "
-            f"{_checks.shown(when)}."
-        )
+        raise TypeError(f"{owner}: when must be a dict, got {_checks.shown(when)}.")
 
 
 class Space:
@@ -255,9 +233,7 @@ class Space:
             if not isinstance(entry, Range | Categorical):
                 raise TypeError(
                     f"PrivateSearch: space[{name!r}] must be a Range, such as "
-                    "Range(0.1, 10, log=True), or a Categorical, such as "
-                    f"Categorical(['a', 'b']), got an instance of "
-                    f"{type(entry).__name__}."
+                    f"Range(0.1, 10), or a Categorical, got {_checks.shown(entry)}."
                 )
             self._places[name] = slice(begin, begin + entry.coordinates)
             begin += entry.coordinates
@@ -267,9 +243,9 @@ class Space:
         try:
             self.names = list(graphlib.TopologicalSorter(parents).static_order())
         except graphlib.CycleError as error:
+            names = sorted(set(error.args[1]))
             raise ValueError(
-                f"PrivateSearch: the conditions of {sorted(set(error.args[1]))} "
-                "depend on each other; leave one of them out."
+                f"PrivateSearch: conditions of {names} form a circle."
             ) from None
         self._active_points = {name: self._active_point(name) for name in self.names}
 
@@ -296,9 +272,9 @@ class Space:
         """
         unknown = sorted(parameters.keys() - self.entries.keys())
         if unknown:
+            names = sorted(self.entries)
             raise ValueError(
-                f"PrivateSearch: the space has no {unknown[0]!r}; it has "
-                f"{sorted(self.entries)}."
+                f"PrivateSearch: the space has no {unknown[0]!r}; it has {names}."
             )
         point = np.zeros(self.coordinates)
         for name, value in parameters.items():
@@ -332,16 +308,15 @@ class Space:
             entry = self.entries.get(other)
             if not isinstance(entry, Categorical):
                 raise ValueError(
-                    f"PrivateSearch: the condition of {name!r} is about {other!r}, "
-                    f"which is no Categorical of the space; it has {self.categories}."
+                    f"PrivateSearch: {name!r} is about {other!r}, which is no "
+                    "Categorical."
                 )
             several = isinstance(values, list | tuple) and values not in entry
             chosen = list(values) if several else [values]
             if not chosen or any(value not in entry for value in chosen):
                 raise ValueError(
-                    f"PrivateSearch: the condition of {name!r} must be one or more "
-                    f"choices of {other!r}, which are {list(entry.choices)}, got "
-                    f"{values!r}."
+                    f"PrivateSearch: the condition of {name!r} must be choices of "
+                    f"{other!r}, {list(entry.choices)}, got {values!r}."
                 )
             allowed[other] = {entry.index(entry.position(v)) for v in chosen}
         return allowed
@@ -366,10 +341,7 @@ class Space:
             point = self._centers(dict(zip(above, indices, strict=True)))
             if self._active(point)[name]:
                 return point
-        raise ValueError(
-            f"PrivateSearch: the condition of {name!r} never holds, since it is about "
-            "parameters whose own conditions exclude each other."
-        )
+        raise ValueError(f"PrivateSearch: the condition of {name!r} never holds.")
 
     def _centers(self, indices: dict[str, int]) -> Point:
         """Return the point at the centers of choices, zero elsewhere."""

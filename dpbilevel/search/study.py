@@ -2,18 +2,19 @@
 
 import hashlib
 import uuid
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import _checks
 from ..core.spent import PrivacyWarning
 from ..privacy.report import rounded_up
 from ..runs import spending
-from .rounds import Rounds
+from .ask_tell import AskTell
 
+OWNER = "optimize_study"
 # User attributes of trials.
 _RELEASE = "release"  # identifies the search of a release
 _UNKNOWN = "not released"
@@ -27,17 +28,16 @@ class StudyTrials:
     """The trials of one search in a study: one for every evaluation.
 
     Args:
-        owner: Name for error messages.
         study: The study.
         distributions: The declared distributions by parameter.
         optuna: The module.
     """
 
-    def __init__(self, owner: str, study: Any, distributions: Any, optuna: Any):
-        self._owner, self._study, self._optuna = owner, study, optuna
+    def __init__(self, study: Any, distributions: Any, optuna: Any):
+        self._study, self._optuna = study, optuna
         self._distributions = dict(distributions)
         self._states = optuna.trial.TrialState
-        self._trial_class = _declared(owner, self._distributions, optuna)
+        self._trial_class = _declared(self._distributions, optuna)
         self._queue: list[Any] = []  # trials taken from the study, not yet evaluated
         self._failed: set[int] = set()  # indices of releases
         self._name, self._shows, self._cost = "", False, {}
@@ -63,7 +63,7 @@ class StudyTrials:
                 )
             except (ValueError, TypeError):
                 raise ValueError(
-                    f"{self._owner}: the queued trial {trial.number} has {fixed}, but "
+                    f"{OWNER}: the queued trial {trial.number} has {fixed}, but "
                     f"the distributions are {self._distributions}. Declare these "
                     f"parameters, or {DROP}."
                 ) from None
@@ -83,7 +83,7 @@ class StudyTrials:
             if queue_again:
                 self._study.enqueue_trial(dict(trial.params), trial.user_attrs)
 
-    def begin(self, search: Rounds, shows: bool, folder: Path | str | None) -> None:
+    def begin(self, search: AskTell, shows: bool, folder: Path | str | None) -> None:
         """Name the search, and warn if the study holds releases of another one.
 
         Args:
@@ -94,11 +94,9 @@ class StudyTrials:
         self._name, self._shows = _name_of(folder), shows
         report = search.report
         assert report is not None  # a study is searched for a budget
-        cost = f"epsilon = {rounded_up(report.epsilon)} at delta = "
-        cost += (
-            f"{rounded_up(report.delta)} ({report.relation}), for all trials together"
-        )
-        self._cost = {"privacy": cost}
+        epsilon, delta = rounded_up(report.epsilon), rounded_up(report.delta)
+        spent = f"epsilon = {epsilon} at delta = {delta} ({report.relation})"
+        self._cost = {"privacy": f"{spent}, for all trials together"}
         others = 0
         for trial in self._study.get_trials(deepcopy=False):
             release = str(trial.user_attrs.get(_RELEASE, self._name))
@@ -106,21 +104,19 @@ class StudyTrials:
             if trial.state == self._states.RUNNING and self._owns(trial):
                 # Its process was killed: the lock of the folder excludes others.
                 self._study.tell(trial.number, state=self._states.FAIL)
-        if others and search.solution is None:
-            warnings.warn(
-                f"{self._owner}: the study holds released values of an earlier search. "
-                "This one is a further release: for the same records, the epsilons and "
+        if others and search.result is None:
+            _checks.warn(
+                f"{OWNER}: the study holds released values of an earlier search. This "
+                "one is a further release: for the same records, the epsilons and "
                 "deltas add up.",
                 PrivacyWarning,
-                stacklevel=3,
             )
 
     def evaluate(
         self,
         objective: Callable[[Any], Any],
         params: dict[str, Any],
-        search: Rounds,
-        *,
+        search: AskTell,
         num_records: int,
         exceptions: tuple[type[Exception], ...],
     ) -> None:
@@ -141,8 +137,8 @@ class StudyTrials:
                 losses, failed = np.full(num_records, np.nan), True
             except self._optuna.TrialPruned:
                 raise ValueError(
-                    f"{self._owner}: the objective raised TrialPruned, but pruning is "
-                    "not supported. Return the losses of all records at every trial."
+                    f"{OWNER}: the objective raised TrialPruned, but pruning is "
+                    "not supported. Return all losses at every trial."
                 ) from None
             if trial.refused is not None:  # also if it was caught
                 raise trial.refused
@@ -176,11 +172,9 @@ class StudyTrials:
         for index, (params, value) in enumerate(released):
             attributes = self._attributes(index, shown=True)
             if attributes[_RELEASE] not in present and index not in self._failed:
+                known = {"params": params, "distributions": self._distributions}
                 trial = self._optuna.trial.create_trial(
-                    params=params,
-                    distributions=self._distributions,
-                    value=value,
-                    user_attrs=attributes,
+                    value=value, user_attrs=attributes, **known
                 )
                 self._study.add_trial(trial)
         waits = self._cost | {_RELEASE: f"{self._name}-answer"}
@@ -199,11 +193,9 @@ class StudyTrials:
         running = self._states.RUNNING
         # Points are shown only with their losses: if runs are hidden, the index of the
         # selected run must be hidden, too.
+        known = {"params": params, "distributions": self._distributions}
         trial = self._optuna.trial.create_trial(
-            state=running,
-            params=params if self._shows else {},
-            distributions=self._distributions if self._shows else {},
-            user_attrs=attributes,
+            state=running, user_attrs=attributes, **(known if self._shows else {})
         )
         self._study.add_trial(trial)
         trials = self._study.get_trials(deepcopy=False, states=(running,))
@@ -229,7 +221,7 @@ def _name_of(folder: Path | str | None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]  # of what is public
 
 
-def _declared(owner: str, distributions: dict[str, Any], optuna: Any) -> Any:
+def _declared(distributions: dict[str, Any], optuna: Any) -> Any:
     """Return a class of trials that suggest declared parameters only."""
 
     class DeclaredTrial(optuna.trial.FixedTrial):
@@ -239,21 +231,12 @@ def _declared(owner: str, distributions: dict[str, Any], optuna: Any) -> Any:
 
         def _suggest(self, name: str, distribution: Any) -> Any:
             declared = distributions.get(name)
-            if declared is None:
-                self._refuse(
-                    f"the objective suggests {name!r}, which is not declared; "
-                    f"distributions has {sorted(distributions)}. Add it there with a "
-                    "public range, or set it in the objective."
-                )
-            if distribution != declared:
-                self._refuse(
-                    f"the objective suggests {name!r} from {distribution}, but "
-                    f"distributions declares {declared}. Write the same in both places."
-                )
-            return super()._suggest(name, distribution)
-
-        def _refuse(self, words: str) -> None:
-            self.refused = ValueError(f"{owner}: {words}")
+            if distribution == declared:
+                return super()._suggest(name, distribution)
+            self.refused = ValueError(
+                f"{OWNER}: the objective suggests {name!r} from {distribution}, but "
+                f"distributions declares {declared}. Write the same in both places."
+            )
             raise self.refused
 
     return DeclaredTrial

@@ -157,13 +157,10 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         setting = jax.random.randint(key_setting, (), 0, count, jnp.int32)  # line 1
         y, rejected = _train_one(self.candidates, setting, train)  # line 2
         value = self._value(problem, data, x, y, key=key_value)  # line 3
-        runs = state.runs.after(
-            Trained((x, y), setting, rejected),
-            value.astype(state.runs.value.dtype),
-            self.repetitions,
-            self.num_steps,
-            key=key_repeats,
-        )
+        value = value.astype(state.runs.value.dtype)
+        trained = Trained((x, y), setting, rejected)
+        planned = self.repetitions, self.num_steps
+        runs = state.runs.after(trained, value, *planned, key=key_repeats)
         return TuningState(runs, SkippedUpdates(runs.w.rejected))
 
     def _value(self, problem, data, x, y, *, key) -> Float[Array, ""]:
@@ -177,7 +174,6 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
             return value
         return value + jnp.asarray(problem.upper_public(x, y), value.dtype)
 
-    @override
     def released(self, state: TuningState) -> tuple[Trained, Float[Array, ""]]:
         """Return the initial point, and after the last step outcome and loss."""
         return state.runs.w, state.runs.value
@@ -204,17 +200,11 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     def _selection(self, problem, sizes) -> Selection:
         level = lower_level(problem, None)
-        return Selection(
-            BEST,
-            1,
-            (Query("upper", sizes.upper, self.clip_range / 2),),
-            self.release_noise,
-            self.repetitions,
-            self.num_steps,
-            trainings=tuple(c.ledger(level, sizes).releases for c in self.candidates),
-        )
+        queries = (Query("upper", sizes.upper, self.clip_range / 2),)
+        runs = tuple(c.ledger(level, sizes).releases for c in self.candidates)
+        parts = BEST, 1, queries, self.release_noise, self.repetitions, self.num_steps
+        return Selection(*parts, trainings=runs)
 
-    @override
     def with_noise(self, scale: Number) -> Self:
         """Return a copy with 1/scale-GDP runs for people that are in both levels."""
         training, loss = (part / sum(self.budget_split) for part in self.budget_split)

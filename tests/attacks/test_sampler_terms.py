@@ -15,8 +15,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.draws.samplers import restricted
-from dpbilevel.draws.samplers._lattice import frame_of
-from dpbilevel.draws.samplers._walk_bounds import WalkBounds
+from dpbilevel.draws.samplers._lattice import WalkBounds, frame_of
 from dpbilevel.draws.samplers.base import (
     Regularity,
 )

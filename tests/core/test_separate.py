@@ -12,8 +12,8 @@ from sklearn.linear_model import Ridge
 
 from dpbilevel.core.columns import Column
 from dpbilevel.search.defaults import default_losses
-from dpbilevel.search.rounds import _check_losses
 from dpbilevel.search.row_losses import RowLosses
+from dpbilevel.search.run import check_losses
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge
 from dpbilevel.sklearn.declared import index_of, numbers
 
@@ -100,7 +100,7 @@ def labels(values):
 
 
 def told(values):
-    return _check_losses("owner", values, N)
+    return check_losses("owner", values, N)
 
 
 def judged(values):
@@ -185,7 +185,7 @@ def test_what_has_no_order_is_refused_by_its_type(container):
             with pytest.raises(ValueError, match=r"no sequence|2D array, got") as error:
                 read(make(values))
             assert "secret" not in str(error.value)
-        with pytest.raises(TypeError, match="must be a vector of 6 real numbers"):
+        with pytest.raises(TypeError, match="must be 6 real numbers"):
             told(make(values))
 
 

@@ -59,7 +59,8 @@ class Setting:
         self.sampler = sampler.with_counts(self.regularity, feasible)
         self.bounds = self.sampler._bounds(self.regularity, feasible)
         self.cells = self.sampler.cells
-        self.frame = _lattice.on_device(self.bounds.frame, jnp.float64)
+        frame = self.bounds.frame
+        self.frame = jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), frame)
         self.index = np.stack(
             np.unravel_index(np.arange(np.prod(self.cells)), self.cells), -1
         )

@@ -56,7 +56,7 @@ REFUSALS = {
     ),
     "clip range of a gradient": (
         lambda: dpb.draws.ExponentialMechanism(GRID, "gradient_norm", clip_range=1.0),
-        "clip_range is for losses",
+        "excludes gradient_norm",
     ),
     "gradient norm of one level": (
         lambda: dpb.calibrate(
@@ -65,7 +65,7 @@ REFUSALS = {
             PURE,
             sizes=50,
         ),
-        "needs a BilevelProblem",
+        "needs two levels",
     ),
     "add or remove with two levels": (
         lambda: dpb.calibrate(
@@ -97,7 +97,7 @@ REFUSALS = {
             PURE,
             sizes=50,
         ),
-        "unbounded",
+        "needs a bounded set",
     ),
     "pure budget and Gaussian noise": (
         lambda: dpb.calibrate(MEDIAN, dpb.NoisyGD(1, 1.0, 0.1), PURE, sizes=50),
@@ -111,7 +111,7 @@ REFUSALS = {
     ),
     "a regularized draw from single points": (
         lambda: dpb.draws.RegularizedExponentialMechanism(GRID, convex=True),
-        "needs a sampler of densities",
+        "draws from no convex set",
     ),
     "no candidates": (
         lambda: dpb.draws.Grid(jnp.zeros((0, 1))),
@@ -131,7 +131,7 @@ REFUSALS = {
             jnp.zeros(1),
             key=jax.random.key(0),
         ),
-        r"a candidate is \{'w': \(1,\)\}, but the initial point is \(1,\)",
+        r"a candidate is \{'w': \(1,\)\}, the start \(1,\)",
     ),
     "a gradient mapping on an unbounded set": (
         lambda: GradientNorm(
@@ -139,7 +139,7 @@ REFUSALS = {
             "spread",
             SIZES,
         ).contributions(jnp.float64),
-        "has no bound on its rounding. Use a bounded set",
+        "needs a bounded set",
     ),
     "start of another size": (
         lambda: dpb.solve(

@@ -136,9 +136,9 @@ def test_without_the_penalty_the_extension_is_not_convex():
         (Euclidean(), 2, "needs a bounded Box"),
         (NonNegative(), 2, "needs a bounded Box"),
         (Product((Ball(1.0),)), 2, "got Product with 2 entries"),
-        (Simplex(), 1, "at least two entries"),
+        (Simplex(), 1, "of two entries or more"),
         (Box(0.0, np.inf), 2, "must be bounded"),
-        (Box(np.zeros(3), np.ones(3)), 2, "points have 2 entries, but the set has 3"),
+        (Box(np.zeros(3), np.ones(3)), 2, "the set has 3 entries, not 2"),
     ],
 )
 def test_sets_without_a_lattice_are_refused(feasible, dimension, message):

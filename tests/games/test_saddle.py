@@ -10,7 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
-from dpbilevel.games import gaps
+from dpbilevel.games import zoo
 from dpbilevel.privacy.queries import RECORDS
 from tests.games.saddle_zoo import AFFINE, FAMILIES, SADDLES, N, example, point
 
@@ -21,7 +21,7 @@ BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 @functools.cache
 def found(name, kind="saddle"):
     made, w = example(name), point(name)
-    function = gaps.saddle_gap if kind == "saddle" else gaps.variational_gap
+    function = zoo.saddle_gap if kind == "saddle" else zoo.variational_gap
 
     @jax.jit
     def both(w, data):
@@ -70,8 +70,8 @@ def test_swapping_the_players_reverses_the_operator():
     made = example("bilinear")
     x, y = point("bilinear")
     swapped = dpb.games.SaddleProblem(lambda y, x, z: -made.problem.fun(x, y, z))
-    there = gaps.mean_operator(swapped, (y, x), made.data)
-    here = gaps.mean_operator(made.problem, (x, y), made.data)
+    there = zoo.mean_operator(swapped, (y, x), made.data)
+    here = zoo.mean_operator(made.problem, (x, y), made.data)
     np.testing.assert_allclose(there[0], here[1], rtol=1e-6)
     np.testing.assert_allclose(there[1], here[0], rtol=1e-6)
 

@@ -19,7 +19,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.runs import checkpoint, lock, spending
-from dpbilevel.search import rounds
+from dpbilevel.search import ask_tell, run
 from tests.search import test_search as looped
 from tests.search.test_search import BUDGET, FINISHED, NAME, RECORDS, SOLVERS, START
 
@@ -230,8 +230,8 @@ def test_the_last_moment_needs_the_lock_too(moment, tmp_path, monkeypatch):
     search = made(folder=tmp_path)
     finished(search, looped.EVALUATIONS[NAME] - 1)
     on, name = {
-        "release": (search._rounds, "_after"),
-        "result": (rounds, "solution_of"),
+        "release": (search, "_after"),
+        "result": (ask_tell, "solution_of"),
     }[moment]
     computed, file = getattr(on, name), tmp_path / checkpoint.NAME
     kept = []
@@ -290,7 +290,7 @@ def test_threads_take_turns(monkeypatch):
     """Two that ask at once would each begin the step."""
     whole = looped.search("noisy_ucb", trajectory=True)
     search, begun = made("noisy_ucb"), []
-    begin, both = search._rounds._begin, threading.Barrier(2)
+    begin, both = search._begin, threading.Barrier(2)
 
     def slowly():
         begun.append(1)
@@ -300,7 +300,7 @@ def test_threads_take_turns(monkeypatch):
             pass
         return begin()
 
-    monkeypatch.setattr(search._rounds, "_begin", slowly)
+    monkeypatch.setattr(search, "_begin", slowly)
     threads = [threading.Thread(target=search.ask) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused_without_a_loss_and_nothing_is_taken(
 @pytest.mark.parametrize("odd", [None, "text", [1.0, 2.0]])
 def test_a_loss_that_is_no_number_is_the_worst_and_leaves_the_others(odd):
     def loss_of(first):
-        return rounds._check_losses("owner", [first, 0.25, 2**60 + 1], 3)
+        return run.check_losses("owner", [first, 0.25, 2**60 + 1], 3)
 
     np.testing.assert_array_equal(loss_of(odd), [np.inf, 0.25, 2.0**60])
     np.testing.assert_array_equal(loss_of(0.5), [0.5, 0.25, 2.0**60])
@@ -437,5 +437,5 @@ def test_a_search_without_a_guarantee_is_refused():
 
 def test_minimize_refuses_a_black_box_without_losses():
     problem = dpb.search.BlackBox(None, 30, BOX)
-    with pytest.raises(TypeError, match=r"losses=None\. .*search.AskTell"):
+    with pytest.raises(TypeError, match="Use AskTell"):
         looped.searched(problem=problem)

@@ -14,8 +14,7 @@ from sklearn.gaussian_process.kernels import RBF
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.search import losses as told
-from dpbilevel.search.base import Proposal
-from dpbilevel.search.candidates import uniform
+from dpbilevel.search.base import Proposal, uniform
 from dpbilevel.search.losses import clipped_loss
 from dpbilevel.search.noisy_ucb import posterior
 from tests.audit.mutants_draws import Hotter
@@ -303,7 +302,7 @@ def test_starts_of_another_length_are_refused_with_their_shape():
     problem = dpb.search.BlackBox(lambda p: np.zeros(30), 30, dpb.sets.Box(-1.0, 1.0))
     solver = dpb.search.RandomSearch(5, 1.0, starts=np.zeros((1, 3)))
     budget = dpb.PrivacyBudget(1.0, 0.0)
-    with pytest.raises(ValueError, match=r"shape \(k, 2\), one point a row"):
+    with pytest.raises(ValueError, match=r"shape \(k, 2\), got"):
         dpb.search.minimize(
             problem, solver, np.zeros(2), budget=budget, key=jax.random.key(0)
         )

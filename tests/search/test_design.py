@@ -37,7 +37,7 @@ def chosen(
     design = choose_batch(
         posterior,
         feasible,
-        tolerance=tolerance,
+        tolerance,
         capacity=capacity,
         batch=batch,
         polish=polish,

@@ -168,7 +168,7 @@ def test_evaluations_of_a_step_in_progress_are_the_owners_alone(tmp_path):
     assert [p.name for p in kept] == [f"evaluation-0-{j}.SECRET" for j in range(3)]
     assert {p.stat().st_mode & 0o777 for p in kept} == {0o600}
     kept[1].write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"is damaged. Delete it, and its point is"):
+    with pytest.raises(ValueError, match=r"is damaged. Delete it"):
         search("random_search", folder=tmp_path)
     kept[1].unlink()
     losses = Counted()

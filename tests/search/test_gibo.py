@@ -413,7 +413,7 @@ def test_what_makes_no_sense_is_refused(fields, message):
 
 
 def test_starts_and_plans_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="one vector of parameters"):
+    with pytest.raises(ValueError, match="w0 must be one vector"):
         gibo(1.0).init(SQUARES, np.ones((2, 2)))
     with pytest.raises(ValueError, match=r"solver\.with_sizes\(sizes\)"):
         gibo(1.0).with_sizes(None).init(SQUARES, START)

@@ -214,7 +214,7 @@ def test_every_value_of_a_distribution_comes_up_and_no_other():
     ("change", "error", "words"),
     [
         ({"space": {}}, ValueError, "names no parameter"),
-        ({"space": {"x": (0, 1)}}, TypeError, r"distributions\['x'\] must be a Float"),
+        ({"space": {"x": (0, 1)}}, TypeError, r"\['x'\] must be an instance of Float"),
         ({"space": {"x": Float(1.0, 1.0)}}, ValueError, "'x' has one value"),
         ({"space": [Float(0.0, 1.0)]}, TypeError, "instance of Mapping"),
         (
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_named(change, error, words, tmp_path, monkeypatch)
 @pytest.mark.parametrize("directions", [["maximize"], ["minimize", "minimize"]])
 def test_studies_with_other_directions_are_refused(directions):
     study = optuna.create_study(directions=directions)
-    with pytest.raises(ValueError, match="the study's directions are"):
+    with pytest.raises(ValueError, match="the study must minimize"):
         studied(study, Objective())
     with pytest.raises(TypeError, match="study must be an instance of Study"):
         studied(None, Objective())

@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
-from dpbilevel.search import rounds
+from dpbilevel.search import ask_tell
 from tests.search.test_search import programs
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
@@ -105,7 +105,7 @@ def test_private_trainings_are_counted_at_most_once_an_evaluation():
 
 def test_trainings_without_a_public_bound_are_refused():
     unbounded = dpb.search.GradientInformativeBO(4, 1.0, step_size=0.4)
-    with pytest.raises(ValueError, match="give the solver batch= or max_batch="):
+    with pytest.raises(ValueError, match="give batch= or max_batch="):
         searched(solver=unbounded, losses=squares, training=TRAINED)
 
 
@@ -136,7 +136,7 @@ def test_private_trainings_draw_noise_of_their_own_and_print_nothing(capsys):
     assert capsys.readouterr().out == ""
     searched(Loud(), losses=squares)  # the control
     assert "loss of training" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="random_state is set, so that all private"):
+    with pytest.raises(ValueError, match="random_state is set"):
         searched(Ridge(random_state=0), training=TRAINED, losses=squares)
 
 
@@ -396,7 +396,7 @@ def test_a_search_does_not_go_on_with_something_else(change, tmp_path, monkeypat
         raise RuntimeError("the cluster went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "_short_tell", stops)
+        patch.setattr(ask_tell, "_short_tell", stops)
         with pytest.raises(RuntimeError):
             searched(**stopped)
     with pytest.raises(ValueError, match=r"also the estimator|evaluates was"):
@@ -438,9 +438,13 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
         (
             {"estimator": StandardScaler(), "space": {"copy": dpb.search.Range(0, 1)}},
             ValueError,
-            "no classifier and no regressor",
+            "has no default loss",
         ),
-        ({"validation": (PRIVATE[0], PRIVATE[1][1:])}, ValueError, "1000 inputs and"),
+        (
+            {"validation": (PRIVATE[0], PRIVATE[1][1:])},
+            ValueError,
+            "inputs and targets",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.search import rounds as searching
+from dpbilevel.search import ask_tell as searching
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
 BOX = dpb.sets.Box(-1.0, 1.0)
@@ -260,7 +260,7 @@ ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
         (
             {"solver": dpb.search.NoisyUCB(4, 2.0, neighbours=ADD_OR_REMOVE)},
             ValueError,
-            "add-or-remove-one keeps private",
+            "Use REPLACE_ONE",
         ),
         ({"solver": Private(4, 2.0)}, TypeError, "must not call losses"),
     ],
@@ -316,7 +316,7 @@ def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypa
 def test_a_solver_without_noise_is_refused_before_the_first_evaluation():
     for solver in SOLVERS.values():
         counted = Counted()
-        with pytest.raises(ValueError, match="Give budget=PrivacyBudget"):
+        with pytest.raises(ValueError, match="Give budget="):
             dpb.search.minimize(
                 black_box(counted), solver, START, key=jax.random.key(0)
             )

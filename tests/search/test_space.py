@@ -48,7 +48,7 @@ def test_every_choice_has_an_equal_part_of_the_line():
         assert choice in kind
     assert True not in Categorical([1, 2])
     assert 1 not in Categorical([True, False])
-    with pytest.raises(ValueError, match="'c' is not among the choices"):
+    with pytest.raises(ValueError, match="'c' is not among"):
         kind.position("c")
 
 
@@ -175,7 +175,7 @@ def test_an_unknown_choice_fails_before_a_private_row_is_read():
         (
             {"gamma": Range(0.1, 1.0, when={"kernel": "rbf"})},
             ValueError,
-            "about 'kernel', which is no Categorical of the space",
+            "about 'kernel', which is no Categorical",
         ),
         (
             KERNELS | {"tol": Range(0.1, 1.0, when={"C": 1.0})},
@@ -185,12 +185,12 @@ def test_an_unknown_choice_fails_before_a_private_row_is_read():
         (
             KERNELS | {"tol": Range(0.1, 1.0, when={"kernel": ["rbf", "rbg"]})},
             ValueError,
-            r"one or more choices of 'kernel'.*got \['rbf', 'rbg'\]",
+            r"must be choices of 'kernel'.*got \['rbf', 'rbg'\]",
         ),
         (
             KERNELS | {"tol": Range(0.1, 1.0, when={"kernel": []})},
             ValueError,
-            "one or more choices",
+            "must be choices",
         ),
         (
             {
@@ -198,7 +198,7 @@ def test_an_unknown_choice_fails_before_a_private_row_is_read():
                 "shrinking": Categorical([True, False], when={"kernel": "rbf"}),
             },
             ValueError,
-            r"\['kernel', 'shrinking'\] depend on each other",
+            r"\['kernel', 'shrinking'\] form a circle",
         ),
         (
             {
@@ -219,7 +219,7 @@ def test_an_unknown_choice_fails_before_a_private_row_is_read():
             ValueError,
             "no parameter 'gama'; did you mean 'gamma'",
         ),
-        ({"kernel": ["rbf", "poly"]}, TypeError, r"or a Categorical, such as"),
+        ({"kernel": ["rbf", "poly"]}, TypeError, "or a Categorical, got"),
     ],
 )
 def test_wrong_spaces_are_named(space, error, words):
@@ -231,9 +231,13 @@ def test_wrong_spaces_are_named(space, error, words):
     ("make", "error", "words"),
     [
         (lambda: Categorical("rbf"), TypeError, "choices must be a list"),
-        (lambda: Categorical(["rbf"]), ValueError, "at least two choices"),
+        (lambda: Categorical(["rbf"]), ValueError, "needs two choices"),
         (lambda: Categorical(["rbf", "rbf"]), ValueError, "'rbf' is given twice"),
-        (lambda: Categorical([np.ones(2), np.ones(2)]), TypeError, "compared by =="),
+        (
+            lambda: Categorical([np.ones(2), np.ones(2)]),
+            TypeError,
+            "cannot be compared",
+        ),
         (lambda: Range(0.0, 1.0, when="rbf"), TypeError, "when must be a dictionary"),
         (lambda: Categorical(["a", "b"], when={}), TypeError, "must be a dictionary"),
     ],

@@ -205,7 +205,7 @@ def suggest(**other):
             suggest(kind=lambda t: t.suggest_categorical("kind", ["near"])),
             "'kind' from",
         ),
-        (suggest(z=lambda t: t.suggest_float("z", 0, 1)), "'z', which is not declared"),
+        (suggest(z=lambda t: t.suggest_float("z", 0, 1)), "'z' from .* declares None"),
     ],
 )
 @pytest.mark.parametrize("catch", [(), Exception])
@@ -305,7 +305,7 @@ def test_starts_of_noisy_ucb_are_evaluated_first():
     with pytest.raises(ValueError, match="num_steps=1 are too few for 2 starts"):
         dpb.search.NoisyUCB(1, 2.0, starts=starts)
     flat = dpb.search.NoisyUCB(3, 2.0, starts=starts[0])
-    with pytest.raises(ValueError, match=r"starts must have shape \(k, 2\)"):
+    with pytest.raises(ValueError, match=r"starts need shape \(k, 2\)"):
         dpb.search.minimize(
             problem, flat, np.zeros(2), key=jax.random.key(1), budget=budget
         )

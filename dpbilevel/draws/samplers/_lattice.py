@@ -1,11 +1,13 @@
-r"""Public lattices around convex sets, extended potentials, and draws of cells.
+r"""Public lattices around convex sets, extended potentials, walks and their bounds.
 
 A frame describes a compact convex set $X$ in coordinates in which it has an interior: a
 box $A \supseteq X$ with sides parallel to the axes, a centre $c$, and the gauge
-$\psi(z) = \inf \{t > 0 : c + (z - c) / t \in X\}$.
+$\psi(z) = \inf \{t > 0 : c + (z - c) / t \in X\}$. The proofs of the bounds are in the
+docstring of `GridWalk`.
 """
 
 import abc
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +22,12 @@ from typing_extensions import override
 from ... import _checks
 from ...privacy.noise import derive, standard_exponential, standard_gumbel, step_keys
 from ...sets import AbstractSet, Ball, Box, Simplex
-from .base import AbstractPotential
+from .base import AbstractPotential, Regularity
 
 _BLOCK = 128  # steps whose random numbers are drawn in one call
+
+
+FLATNESS = 0.5 + 1 / math.sqrt(12)  # of a cell against its faces, by its diagonal
 
 
 class AbstractFrame(eqx.Module):
@@ -97,13 +102,11 @@ class SimplexFrame(AbstractFrame):
         self.inverse_inradius = math.sqrt(n * dimension) / scale
         self.reach, self.stretch = float(n**2), math.sqrt(dimension)
 
-    @override
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
         """Return the gauge by the smallest of all entries, the last one included."""
         smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
         return 1 - (len(z) + 1) * smallest / self.scale
 
-    @override
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
         """Return all entries; the last is what the others leave, and never negative."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
@@ -130,7 +133,7 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
     if isinstance(feasible, Simplex) and dimension >= 2:
         return SimplexFrame(feasible.scale, dimension, np.zeros(dimension - 1))
     raise ValueError(
-        f"{owner}: needs a bounded Box, a Ball or a Simplex of at least two entries, "
+        f"{owner}: needs a bounded Box, a Ball or a Simplex of two entries or more, "
         f"got {type(feasible).__name__} with {dimension} entries."
     )
 
@@ -194,11 +197,6 @@ def within(
     return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
 
 
-def on_device(frame: AbstractFrame, dtype: jnp.dtype) -> AbstractFrame:
-    """Return the frame with arrays of the dtype of the points."""
-    return jax.tree.map(lambda v: jnp.asarray(v, dtype), frame)
-
-
 def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
     leaves = jax.tree.leaves(bound)
     flat: Any
@@ -208,8 +206,7 @@ def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
     else:
         flat = jnp.concatenate([jnp.ravel(v) for v in leaves])
     if len(flat) not in (1, dimension):
-        text = f"{owner}: points have {dimension} entries, but the set has"
-        raise ValueError(f"{text} {len(flat)}.")
+        raise ValueError(f"{owner}: the set has {len(flat)} entries, not {dimension}.")
     return flat + np.zeros(dimension) if known else jnp.broadcast_to(flat, dimension)
 
 
@@ -280,3 +277,121 @@ def _proposals(
     beside = index + jnp.where(along, sign[:, None], 0).astype(index.dtype)
     beyond = (beside < 0) | (beside >= jnp.asarray(cells, index.dtype)[None])
     return jnp.where(jnp.any(beyond, axis=1, keepdims=True), index, beside)
+
+
+@dataclasses.dataclass(frozen=True)
+class WalkBounds:
+    """Proved bounds of a lattice of cells and a penalty, before any data is seen."""
+
+    regularity: Regularity
+    frame: AbstractFrame
+    cells: tuple[int, ...]
+    penalty: float
+    slack: float
+
+    @property
+    def convex(self) -> bool:
+        return self.regularity.strong_convexity is not None
+
+    @property
+    def rise(self) -> float:
+        """Largest distance of the potential from its value at the centre: L R."""
+        return self.regularity.lipschitz * float(self.frame.radius)
+
+    @property
+    def error(self) -> float:
+        """Largest error of the extension of the computed potential."""
+        return (2 * self.frame.reach - 1) * self.regularity.error
+
+    @property
+    def lipschitz(self) -> float:
+        """Lipschitz constant of h, in the coordinates of the lattice."""
+        slope = self.regularity.lipschitz
+        if self.frame.reach > 1:
+            radial = self.penalty + (0 if self.convex else 2 * self.rise)
+            slope += radial * float(self.frame.inverse_inradius)
+        return slope * self.frame.stretch
+
+    @property
+    def change(self) -> float:
+        """Lipschitz constant of h times the diagonal of a cell."""
+        widths = zip(self.frame.sides, self.cells, strict=True)
+        return self.lipschitz * math.hypot(*(float(w) / count for w, count in widths))
+
+    @property
+    def needed_slack(self) -> float:
+        """Largest change of the computed h from the middle of a cell to its points."""
+        return self.change / 2 + 2 * self.error
+
+    @property
+    def oscillation(self) -> float:
+        """Largest difference of the computed h between any two cells."""
+        reach = self.frame.reach
+        return (1 + reach) * self.rise + self.penalty * (reach - 1) + 2 * self.error
+
+    @property
+    def gap(self) -> float:
+        """Lower bound on the spectral gap of the walk."""
+        n, longest = len(self.cells), max(self.cells)
+        gap = math.exp(-self.oscillation) * (1 - math.cos(math.pi / longest)) / (2 * n)
+        if not self.convex:
+            return gap
+        spread = FLATNESS * self.change + 2 * self.error
+        return max(gap, (math.exp(-spread) / (2 * n * longest)) ** 2 / 2)
+
+    @property
+    def rarity(self) -> float:
+        """Upper bound on the logarithm of one over the least probability of a cell."""
+        return self.oscillation + sum(map(math.log, self.cells))
+
+    def steps(self, mixing: float) -> float:
+        """Return the steps for a relative error of the cell's distribution."""
+        gap = self.gap  # (1 - gap)^T <= exp(-gap T)
+        return (self.rarity - math.log(mixing)) / gap if gap else math.inf
+
+    def mixing(self, steps: int) -> float:
+        """Return the relative error of the cell's distribution after so many steps."""
+        return math.exp(min(self.rarity - self.gap * steps, 0.0))
+
+    def tries(self, mixing: float, exhausted: float) -> float:
+        """Return the tries that keep the effect of exhaustion small."""
+        misses = self._misses(mixing)
+        excess = self._last_resort() - math.log(exhausted)
+        return 1 + excess / misses if misses else math.inf
+
+    def exhausted(self, mixing: float, tries: int) -> float:
+        """Return the largest relative addition of exhaustion to the distribution."""
+        excess = self._last_resort() - self._misses(mixing) * (tries - 1)
+        return math.exp(min(excess, 0.0))
+
+    def _misses(self, mixing: float) -> float:
+        """Bound minus the logarithm of the probability that a try fails, from below."""
+        n, reach, odds = len(self.cells), self.frame.reach, -math.inf
+        if reach > 1:
+            decay = self.penalty - self.rise - n + 1
+            shells = n * math.log(reach) - math.log(n)  # without the decay
+            shells = min(shells, -math.log(decay)) if decay > 0 else shells
+            odds = math.log(n + self.rise) + shells + 2 * self.error
+        mean = self.change / math.sqrt(12)  # of a cell against its middle
+        inside = -self.slack - mean - 2 * self.error - np.logaddexp(0.0, odds)
+        return -math.log1p(-(1 - mixing) * math.exp(inside))
+
+    def _last_resort(self) -> float:
+        """Return the logarithm of B."""
+        folded = 2 * len(self.cells) * math.log(self.frame.reach) + 2 * self.error
+        folded = float(np.logaddexp(0.0, folded)) if self.frame.reach > 1 else 0.0
+        return 2 * self.slack + folded
+
+
+def queries(cells: tuple[int, ...], steps: float | None, tries: float) -> float:
+    """Return the evaluations of the centre, of the table or the walks, and of tries."""
+    if steps is None:
+        return 1 + float(min(math.prod(cells), 10**300)) + tries
+    return 2 + (math.ceil(steps) if steps < math.inf else steps) * tries + tries
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the largest unit that fits."""
+    units = {"years": 3.2e7, "days": 86400, "hours": 3600, "seconds": 1}
+    unit = next((u for u, length in units.items() if seconds >= length), "seconds")
+    return f"{seconds / units[unit]:.3g} {unit}"

@@ -1,5 +1,7 @@
 """Alternating sampler whose step size and number of tries depend on the records."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,15 +11,8 @@ from typing_extensions import override
 
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, computed_once, derive
+from . import proximal
 from .base import AbstractPotential
-from .proximal import (
-    AbstractExactOracle,
-    AbstractProximalOracle,
-    Mixing,
-    ProximalTarget,
-    finite_part,
-    plus,
-)
 
 _DESCENT_STEPS = 200
 _PARTICLES = 16
@@ -56,17 +51,16 @@ class _Tries(eqx.Module):
     key: PRNGKey
 
 
-def require_exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
+def require_exact(
+    oracle: proximal.AbstractProximalOracle,
+) -> proximal.AbstractExactOracle:
     """Return `oracle`, checked to be exact.
 
     Raises:
         ValueError: It is not known to be exact at any step size.
     """
-    if not isinstance(oracle, AbstractExactOracle):
-        raise ValueError(
-            f'{type(oracle).__name__}: running_time="unprotected" needs an oracle that '
-            "is exact at any step size. Use ConvexEnvelope."
-        )
+    if not isinstance(oracle, proximal.AbstractExactOracle):
+        raise ValueError("running_time: the oracle must be exact at any step size.")
     return oracle
 
 
@@ -86,17 +80,14 @@ class _Quick(AbstractPotential):
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         pair = jax.value_and_grad(self.potential)(x)
         finite = [jnp.isfinite(v).all() for v in jax.tree.leaves(pair)]
-        return jax.lax.cond(
-            jnp.stack(finite).all(),
-            lambda: pair,
-            lambda: self.potential.value_and_gradient(x),
-        )
+        slow = functools.partial(self.potential.value_and_gradient, x)
+        return jax.lax.cond(jnp.stack(finite).all(), lambda: pair, slow)
 
 
 def draw(
-    oracle: AbstractExactOracle,
-    target: ProximalTarget,
-    mixing: Mixing,
+    oracle: proximal.AbstractExactOracle,
+    target: proximal.ProximalTarget,
+    mixing: proximal.Mixing,
     distance: float,
     start: PyTree,
     *,
@@ -113,7 +104,7 @@ def draw(
     return walk(oracle, target, center, steps, key=key_walk)
 
 
-def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
+def minimizer(target: proximal.ProximalTarget, start: PyTree) -> PyTree:
     """Return a point of small potential. NON-PRIVATE; no guarantee depends on it.
 
     By accelerated projected gradient steps whose size is halved wherever the quadratic
@@ -126,16 +117,17 @@ def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
     potential, feasible, _ = target
 
     def step(_, state):
-        value, gradient = finite_part(potential.value_and_gradient(state.ahead))
+        pair = potential.value_and_gradient(state.ahead)
+        value, gradient = proximal.finite_part(pair)
         size = 1 / state.steepness
-        x = feasible.project(plus(state.ahead, -size, gradient))
+        x = feasible.project(proximal.plus(state.ahead, -size, gradient))
         offset = optax.tree.sub(x, state.ahead)
         square = optax.tree.vdot(offset, offset)
         above = value + optax.tree.vdot(gradient, offset) + square / (2 * size)
-        lower = finite_part(potential(x)) <= above
+        lower = proximal.finite_part(potential(x)) <= above
         momentum = (1 + jnp.sqrt(1 + 4 * state.momentum**2)) / 2
         moved = optax.tree.sub(x, state.x)
-        ahead = plus(x, (state.momentum - 1) / momentum, moved)
+        ahead = proximal.plus(x, (state.momentum - 1) / momentum, moved)
         uphill = jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
         restarted = x, jnp.ones_like(momentum)
         ahead, momentum = optax.tree.where(uphill, restarted, (ahead, momentum))
@@ -149,8 +141,8 @@ def minimizer(target: ProximalTarget, start: PyTree) -> PyTree:
 
 
 def best_step(
-    oracle: AbstractExactOracle,
-    target: ProximalTarget,
+    oracle: proximal.AbstractExactOracle,
+    target: proximal.ProximalTarget,
     longest: float,
     center: PyTree,
     *,
@@ -166,12 +158,12 @@ def best_step(
     least = jnp.asarray(least, jnp.result_type(*jax.tree.leaves(center)))
 
     def efficiency(ladder):
-        wider = ProximalTarget(potential, feasible, ladder.step_size)
+        wider = proximal.ProximalTarget(potential, feasible, ladder.step_size)
 
         def one(x, key):
             key_noise, key_try = derive(key, "smooth", "reject")
             noise = standard_normal(x, key=key_noise)
-            y = plus(x, ladder.step_size**0.5, noise)
+            y = proximal.plus(x, ladder.step_size**0.5, noise)
             x, above = oracle.proposal(wider, y, oracle.prepare(wider, y), key=key_try)
             return x, jnp.exp(-jnp.maximum(above, 0))
 
@@ -182,9 +174,8 @@ def best_step(
         return key, points, ladder.step_size / (_GRADIENT + tries)
 
     def worth(ladder):
-        return (ladder.last >= _WORSE * ladder.efficiency) & (
-            ladder.step_size <= longest
-        )
+        within = ladder.step_size <= longest
+        return (ladder.last >= _WORSE * ladder.efficiency) & within
 
     def longer(ladder):
         key, points, value = efficiency(ladder)
@@ -200,8 +191,8 @@ def best_step(
 
 
 def walk(
-    oracle: AbstractExactOracle,
-    target: ProximalTarget,
+    oracle: proximal.AbstractExactOracle,
+    target: proximal.ProximalTarget,
     start: PyTree,
     num_steps: Int[Array, ""],
     *,
@@ -213,7 +204,7 @@ def walk(
         keys = derive(_advanced(chain.key), "next", "smooth", "reject")
         # Algorithm 1 of Gopi, Lee and Liu: y_t.
         noise = standard_normal(chain.x, key=keys[1])
-        y = plus(chain.x, target.step_size**0.5, noise)
+        y = proximal.plus(chain.x, target.step_size**0.5, noise)
 
         def attempt(tries):
             after, now = derive(_advanced(tries.key), "next", "restart")
@@ -226,11 +217,9 @@ def walk(
         def block(tries):
             tries = jax.lax.while_loop(goes_on, attempt, tries)
             # Common values of tries may depend on those that were rejected.
-            moved = jax.lax.cond(
-                tries.accepted,
-                lambda: tries.common,
-                lambda: oracle.move(target, y, tries.common),
-            )
+            common = tries.common
+            move = functools.partial(oracle.move, target, y, common)
+            moved = jax.lax.cond(tries.accepted, lambda: common, move)
             zero = jnp.zeros_like(tries.count)
             return _Tries(tries.x, moved, tries.accepted, zero, tries.key)
 

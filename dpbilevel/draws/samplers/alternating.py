@@ -16,17 +16,9 @@ from ..._checks import Count, Fraction, Positive
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, check_key, derive
 from ...sets import AbstractSet
-from . import _untimed, restricted
-from ._walk_bounds import duration
+from . import _untimed, proximal, restricted
+from ._lattice import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
-from .proximal import (
-    AbstractProximalOracle,
-    Mixing,
-    ProximalPlan,
-    ProximalTarget,
-    enough_tries,
-    plus,
-)
 
 _LEAST_ACCEPTANCE = 1e-3
 # Fractions of the distance: the start that is not forgotten, the bias of accepted
@@ -35,10 +27,8 @@ _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
 _COUNTS = ("num_steps", "step_size", "tries")
 _MOST_STEPS = 2**30
 _STALE = "HEURISTIC: {} was planned for another potential or set"
-_NOT_PLANNED = (
-    "AlternatingSampler: its counts are not planned. Call "
-    "sampler.with_counts(regularity, feasible) first."
-)
+_NOT_PLANNED = "AlternatingSampler: its counts are not planned by with_counts."
+_CONVEX = "the potential is {:.4g}-strongly convex on the set"
 
 
 class Chain(eqx.Module):
@@ -132,7 +122,7 @@ class AlternatingSampler(AbstractSampler):
         proximal algorithm for sampling", COLT 2022, Theorems 2 and 3.
     """
 
-    oracle: AbstractProximalOracle
+    oracle: proximal.AbstractProximalOracle
     distance: Fraction
     num_steps: Count | None = eqx.field(static=True, default=None)
     step_size: Positive | None = None
@@ -141,14 +131,11 @@ class AlternatingSampler(AbstractSampler):
     running_time: Literal["fixed", "unprotected"] = eqx.field(
         static=True, default="fixed", kw_only=True
     )
-    mixing: Mixing | None = eqx.field(default=None, kw_only=True)
+    mixing: proximal.Mixing | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
         if self._untimed and (self.num_steps or self.tries):
-            raise ValueError(
-                'AlternatingSampler: with running_time="unprotected" records choose '
-                "num_steps and tries. Leave both out."
-            )
+            raise ValueError("AlternatingSampler: leave out num_steps and tries.")
 
     @property
     def _untimed(self) -> bool:
@@ -165,7 +152,6 @@ class AlternatingSampler(AbstractSampler):
             "steps and tries depend on records",
         )
 
-    @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         r"""Set $\eta$, $T$, $B$ and the counts of the oracle.
 
@@ -186,11 +172,12 @@ class AlternatingSampler(AbstractSampler):
         bias = num_steps * self.oracle.bias(plan)
         if chance < _LEAST_ACCEPTANCE or bias > _BIAS * self.distance:
             raise ValueError(
-                f"AlternatingSampler: step_size {step_size:.3g} is too large, with an "
-                f"acceptance of {chance:.2g} and a bias of {bias:.2g}. Leave it open, "
-                f"or use about {self._step_size(open_plan):.3g}."
+                f"AlternatingSampler: step_size {step_size:.3g} is too large: "
+                f"acceptance {chance:.2g}, bias {bias:.2g}. Use about "
+                f"{self._step_size(open_plan):.3g}."
             )
-        tries = self.tries or enough_tries(num_steps, chance, _TRIES * self.distance)
+        failure = _TRIES * self.distance
+        tries = self.tries or proximal.enough_tries(num_steps, chance, failure)
         plan = dataclasses.replace(plan, num_steps=num_steps, tries=tries)
         oracle = self.oracle.with_counts(plan)
         total = tries * oracle.evaluations()[1]
@@ -198,14 +185,13 @@ class AlternatingSampler(AbstractSampler):
             raise ValueError(
                 f"AlternatingSampler: {num_steps:.3g} certified steps in {tries:.3g} "
                 f"tries make {total:.3g} evaluations, about {duration(total * 3e-5)}; "
-                f"max_queries is {self.max_queries:.3g}. What helps: a smooth loss "
-                "with a declared smoothness, ConvexEnvelope, or a larger max_queries."
+                f"max_queries is {self.max_queries:.3g}. Declare a smoothness, or use "
+                "ConvexEnvelope."
             )
         return dataclasses.replace(
             self, oracle=oracle, num_steps=num_steps, step_size=step_size, tries=tries
         )
 
-    @override
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
         """Return the bound of the class, at the counts of this sampler.
 
@@ -230,7 +216,7 @@ class AlternatingSampler(AbstractSampler):
         num_steps, step_size, tries = counts.values()
         plan = self._plan(regularity, feasible, **counts)
         chance = self.oracle.acceptance(plan)
-        mixing = Mixing.of(plan).remaining(step_size, num_steps)
+        mixing = proximal.Mixing.of(plan).remaining(step_size, num_steps)
         bias = num_steps * self.oracle.bias(plan)
         late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
         draws = self.oracle.draw_failure(plan)
@@ -238,36 +224,29 @@ class AlternatingSampler(AbstractSampler):
         mean, most = self.oracle.evaluations()
         serves = self.oracle.serves(plan)
         stale = _STALE.format(type(self.oracle).__name__)
-        return SamplerGuarantee(
-            num_steps=num_steps,
-            queries=min(num_steps / chance, tries) * mean,
-            distance=total,
-            proved=serves and total <= self.distance,
-            aim=self.distance,
-            notes=(
-                *(() if serves else (stale,)),
-                f"the potential is {regularity.strong_convexity:.4g}-strongly convex "
-                "on the set",
-                f"within {total:.3g} in total variation: {mixing:.2g} of the start, "
-                f"{bias:.2g} of accepted tries, {late:.2g} of tries and {draws:.2g} of "
-                "draws that run out",
-                f"{num_steps} steps of size {step_size:.4g} in {tries} tries, which "
-                f"make {tries * most} evaluations",
-            ),
+        notes = (
+            *(() if serves else (stale,)),
+            _CONVEX.format(regularity.strong_convexity),
+            f"within {total:.3g} in total variation: {mixing:.2g} of the start, "
+            f"{bias:.2g} of accepted tries, {late:.2g} of tries and {draws:.2g} of "
+            "draws that run out",
+            f"{num_steps} steps of size {step_size:.4g} in {tries} tries, which "
+            f"make {tries * most} evaluations",
         )
+        queries, proved = min(num_steps / chance, tries) * mean, total <= self.distance
+        found = num_steps, queries, 0.0, total, serves and proved
+        return SamplerGuarantee(*found, self.distance, notes)
 
-    @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
         """Return the point of the last step; `start` is projected onto the set."""
         if self._untimed:
             check_key(key)
             if self.step_size is None or self.mixing is None:
                 raise ValueError(_NOT_PLANNED)
-            target = ProximalTarget(potential, feasible, self.step_size)
+            target = proximal.ProximalTarget(potential, feasible, self.step_size)
             oracle = _untimed.require_exact(self.oracle)
-            return _untimed.draw(
-                oracle, target, self.mixing, self.distance, start, key=key
-            )
+            rest = self.mixing, self.distance, start
+            return _untimed.draw(oracle, target, *rest, key=key)
         return self.run(potential, feasible, start, key=key).x
 
     def run(
@@ -287,13 +266,13 @@ class AlternatingSampler(AbstractSampler):
         num_steps, step_size, tries = self.num_steps, self.step_size, self.tries
         if num_steps is None or step_size is None or tries is None:
             raise ValueError(_NOT_PLANNED)
-        target = ProximalTarget(potential, feasible, step_size)
+        target = proximal.ProximalTarget(potential, feasible, step_size)
 
         def attempt(_, chain):
             keys = derive(chain.key, "next", "smooth", "reject")
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
             noise = standard_normal(chain.x, key=keys[1])
-            noisy = plus(chain.x, step_size**0.5, noise)
+            noisy = proximal.plus(chain.x, step_size**0.5, noise)
             y = optax.tree.where(chain.fresh, noisy, chain.y)
             common = self.oracle.prepare(target, noisy)  # in vain if the step goes on
             common = optax.tree.where(chain.fresh, common, chain.common)
@@ -301,15 +280,11 @@ class AlternatingSampler(AbstractSampler):
             x, accepted, queries = self.oracle.attempt(target, y, common, key=keys[2])
             running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running
-            return Chain(
-                optax.tree.where(accepted, x, chain.x),
-                y,
-                common,
-                chain.done + accepted.astype(jnp.int32),
-                accepted,
-                chain.queries + jnp.where(running, queries, 0).astype(jnp.float32),
-                keys[0],
-            )
+            x = optax.tree.where(accepted, x, chain.x)
+            done = chain.done + accepted.astype(jnp.int32)
+            queries = jnp.where(running, queries, 0).astype(jnp.float32)
+            queries = chain.queries + queries
+            return Chain(x, y, common, done, accepted, queries, keys[0])
 
         x = feasible.project(jax.tree.map(jnp.asarray, start))
         shapes = jax.eval_shape(lambda y: self.oracle.prepare(target, y), x)
@@ -318,54 +293,42 @@ class AlternatingSampler(AbstractSampler):
         first = Chain(x, x, blank, zero, zero == 0, jnp.zeros((), jnp.float32), key)
         return jax.lax.fori_loop(0, tries, attempt, first)
 
-    def _plan(self, regularity, feasible, **counts: Any) -> ProximalPlan:
+    def _plan(self, regularity, feasible, **counts: Any) -> proximal.ProximalPlan:
         failure = _DRAWS * self.distance
-        return ProximalPlan(regularity, feasible, failure=failure, **counts)
+        return proximal.ProximalPlan(regularity, feasible, failure=failure, **counts)
 
-    def _steps(self, plan: ProximalPlan) -> int:
+    def _steps(self, plan: proximal.ProximalPlan) -> int:
         """Return the fewest steps that mix to their fraction of the distance."""
         distance = (1 if self._untimed else _MIXING) * self.distance
-        return int(Mixing.of(plan).num_steps(float(plan.step_size), distance))
+        return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
 
-    def _without_counts(self, plan: ProximalPlan) -> Self:
+    def _without_counts(self, plan: proximal.ProximalPlan) -> Self:
         """Plan the least step size; the records choose the one that is used."""
         while self._steps(plan) > _MOST_STEPS:  # any step size will do
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
-        return dataclasses.replace(
-            self,
-            oracle=_untimed.require_exact(self.oracle).without_counts(plan),
-            step_size=plan.step_size,
-            mixing=Mixing.of(plan),
-        )
+        changes: Any = {"step_size": plan.step_size, "mixing": proximal.Mixing.of(plan)}
+        oracle = _untimed.require_exact(self.oracle).without_counts(plan)
+        return dataclasses.replace(self, oracle=oracle, **changes)
 
     def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
         """Return `distance`, once planned for this potential."""
-        notes: tuple[str, ...] = (
-            f"the potential is {regularity.strong_convexity:.4g}-strongly convex on "
-            "the set",
-        )
+        notes: tuple[str, ...] = (_CONVEX.format(regularity.strong_convexity),)
         step_size, proved, steps = self.step_size, True, 0
         if self.mixing is not None and step_size is not None:
             plan = self._plan(regularity, feasible, step_size=float(step_size))
-            steps, mixing, due = self._steps(plan), self.mixing, Mixing.of(plan)
-            proved = self.oracle.serves(plan)
-            proved &= (mixing.width, mixing.convexity) == (due.width, due.convexity)
+            steps, due = self._steps(plan), proximal.Mixing.of(plan)
+            planned = self.mixing.width, self.mixing.convexity
+            proved = self.oracle.serves(plan) and planned == (due.width, due.convexity)
             stale = _STALE.format("AlternatingSampler")
             notes += (
                 f"at most {steps} steps of size {step_size:.4g} or more, each of as "
                 "many tries as it takes",
                 *(() if proved else (stale,)),
             )
-        return SamplerGuarantee(
-            num_steps=steps,
-            queries=math.inf,
-            distance=self.distance,
-            proved=proved,
-            aim=self.distance,
-            notes=notes,
-        )
+        aim = self.distance
+        return SamplerGuarantee(steps, math.inf, 0.0, aim, proved, aim, notes)
 
-    def _step_size(self, plan: ProximalPlan) -> float:
+    def _step_size(self, plan: proximal.ProximalPlan) -> float:
         """Return the largest step size with a bias that is small enough."""
         largest = plan.step_size
 
@@ -386,14 +349,10 @@ class AlternatingSampler(AbstractSampler):
 
 def _check(regularity: Regularity, feasible: AbstractSet) -> None:
     if not regularity.strong_convexity:
-        raise ValueError(
-            "AlternatingSampler: the potential must be strongly convex, got "
-            f"strong_convexity={regularity.strong_convexity}. Add a quadratic term."
-        )
+        raise ValueError("AlternatingSampler: the potential must be strongly convex.")
     width = restricted.diameter(feasible, regularity.dimension)
     if not 0 < width < math.inf:
         raise ValueError(
-            "AlternatingSampler: the set must be bounded and more than a point, got "
-            f"a {type(feasible).__name__} of diameter {width}. Use a Box or a Ball."
+            f"AlternatingSampler: the set must be bounded, got {feasible}."
         )
     restricted.check_set(feasible)

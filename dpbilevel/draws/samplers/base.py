@@ -63,9 +63,7 @@ class Regularity:
     def __post_init__(self):
         check_fields(self)
         if not self.lipschitz >= 0:  # NaN too; infinity is what is not known
-            raise ValueError(
-                f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
-            )
+            raise ValueError(f"Regularity: lipschitz is negative: {self.lipschitz}.")
 
     def of_potential(
         self, rate: float, regularizer: float, reach: float

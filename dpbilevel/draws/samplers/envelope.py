@@ -13,17 +13,8 @@ from typing_extensions import override
 
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
-from . import restricted
+from . import proximal, restricted
 from .base import Regularity
-from .proximal import (
-    AbstractExactOracle,
-    Attempt,
-    ProximalPlan,
-    ProximalTarget,
-    finite_part,
-    multiple,
-    plus,
-)
 
 _MOST_GRADIENT_STEPS = 12
 _FEW_DRAWS = 4
@@ -35,7 +26,7 @@ class _Tangent(eqx.Module):
     gradient: PyTree
 
 
-class ConvexEnvelope(AbstractExactOracle):
+class ConvexEnvelope(proximal.AbstractExactOracle):
     r"""Oracle that proposes from the Gaussian under a quadratic that supports $U$.
 
     At any point $c$ of the set, with $g = \nabla U(c)$, strong convexity gives $U(x)
@@ -97,25 +88,22 @@ class ConvexEnvelope(AbstractExactOracle):
         "finite almost everywhere on the set, for every dataset",
     )
 
-    @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
         r"""Return the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
         d, steepest = regularity.dimension, regularity.lipschitz
         if not steepest < math.inf:
-            text = "ConvexEnvelope: needs a finite Lipschitz constant of the potential"
-            raise ValueError(f"{text}, got {steepest}.")
+            raise ValueError("ConvexEnvelope: needs a finite Lipschitz constant.")
         most = restricted.diameter(feasible, d) ** 2
         smooth = regularity.smoothness * max(d, 2)
         rate = min(smooth, 2 * d * steepest**2)
         return min(most, 1 / rate) if rate > 0 else most
 
     @override
-    def with_counts(self, plan: ProximalPlan) -> Self:
+    def with_counts(self, plan: proximal.ProximalPlan) -> Self:
         steps, tries = self._best_steps(plan), self.enough_draw_tries(plan)
         return self._planned(plan, gradient_steps=steps, draw_tries=tries)
 
-    @override
-    def without_counts(self, plan: ProximalPlan) -> Self:
+    def without_counts(self, plan: proximal.ProximalPlan) -> Self:
         """Plan no gradient steps by default: they rarely help.
 
         A try is rejected if no draw of its proposal is accepted, so that few are
@@ -124,46 +112,41 @@ class ConvexEnvelope(AbstractExactOracle):
         steps, tries = self.gradient_steps or 0, self.draw_tries or _FEW_DRAWS
         return self._planned(plan, gradient_steps=steps, draw_tries=tries)
 
-    def _planned(self, plan: ProximalPlan, **counts: int) -> Self:
+    def _planned(self, plan: proximal.ProximalPlan, **counts: int) -> Self:
         numbers = {"curvature": plan.convexity, "slack": _slack(plan)}
         return dataclasses.replace(self, drop=_drop(plan), **numbers, **counts)
 
-    @override
-    def serves(self, plan: ProximalPlan) -> bool:
+    def serves(self, plan: proximal.ProximalPlan) -> bool:
         """Check that the numbers are those that `with_counts` set."""
         planned = plan.convexity, _slack(plan), _drop(plan)
         return (self.curvature, self.slack, self.drop) == planned
 
-    @override
-    def bias(self, plan: ProximalPlan) -> float:
+    def bias(self, plan: proximal.ProximalPlan) -> float:
         """Return zero: accepted tries follow the computed potential exactly."""
         return 0.0
 
     @override
-    def acceptance(self, plan: ProximalPlan) -> float:
+    def acceptance(self, plan: proximal.ProximalPlan) -> float:
         return _acceptance(plan, self._best_steps(plan))
 
-    @override
-    def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
+    def gaussian(self, plan: proximal.ProximalPlan) -> tuple[float, float, float]:
         r"""Return the scale: mean $(\alpha c + y / \eta - g) / P$, variance $1 / P$."""
         weight = 1 / (1 + plan.convexity * plan.step_size)  # 1 / (eta P)
         steepest = plan.regularity.lipschitz + _gradient_error(plan)
         shift = weight * plan.step_size * steepest
         return math.sqrt(plan.step_size * weight), weight, shift
 
-    @override
     def evaluations(self) -> tuple[float, int]:
         """Count a value for the try, and one for each gradient."""
         count = 2 + (self.gradient_steps or 0)
         return float(count), count
 
-    @override
-    def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
+    def prepare(self, target: proximal.ProximalTarget, y: PyTree) -> PyTree:
         """Return the tangent at $c_J$."""
 
         def move(_, point):
             gradient = self._tangent(target, point).gradient
-            return feasible.project(plus(y, -step_size, gradient))
+            return feasible.project(proximal.plus(y, -step_size, gradient))
 
         _, feasible, step_size = target
         point = feasible.project(y)
@@ -171,7 +154,6 @@ class ConvexEnvelope(AbstractExactOracle):
             point = jax.lax.fori_loop(0, self.gradient_steps, move, point)
         return self._tangent(target, point)
 
-    @override
     def move(self, target, y, common) -> PyTree:
         r"""Average this tangent and the one at the middle $p$ of its proposals.
 
@@ -191,15 +173,17 @@ class ConvexEnvelope(AbstractExactOracle):
         square = optax.tree.vdot(offset, offset)
         value = common.value + optax.tree.vdot(common.gradient, offset)
         value = value + 0.5 * curvature * square
-        gradient = plus(common.gradient, curvature, offset)
+        gradient = proximal.plus(common.gradient, curvature, offset)
         change, gap = optax.tree.sub(other.gradient, gradient), other.value - value
         weight = (curvature + 1 / target.step_size) * gap
-        weight = finite_part(weight / optax.tree.vdot(change, change))
+        weight = proximal.finite_part(weight / optax.tree.vdot(change, change))
         weight = jnp.clip(weight, 0, 1)
-        return _Tangent(point, value + weight * gap, plus(gradient, weight, change))
+        return _Tangent(
+            point, value + weight * gap, proximal.plus(gradient, weight, change)
+        )
 
     @override
-    def attempt(self, target, y, common, *, key) -> Attempt:
+    def attempt(self, target, y, common, *, key) -> proximal.Attempt:
         key_proposal, key_accept = derive(key, "proposal", "accept")
         x, above = self.proposal(target, y, common, key=key_proposal)
         coin = standard_exponential((), above.dtype, key=key_accept)
@@ -210,21 +194,17 @@ class ConvexEnvelope(AbstractExactOracle):
     def proposal(self, target, y, common, *, key) -> tuple[PyTree, Array]:
         potential, feasible, step_size = target
         curvature, c = self.curvature, common.point
-        x, accepted = restricted.try_normal(
-            feasible,
-            self._middle(target, y, common),
-            (step_size / (1 + curvature * step_size)) ** 0.5,
-            self.draw_tries or 1,
-            key=key,
-        )
+        mean, tries = self._middle(target, y, common), self.draw_tries or 1
+        deviation = (step_size / (1 + curvature * step_size)) ** 0.5
+        x, accepted = restricted.try_normal(feasible, mean, deviation, tries, key=key)
         # Accepted with probability exp(-R(x) - kappa).
         offset = optax.tree.sub(x, c)
         support = optax.tree.vdot(common.gradient, offset)
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
-        above = finite_part(potential(x)) - common.value - support + self.slack
+        above = proximal.finite_part(potential(x)) - common.value - support + self.slack
         return x, jnp.where(accepted, above, jnp.inf)
 
-    def _tangent(self, target: ProximalTarget, point: PyTree) -> _Tangent:
+    def _tangent(self, target: proximal.ProximalTarget, point: PyTree) -> _Tangent:
         """Return the support at a point; without a gradient, a constant."""
         value, gradient = target.potential.value_and_gradient(point)
         leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
@@ -233,16 +213,20 @@ class ConvexEnvelope(AbstractExactOracle):
             lambda v: jnp.where(finite, v, jnp.zeros_like(v)), gradient
         )
         drop = jnp.asarray(self.drop, value.dtype)
-        value = finite_part(value) - jnp.where(finite, jnp.zeros_like(drop), drop)
+        value = proximal.finite_part(value) - jnp.where(
+            finite, jnp.zeros_like(drop), drop
+        )
         return _Tangent(point, value, gradient)
 
-    def _middle(self, target: ProximalTarget, y: PyTree, tangent: _Tangent) -> PyTree:
+    def _middle(
+        self, target: proximal.ProximalTarget, y: PyTree, tangent: _Tangent
+    ) -> PyTree:
         r"""Return the mean of proposals, $(\alpha c + y / \eta - g) / P$."""
-        mean = plus(y, -target.step_size, tangent.gradient)
-        mean = plus(mean, target.step_size * self.curvature, tangent.point)
-        return multiple(1 / (1 + self.curvature * target.step_size), mean)
+        mean = proximal.plus(y, -target.step_size, tangent.gradient)
+        mean = proximal.plus(mean, target.step_size * self.curvature, tangent.point)
+        return proximal.multiple(1 / (1 + self.curvature * target.step_size), mean)
 
-    def _best_steps(self, plan: ProximalPlan) -> int:
+    def _best_steps(self, plan: proximal.ProximalPlan) -> int:
         """Return J, by default the one that accepts most tries per evaluation."""
         if self.gradient_steps is not None:
             return self.gradient_steps
@@ -250,12 +234,12 @@ class ConvexEnvelope(AbstractExactOracle):
         return max(range(most + 1), key=lambda j: _acceptance(plan, j) / (2 + j))
 
 
-def _drop(plan: ProximalPlan) -> float:
+def _drop(plan: proximal.ProximalPlan) -> float:
     """Bound the fall of the potential, and of the support's own curve, on the set."""
     return plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
 
 
-def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
+def _acceptance(plan: proximal.ProximalPlan, gradient_steps: int) -> float:
     """Return the bound of the class on the probability of acceptance."""
     lipschitz, smoothness = plan.regularity.lipschitz, plan.regularity.smoothness
     error = _gradient_error(plan)
@@ -270,11 +254,11 @@ def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
     return math.exp(-loss - 2 * _slack(plan))  # once in R, once in the coin
 
 
-def _slack(plan: ProximalPlan) -> float:
+def _slack(plan: proximal.ProximalPlan) -> float:
     r"""Return $\kappa$."""
     value_error = plan.regularity.error + plan.regularity.rounding
     return 2 * value_error + _gradient_error(plan) * plan.width
 
 
-def _gradient_error(plan: ProximalPlan) -> float:
+def _gradient_error(plan: proximal.ProximalPlan) -> float:
     return plan.regularity.gradient_error + plan.regularity.rounding / plan.width

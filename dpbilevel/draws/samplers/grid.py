@@ -60,10 +60,7 @@ class Grid(AbstractSampler):
         """
         if not axes or any(jnp.ndim(axis) != 1 for axis in axes):
             shapes = [jnp.shape(axis) for axis in axes]
-            text = (
-                "Grid.product: needs one vector of values per coordinate, got shapes "
-            )
-            raise ValueError(f"{text}{shapes}.")
+            raise ValueError(f"Grid.product: needs one vector per axis, got {shapes}.")
         columns = jnp.meshgrid(*map(jnp.asarray, axes), indexing="ij")
         return cls(jnp.stack([column.ravel() for column in columns], axis=-1))
 
@@ -79,10 +76,9 @@ class Grid(AbstractSampler):
         _checks.count("Grid.low_discrepancy", count=count)
         low, high = jnp.asarray(box.lower), jnp.asarray(box.upper)
         if low.ndim != 1 or low.shape != high.shape:
-            text = (
-                "Grid.low_discrepancy: the box must have vectors as bounds, got shapes "
+            raise ValueError(
+                "Grid.low_discrepancy: the box must have vectors as bounds."
             )
-            raise ValueError(f"{text}{low.shape} and {high.shape}.")
         # Unscrambled: the same points for everyone, and no seed to choose.
         points = scipy.stats.qmc.Halton(len(low), scramble=False).random(count)
         unit = jnp.asarray(points, jnp.result_type(low, float))
@@ -94,7 +90,6 @@ class Grid(AbstractSampler):
         leaves = jax.tree.leaves(self.candidates)
         return sum(math.prod(jnp.shape(leaf)[1:]) for leaf in leaves)
 
-    @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
         """Check the candidates: there is nothing to choose.
 
@@ -114,7 +109,6 @@ class Grid(AbstractSampler):
         notes = (f"drawn exactly from {count} public candidates",)
         return SamplerGuarantee(1, count, notes=notes)
 
-    @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
         """Draw one of the candidates, in the dtype of `start`.
 
@@ -126,16 +120,10 @@ class Grid(AbstractSampler):
         """
         candidate = jax.tree.map(jnp.shape, one_record(self.candidates))
         if candidate != (shapes := jax.tree.map(jnp.shape, start)):
-            raise ValueError(
-                f"Grid: a candidate is {candidate}, but the initial point is {shapes}. "
-                "Stack points like it along a new leading axis of every leaf."
-            )
+            raise ValueError(f"Grid: a candidate is {candidate}, the start {shapes}.")
         (key,) = derive(key, "select")
-        points = jax.tree.map(
-            lambda v, like: jnp.asarray(v, jnp.asarray(like).dtype),
-            self.candidates,
-            start,
-        )
+        dtypes = jax.tree.map(jnp.result_type, start)
+        points = jax.tree.map(jnp.asarray, self.candidates, dtypes)
         points = jax.vmap(feasible.project)(points)
         values = potential.many(points)
         with double_precision():  # the noise and its comparison in double precision

@@ -2,24 +2,24 @@ r"""The grid walk: a random walk on a lattice of cells, then rejection within a 
 
 import dataclasses
 import math
-from typing import Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
 from jaxtyping import PyTree
-from typing_extensions import override
 
 from ... import _checks
 from ..._checks import Count, Number, Positive
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import _lattice
-from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
+from ._lattice import FLATNESS, WalkBounds, duration, queries
 from .base import AbstractSampler, Regularity, SamplerGuarantee
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
+_PLANNED = ("cells", "penalty", "slack")
 
 
 class GridWalk(AbstractSampler):
@@ -126,10 +126,10 @@ class GridWalk(AbstractSampler):
         cells = {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
         _checks.count("GridWalk", **cells)
         if self.tabulate and self.num_steps is not None:
-            text = "GridWalk: tabulate=True makes no walk, got num_steps="
-            raise ValueError(f"{text}{self.num_steps}. Leave it out.")
+            raise ValueError(
+                "GridWalk: tabulate=True makes no walk; leave num_steps out."
+            )
 
-    @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         """Set cells, penalty, slack, tries and steps.
 
@@ -147,17 +147,11 @@ class GridWalk(AbstractSampler):
         limited = tries if self.num_steps else total  # a given walk is as long as it is
         if limited > self.max_queries:
             raise ValueError(self._refusal(bounds, steps, tries, total))
-        return dataclasses.replace(
-            self,
-            tabulate=tabulate,
-            num_steps=None if steps is None else math.ceil(steps),
-            num_tries=math.ceil(tries),
-            cells=bounds.cells,
-            penalty=bounds.penalty,
-            slack=bounds.slack,
-        )
+        counts: Any = {name: getattr(bounds, name) for name in _PLANNED}
+        counts["num_steps"] = None if steps is None else math.ceil(steps)
+        counts["num_tries"] = math.ceil(tries)
+        return dataclasses.replace(self, tabulate=tabulate, **counts)
 
-    @override
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
         r"""Return what the class text proves for these counts; it has no `distance`.
 
@@ -187,26 +181,21 @@ class GridWalk(AbstractSampler):
         )
         shape = "convex and " if bounds.convex else ""
         count = f"{steps} steps on" if steps else "a table of"
-        notes = [
+        note = (
             f"GridWalk: the potential is {shape}{regularity.lipschitz:.4g}-Lipschitz "
             f"on the set; {count} {math.prod(cells)} cells and {tries} tries draw "
             f"within a log ratio of {ratio:.3g}"
-        ]
+        )
         if not proved:
             needed = bounds.steps(math.tanh(self.log_ratio / 4))
-            notes = [
+            note = (
                 f"GridWalk: HEURISTIC, {steps} steps and {tries} tries prove no log "
                 f"ratio of {self.log_ratio:.3g}; {needed:.3g} steps are certified"
-            ]
-        return SamplerGuarantee(
-            num_steps=steps,
-            queries=queries(cells, self.num_steps, tries),
-            log_ratio=ratio if proved else math.inf,
-            proved=proved,
-            notes=tuple(notes),
-        )
+            )
+        evaluations = queries(cells, self.num_steps, tries)
+        found = steps, evaluations, ratio if proved else math.inf
+        return SamplerGuarantee(*found, proved=proved, notes=(note,))
 
-    @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
         """Draw one point; only the shape of `start` is read.
 
@@ -220,9 +209,11 @@ class GridWalk(AbstractSampler):
         flat, unravel = jax.flatten_util.ravel_pytree(start)
         frame = _lattice.frame_of("GridWalk", feasible, flat.size)
         if len(frame.corner) != len(cells):
-            text = f"GridWalk: planned for {len(cells)} axes, but the points have"
-            raise ValueError(f"{text} {len(frame.corner)}. Plan it for this potential.")
-        frame = _lattice.on_device(frame, flat.dtype)
+            axes = len(frame.corner)
+            raise ValueError(
+                f"GridWalk: planned for {len(cells)} axes, but the points have {axes}."
+            )
+        frame = jax.tree.map(lambda v: jnp.asarray(v, flat.dtype), frame)
         extended = _lattice.Extended(potential, frame, unravel, penalty)
         reference = extended.reference()
 
@@ -253,10 +244,7 @@ class GridWalk(AbstractSampler):
 
     def _bounds(self, regularity, feasible) -> WalkBounds:
         if not math.isfinite(regularity.lipschitz):
-            text = (
-                "GridWalk: needs a Lipschitz constant of the potential, got lipschitz="
-            )
-            raise ValueError(f"{text}{regularity.lipschitz}.")
+            raise ValueError("GridWalk: needs a Lipschitz constant of the potential.")
         frame = _lattice.frame_of("GridWalk", feasible, regularity.dimension)
         n = len(frame.sides)
         rise = regularity.lipschitz * float(frame.radius)

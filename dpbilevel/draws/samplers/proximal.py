@@ -1,6 +1,7 @@
 r"""Oracles that draw from $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set, try by try."""
 
 import abc
+import bisect
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -39,9 +40,7 @@ class ProximalPlan:
     step_size: float  # eta
     num_steps: int = 0  # how many accepted tries are needed; 0 while that is open
     tries: int = 0  # how many are made in all; 0 while that is open
-    failure: float = (
-        0.0  # the chance with which draws of proposals may run out of tries
-    )
+    failure: float = 0.0  # the chance with which draws of proposals may run out
 
     @property
     def dimension(self) -> int:
@@ -189,8 +188,8 @@ class AbstractProximalOracle(eqx.Module):
         if count > _MOST_DRAW_TRIES:
             raise ValueError(
                 f"{type(self).__name__}: a Gaussian restricted to the "
-                f"{type(plan.feasible).__name__} needs {count} tries per draw, more "
-                f"than {_MOST_DRAW_TRIES}. Use a smaller step_size, or a Box."
+                f"{type(plan.feasible).__name__} needs {count} tries per draw. Use a "
+                "smaller step_size."
             )
         return max(1, int(count))
 
@@ -253,16 +252,13 @@ def enough_tries(num_steps: int, chance: float, failure: float) -> int:
     def serves(tries):
         return scipy.stats.binom.cdf(num_steps - 1, tries, chance) <= failure
 
-    low, high = num_steps - 1, max(num_steps, math.ceil(num_steps / chance))
-    while not serves(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if serves(middle) else (middle, high)
+    most = max(num_steps, math.ceil(num_steps / chance))
+    while not serves(most):
+        most *= 2
+    high = bisect.bisect_left(range(most), True, num_steps, key=serves)
     if high > _MOST_TRIES:
         raise ValueError(
-            f"AlternatingSampler: {num_steps} steps need {high} tries, more than "
-            f"{_MOST_TRIES}. Use a larger distance or regularizer."
+            f"AlternatingSampler: needs {high} tries. Use a larger distance."
         )
     return high
 

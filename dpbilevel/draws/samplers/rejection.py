@@ -15,12 +15,7 @@ from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet, Ball
 from . import restricted
 from .base import AbstractSumPotential, Regularity
-from .proximal import (
-    AbstractProximalOracle,
-    Attempt,
-    ProximalPlan,
-    ProximalTarget,
-)
+from .proximal import AbstractProximalOracle, Attempt, ProximalPlan, ProximalTarget
 
 _CLIP = 0.5
 _MOST_STAGES = 63
@@ -81,14 +76,12 @@ class StochasticRejection(AbstractProximalOracle):
     draw_tries: int | None = eqx.field(static=True, default=None)
     draws: ClassVar[int] = 2
 
-    @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
         r"""Return $\eta$ of $\sigma^2 = 1/8$, or less: the squared diameter."""
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
-                "StochasticRejection: needs num_terms and term_lipschitz of the "
-                "Regularity. Use ConvexEnvelope for a potential that is no such sum."
+                "StochasticRejection: no sum of terms. Use ConvexEnvelope."
             )
         if not 0 <= lipschitz < math.inf or regularity.error > 0:
             raise ValueError(
@@ -101,7 +94,6 @@ class StochasticRejection(AbstractProximalOracle):
             most = min(most, variance / (1 - regularity.quadratic * variance))
         return most
 
-    @override
     def with_counts(self, plan: ProximalPlan) -> Self:
         """Cut the stages at a cost of at most a quarter of `plan.failure`."""
         stages, allowed = self.stages or 1, plan.failure / 4
@@ -111,14 +103,12 @@ class StochasticRejection(AbstractProximalOracle):
         draw_tries = self.enough_draw_tries(plan)
         return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
 
-    @override
     def serves(self, plan: ProximalPlan) -> bool:
         """Check that values are exact: all that is fixed is counts."""
         potential = plan.regularity
         terms = potential.num_terms, potential.term_lipschitz
         return None not in terms and potential.error == 0
 
-    @override
     def bias(self, plan: ProximalPlan) -> float:
         """Return the bound of the class on the effect of clipping and of cutting."""
         deviation, _, _ = self.gaussian(plan)
@@ -136,7 +126,6 @@ class StochasticRejection(AbstractProximalOracle):
     def acceptance(self, plan: ProximalPlan) -> float:
         return 0.5
 
-    @override
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
         r"""Return mean $y / (1 + m \eta)$, variance $\eta / (1 + m \eta)$."""
         weight = 1 / (1 + plan.regularity.quadratic * plan.step_size)
@@ -146,12 +135,10 @@ class StochasticRejection(AbstractProximalOracle):
             away = max(0.0, center - float(feasible.radius))
         return math.sqrt(plan.step_size * weight), weight, (1 - weight) * away
 
-    @override
     def evaluations(self) -> tuple[float, int]:
         """Count $2 (e - 1)$ values of terms on average, twice the stages at most."""
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
-    @override
     def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
         r"""Return the mean of $\gamma$.
 
@@ -159,11 +146,9 @@ class StochasticRejection(AbstractProximalOracle):
             TypeError: The potential is no sum.
         """
         if not isinstance(target.potential, AbstractSumPotential):
-            text = "StochasticRejection: needs an AbstractSumPotential, got"
-            raise TypeError(f"{text} {type(target.potential).__name__}.")
+            raise TypeError("StochasticRejection: needs an AbstractSumPotential.")
         return target.potential.middle(y, target.step_size)
 
-    @override
     def attempt(self, target, y, common, *, key) -> Attempt:
         """Compute all stages at once, and leave out those that were not needed."""
         (potential, feasible, step_size), stages = target, self.stages or 1
@@ -171,11 +156,8 @@ class StochasticRejection(AbstractProximalOracle):
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
         deviation = (step_size / (1 + potential.quadratic * step_size)) ** 0.5
         # Algorithm 2 of Gopi, Lee and Liu: x and z.
-        both = jax.vmap(
-            lambda k: restricted.restricted_normal(
-                feasible, common, deviation, self.draw_tries or 1, key=k
-            )
-        )(keys[:2])
+        draws = feasible, common, deviation, self.draw_tries or 1
+        both = jax.vmap(lambda k: restricted.restricted_normal(*draws, key=k))(keys[:2])
         x, z = (jax.tree.map(lambda v, i=i: v[i], both) for i in (0, 1))
         # The inner loop: products of differences of random terms, until a break.
         indices = jax.random.randint(keys[2], (stages,), 0, potential.num_terms)

@@ -105,7 +105,7 @@ def check_set(feasible: AbstractSet) -> None:
     if not boxes and not isinstance(feasible, Ball | Simplex):
         raise ValueError(
             "restricted_normal: the set must be a Box, a product of boxes, a Ball or a "
-            f"Simplex, got {type(feasible).__name__}. Use one that contains it."
+            f"Simplex, got {type(feasible).__name__}."
         )
 
 

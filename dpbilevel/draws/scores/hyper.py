@@ -20,7 +20,7 @@ from ...bilevel.problem import BilevelProblem, Levels, Sizes
 from ...privacy.per_example.clipping import clipped_mean, unsealed
 from ...sets import Ball, Euclidean
 from ..samplers.base import AbstractPotential, Regularity
-from .base import SOLVES, AbstractScore, check_error, check_loss_dtype
+from .mean_loss import SOLVES, AbstractScore, check_error, check_loss_dtype
 
 _COMPUTED = (
     "upper losses and upper_public, which has no large offset, are computed to "
@@ -79,27 +79,16 @@ class HyperObjective(AbstractScore):
     def assumptions(self) -> tuple[str, ...]:
         return (*self._certificate().assumptions, _COMPUTED)
 
-    @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Return a potential that solves the lower level anew at every point."""
         x, y = start
         dtype = derivatives.common_dtype((x, y))
-        check_loss_dtype(
-            self.problem.upper, (x, y), derivatives.wide(data.upper, dtype)
-        )
+        records = derivatives.wide(data.upper, dtype)
+        check_loss_dtype(self.problem.upper, (x, y), records)
         y = Ball(self._bounds().solution_radius).project(y)
         steps = self._most_steps(dtype) if self.uniform else None
-        return _Objective(
-            self.problem,
-            data,
-            y,
-            self.sizes,
-            (x, y),
-            self._half(),
-            self.clip_range is None,
-            self._target(dtype),
-            steps,
-        )
+        parts = self.problem, data, y, self.sizes, (x, y), self._half()
+        return _Objective(*parts, self.clip_range is None, self._target(dtype), steps)
 
     def _error(self, dtype: DTypeLike) -> Number:
         """Return how far a computed value may be off."""
@@ -121,24 +110,19 @@ class HyperObjective(AbstractScore):
         bounds = self._bounds()
         # This holds for clipped losses, too: clipping moves no two values apart.
         n = self.sizes.upper
-        upper = 2 * self._range() / n
         lower = 2 * self._slope() * bounds.solution_shift
         if self.clip_range is not None:
-            return upper, lower
+            return 2 * self.clip_range / n, lower
         diameter = self.problem.x_set.diameter
         upper = _least(bounds.upper * diameter, 2 * self._change(of_spread=True) / n)
         return upper, _least(bounds.lower * diameter, lower)
-
-    def _range(self) -> Number:
-        """Return how far an upper loss may be from itself at another point."""
-        return self._change() if self.clip_range is None else self.clip_range
 
     def _half(self) -> Number:
         """Return the clip norm of upper losses about a reference, or $B/2$.
 
         The reference may be at either end of their range.
         """
-        return self._range() if self.clip_range is None else self._range() / 2
+        return self._change() if self.clip_range is None else self.clip_range / 2
 
     def _change(self, *, of_spread: bool = False) -> Number:
         """Bound the change of a loss, or half that of a difference, between points."""
@@ -179,8 +163,7 @@ class HyperObjective(AbstractScore):
         if not count <= sensitivities.MOST_STEPS:
             raise ValueError(
                 f"ExponentialMechanism: the lower level needs {count:.3g} steps at a "
-                f"point, more than {sensitivities.MOST_STEPS}. Raise the strong "
-                "convexity (mu_g) by a larger public penalty."
+                "point. Raise the strong convexity (mu_g) by a larger public penalty."
             )
         return int(count)
 
@@ -316,7 +299,6 @@ class GradientNorm(AbstractScore):
     def assumptions(self) -> tuple[str, ...]:
         return self._certificate().assumptions
 
-    @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Return a potential that computes the hypergradient anew at every point."""
         return _Norm(self.problem, data, start[1], self.sizes)
@@ -331,9 +313,8 @@ class GradientNorm(AbstractScore):
         reach = self.problem.x_set.reach
         if isinstance(reach, float) and math.isinf(reach):
             raise ValueError(
-                "ExponentialMechanism: the gradient mapping on an unbounded "
-                f"x_set={self.problem.x_set} has no bound on its rounding. Use a "
-                "bounded set, or Euclidean()."
+                "ExponentialMechanism: gradient_norm needs a bounded set, or "
+                f"Euclidean(), got x_set={self.problem.x_set}."
             )
         gradient = self._certificate().bounds(self.sizes).gradient
         return 8 * float(jnp.finfo(dtype).eps) * (reach + gradient)

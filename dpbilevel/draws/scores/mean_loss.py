@@ -1,5 +1,10 @@
-"""Score of a one-level problem: its mean loss."""
+r"""Scores of problems, sealed before they leave: their interface, and the mean loss.
 
+The modules here read records: mean losses of clipped range, and objectives of two
+levels whose sensitivity constants prove.
+"""
+
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
@@ -15,21 +20,105 @@ from typing_extensions import override
 from ... import _checks
 from ..._checks import Number
 from ...bilevel.certificates import sensitivities
+from ...bilevel.problem import BilevelProblem
 from ...onelevel.problem import FiniteSum
-from ...privacy.per_example.clipping import Basis, clipped_mean, unsealed
+from ...privacy.exact.floats import check_rounding
+from ...privacy.per_example.clipping import Basis, clipped_mean, one_record, unsealed
 from ...privacy.per_example.structure import rowwise
 from ...privacy.queries import RECORDS
 from ...privacy.records.rows import unpacked
 from ...privacy.sampling.base import Batch, FullBatch
+from ..mechanisms import BoundedScore, Measure
 from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
-from .base import AbstractScore, check_error, check_loss_dtype
 
+DrawProblem = BilevelProblem | FiniteSum
+
+# The fractions that errors of solves and rounding may add to a spread.
+SOLVES, ROUNDING = 0.01, 0.05
 # A public term is cut at this many times the range of the losses.
 _PUBLIC = 8
 _GROUP = 64  # values that are added in any order
 # A declared range is enforced beyond it by more than rounding: at the limit itself
 # clipping would cut derivatives, too.
 _BEYOND = 1 + 2.0**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractScore(abc.ABC):
+    """Score of a problem, with one measure of its sensitivity.
+
+    Args:
+        problem: The problem.
+        measure: `"spread"` or `"slope"`, as in `BoundedScore`.
+        sizes: The planned sizes.
+    """
+
+    problem: Any
+    measure: Measure
+    sizes: Any
+
+    @abc.abstractmethod
+    def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
+        """Return the contribution of one record per role, as in `BoundedScore`.
+
+        A spread counts the errors of scores that are computed in `dtype`.
+
+        Raises:
+            ValueError: Constants are missing, or `dtype` is too coarse.
+        """
+
+    @abc.abstractmethod
+    def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
+        """Return what is known of the score, besides convexity. On the host."""
+
+    @property
+    def basis(self) -> Basis:
+        """Basis of the contributions."""
+        return Basis.CONSTANTS
+
+    @property
+    @abc.abstractmethod
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumptions of the guarantee, in the words of the report."""
+
+    @abc.abstractmethod
+    def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
+        """Return the score itself. NON-PRIVATE."""
+
+    def bounded(
+        self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
+    ) -> BoundedScore:
+        """Seal the score; `dtype` is what was planned for, if that is coarser."""
+        if dtype is None:
+            dtype = jnp.result_type(*jax.tree.leaves(start))
+        contribution = sum(self.contributions(dtype).values())
+        raw = self.potential(data, start)
+        return BoundedScore(raw, contribution, self.measure, self.basis)
+
+
+def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
+    """Refuse a dtype in which computed scores are too far off.
+
+    Raises:
+        ValueError: Four errors are more than 6 % of what a record changes without them.
+    """
+    owner, what = "ExponentialMechanism", "errors of computed scores"
+    limit: Any = {"allowed": SOLVES + ROUNDING, "remedy": remedy}
+    check_rounding(owner, what, 4 * error, spread, dtype, **limit)
+
+
+def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
+    """Refuse a loss that is coarser than what errors are planned for.
+
+    Raises:
+        ValueError: At `(*points, record)` it has a coarser dtype than the points.
+    """
+    dtype = jax.eval_shape(loss, *points, one_record(records)).dtype
+    planned = jnp.result_type(*jax.tree.leaves(points))
+    if jnp.finfo(dtype).bits < jnp.finfo(planned).bits:
+        raise ValueError(
+            f"a loss of dtype {dtype} is coarser than the planned {planned}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +138,6 @@ class MeanLoss(AbstractScore):
 
     clip_range: Any = None
 
-    @override
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         """Return $B / n$ or $G D / n$; as a slope $G^d / n$."""
         reach = self._reach()
@@ -115,11 +203,14 @@ class MeanLoss(AbstractScore):
         """Return how far a loss may be from itself at another point."""
         if self._clipped:
             return self.clip_range
-        if self.measure == "slope":
-            self._check_public()
-        return self._declared() * self._diameter()
+        if self.measure == "slope" and self.problem.public is not None:
+            raise ValueError("FiniteSum: a regularized draw takes no public term.")
+        declared, diameter = self._declared(), self.problem.w_set.diameter
+        if isinstance(diameter, float) and math.isinf(diameter):
+            got = f"w_set={self.problem.w_set}"
+            raise ValueError(f"FiniteSum: a draw needs a bounded set, got {got}.")
+        return declared * diameter
 
-    @override
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
         """Return a clipped mean for a spread, a sum of terms for a slope."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
@@ -131,14 +222,6 @@ class MeanLoss(AbstractScore):
             return _Terms(self.problem, batch.records, start, reach, self.sizes)
         half = reach / 2 if self._clipped else reach
         return _ClippedMean(self.problem, batch, start, half, not self._clipped)
-
-    def _check_public(self) -> None:
-        if self.problem.public is not None:
-            raise ValueError(
-                "FiniteSum: a regularized draw needs the slope of the public term. "
-                "Leave public out, or give "
-                "RegularizedExponentialMechanism(regularizer=)."
-            )
 
     def _declared(self) -> float:
         if self.problem.lipschitz is None:
@@ -152,15 +235,6 @@ class MeanLoss(AbstractScore):
         """Return half the Lipschitz constant of the difference of two losses."""
         spread, lipschitz = self.problem.lipschitz_spread, self._declared()
         return lipschitz if spread is None else spread
-
-    def _diameter(self):
-        diameter = self.problem.w_set.diameter
-        if isinstance(diameter, float) and math.isinf(diameter):
-            raise ValueError(
-                f"FiniteSum: w_set={self.problem.w_set} is unbounded, and a draw needs "
-                "a bounded set. Use for instance dpbilevel.sets.Ball(r)."
-            )
-        return diameter
 
 
 def unit_of(dtype: DTypeLike) -> float:
@@ -258,7 +332,6 @@ class _Terms(AbstractSumPotential):
         losses = jax.vmap(rowwise("FiniteSum", lambda z: self._loss(x, z)))(self.data)
         return _sum(losses) / self.num_terms
 
-    @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         """Return a tangent below the mean, also if some gradients are not finite.
 

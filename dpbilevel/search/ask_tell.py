@@ -1,4 +1,4 @@
-"""Rounds of a search: points, all records' losses there, and a release."""
+"""Searches in rounds: points, all records' losses there, and a release."""
 
 import contextlib
 import dataclasses
@@ -11,21 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from .. import _checks
-from ..core.columns import Column, elements
+from ..core.columns import elements
 from ..core.solution import Solution, divergence
 from ..core.spent import begun
+from ..privacy.budget import PrivacyBudget
 from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
+from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs import lock
 from ..runs.checkpoint import Checkpoint
 from ..runs.resume import after, solution_of
-from .base import Proposal
+from .base import AbstractAskTellSolver, BlackBox, Proposal
 from .folder import Folder, NoisyLosses
-from .run import Run
+from .run import check_losses, plan_run
 
 # Limit of the size of the state times the number of steps below which the optimization
 # of a program takes longer than it saves: on one core both were equal at 3e7.
@@ -45,29 +47,63 @@ class _Round:
     after: Checkpoint | None = None  # the run after the release of this step
 
 
-class Rounds:
-    """A search in progress on the host. SECRET: it holds losses and future keys.
+class AskTell:
+    """A search in steps: `ask` returns points, `tell` takes all records' losses there.
 
-    It holds the lock of its folder until it is closed, finished or deleted. A step must
-    not be made twice, because both releases would have the same noise: a closed search,
-    a copy and a forked process are refused.
+    It works like `minimize`, but the evaluations are made elsewhere: on a cluster, by
+    another process, days later. With the same losses and the same key it makes the
+    releases of `minimize`, bit for bit, if both have a folder or both have none.
 
     Args:
-        run: The plan.
-        folder: Folder of evaluations, checkpoint and result; `None` keeps them in
-            memory.
+        problem: The black box; its `losses` may be `None`, and are not called.
+        solver: An ask/tell solver: calibrated, or any with `budget`.
+        w0: The initial point, one vector, public or already private.
+        key: One typed key; consumed by this search.
+        budget: The guarantee: the solver is calibrated first.
+        precision: As in `calibrate`; used with `budget` only.
+        folder: Folder for the losses and for a checkpoint of every step. A later object
+            with the same arguments and folder continues the search, in this process or
+            another one; after the end it has the result. The folder is locked until the
+            search is done, closed or no longer referenced.
+        owner: Name for error messages.
 
     Attributes:
-        solution: The released solution; `None` until the search is finished.
-        done: Number of steps made.
+        result: Released solution with its trajectory; `None` until the search is done.
+        report: Guarantee, known before the first point; `None` without `budget`.
 
     Raises:
-        ValueError: The folder holds something else or a run on other records.
+        TypeError: As `minimize`.
+        ValueError: As `minimize`; or the folder is in use.
         OSError: The disk refuses.
+
+    Warns:
+        UserWarning: As `minimize`.
+
+    Privacy:
+        As `minimize`: one run under the solver's ledger, recorded in the folder before
+        the first point is returned, whether or not it is finished. Points and their
+        number are functions of released values. With a folder the noise of a step also
+        depends on all losses told so far, as in `minimize`. The object is SECRET: it
+        holds losses and the key of future noise. It cannot be copied, pickled or used
+        after `os.fork`: two objects would release with the same noise. The time of
+        evaluations, and other uses of the losses, are not covered.
     """
 
-    def __init__(self, run: Run, folder: Path | str | None):
-        self.solution: Solution | None = None
+    def __init__(
+        self,
+        problem: BlackBox,
+        solver: AbstractAskTellSolver,
+        w0: Float[np.ndarray | Array, " d"],
+        *,
+        key: PRNGKey,
+        budget: PrivacyBudget | None = None,
+        precision: Precision = "grid",
+        folder: Path | str | None = None,
+        owner: str = "AskTell",
+    ):
+        run = plan_run(owner, problem, solver, w0, key, budget, precision, folder)
+        self.result: Solution | None = None
+        self.report: PrivacyReport | None = run.report
         self._noisy: NoisyLosses | None = None  # set if an earlier run finished
         self._run, self._saved = run, run.first
         self._round: _Round | None = None
@@ -79,11 +115,11 @@ class Rounds:
             with contextlib.ExitStack() as end:
                 check = end.enter_context(lock.held(Path(folder)))
                 self._open(Path(folder), check)
-                if self.solution is None:
+                if self.result is None:
                     self._end = end.pop_all()  # the lock stays
-        if self.solution is not None:
+        if self.result is not None:
             return
-        name = f"{run.owner}: {type(run.solver).__name__}"
+        name = f"{owner}: {type(run.solver).__name__}"
         size, relation = run.problem.num_records, run.solver.neighbours.value
         self._count = begun(name, relation, run.costs, size, None)
         if self.done or run.problem.training is not None:
@@ -101,34 +137,29 @@ class Rounds:
                 self._finish()
             return
         solution, self._noisy = result
-        self.solution = dataclasses.replace(solution, report=run.report)
+        self.result = dataclasses.replace(solution, report=run.report)
         _checks.warn(
             f"{run.owner}: {path} holds a finished run, whose result is returned "
             "without any evaluation. Give a new folder for a second release."
         )
 
-    def __enter__(self) -> "Rounds":
+    def __enter__(self) -> "AskTell":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Unlock the folder, so that another object can continue the search."""
+        """Unlock the folder, so that another object can continue, and this one cannot.
+
+        Without a folder this does nothing.
+        """
         self._closed = self._folder is not None
         self._end.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise `TypeError`: a copy would use the same noise."""
-        raise TypeError(
-            f"{self._run.owner}: a search in progress cannot be copied or pickled, "
-            "because the copies would have the same noise. Continue it by folder=."
-        )
-
-    @property
-    def report(self) -> PrivacyReport | None:
-        """Guarantee of the run; `None` without a budget."""
-        return self._run.report
+        raise TypeError(f"{self._run.owner}: a search cannot be copied or pickled.")
 
     @property
     def done(self) -> int:
@@ -137,7 +168,11 @@ class Rounds:
 
     @property
     def noisy_losses(self) -> NoisyLosses:
-        """Points whose noisy mean losses were released so far, and these losses."""
+        """Points whose noisy mean losses were released so far, and these losses.
+
+        Shapes `(k, d)` and `(k,)`: all points of `NoisyUCB`, one of `RepeatAndSelect`
+        after its end, none of solvers that release no loss.
+        """
         if self._noisy is not None:
             return self._noisy
         with double_precision():
@@ -147,37 +182,42 @@ class Rounds:
         return points.reshape(-1, path.shape[-1]), values
 
     def ask(self) -> Float[np.ndarray, "k d"]:
-        """Return the points of this round without losses; none after the last round.
+        """Return the points to evaluate next, float64; none when the search is done.
+
+        Until `tell` has taken losses, every call returns the same points.
 
         Raises:
-            ValueError: The search was closed, or belongs to another process.
+            ValueError: The search was closed, or belongs to the process from which this
+                one was forked, or the folder's lock file was deleted or replaced.
+            OSError: The disk refuses.
         """
         with self._exclusive():
-            return self._ask()
-
-    def _ask(self) -> Float[np.ndarray, "k d"]:
-        while self.solution is None:
-            if self.done == self._run.solver.num_steps:
-                self._finish()
-                break
-            if self._round is None:
-                self._round = self._begin()
-            if self._round.open:
-                return self._round.points[self._round.open]
-            self._release(self._round)  # a step without points, or after a disk error
+            while self.result is None:
+                if self.done == self._run.solver.num_steps:
+                    self._finish()
+                    break
+                if self._round is None:
+                    self._round = self._begin()
+                if self._round.open:
+                    return self._round.points[self._round.open]
+                self._release(self._round)  # without points, or after a disk error
         (start,) = jax.tree.leaves(self._run.first.path)
         return np.zeros((0, start.shape[-1]))
 
-    def tell(self, losses: Sequence[Any]) -> None:
-        """Take losses at the first points of `ask`, and release after the last of them.
+    def tell(self, losses: Sequence[Float[np.ndarray, " n"]]) -> None:
+        """Take losses at the points of `ask`, in their order.
+
+        When all points have losses, the step is released.
 
         Args:
-            losses: One vector for each point, with the loss of every record.
+            losses: One row for each point, or for the first ones: a table of shape `(k,
+                n)`, or a sequence of vectors. A record's loss is at the same place in
+                every row. NaN counts as the worst loss.
 
         Raises:
             TypeError: The losses are no real numbers.
-            ValueError: Their shapes do not fit, no points were asked for, or as
-                `ask`. Nothing is kept then.
+            ValueError: Their shapes do not fit, `ask` was not called, or as in `ask`.
+                Nothing is taken then; the message names shapes and no loss.
             OSError: The disk refuses.
         """
         with self._exclusive():
@@ -188,36 +228,30 @@ class Rounds:
         """Admit one thread at a time, and no closed or forked search."""
         owner = self._run.owner
         if os.getpid() != self._process:
-            raise ValueError(
-                f"{owner}: this search belongs to process {self._process}, from which "
-                "this one was forked. Call ask and tell there."
-            )
+            raise ValueError(f"{owner}: the search belongs to process {self._process}.")
         with self._turn:
-            if self._closed and self.solution is None:
-                raise ValueError(
-                    f"{owner}: the search was closed. Make another object with the "
-                    "same arguments and folder, which continues it."
-                )
+            if self._closed and self.result is None:
+                raise ValueError(f"{owner}: the search was closed; use its folder.")
             yield
 
     def _tell(self, losses: Sequence[Any]) -> None:
         current = self._round
-        if current is None or self.solution is not None:
+        if current is None or self.result is not None:
             raise ValueError(f"{self._run.owner}: no points to evaluate; call ask().")
         owner, n = self._run.owner, self._run.problem.num_records
         try:
             vectors = elements(losses)
             vectors = list(losses) if vectors is None else vectors
         except (TypeError, ValueError):
+            got = type(losses).__name__
             raise TypeError(
-                f"{owner}: tell takes one row of {n} losses for each point, got "
-                f"{type(losses).__name__}. Give a list of rows or an array."
+                f"{owner}: tell takes {n} losses for each point, got {got}."
             ) from None
-        rows = [_check_losses(owner, row, n) for row in vectors]
+        rows = [check_losses(owner, row, n) for row in vectors]
         if not 0 < len(rows) <= len(current.open):
+            given, due = len(rows), len(current.open)
             raise ValueError(
-                f"{owner}: got losses at {len(rows)} points, but ask() returns "
-                f"{len(current.open)}. Give one row for each, or for the first ones."
+                f"{owner}: got losses at {given} points, but ask() has {due}."
             )
         for row in rows:
             index = current.open[0]
@@ -288,40 +322,12 @@ class Rounds:
             solution = solution_of(run.problem, run.solver, self._saved)
         if self._folder is not None:
             self._folder.finish(solution, self.noisy_losses)
-        self.solution = dataclasses.replace(solution, report=run.report)
+        self.result = dataclasses.replace(solution, report=run.report)
         self.close()
         remarks = run.solver.remark(state), divergence(int(solution.rejected_updates))
         for remark in remarks:
             if remark is not None:  # a function of released values
                 _checks.warn(f"{run.owner}: {remark}")
-
-
-def _check_losses(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
-    """Return the losses at a point; errors name shapes and types, never a value."""
-    try:
-        column = Column.of(value)  # entry by entry: one may be no number
-    except (TypeError, ValueError):
-        column = None
-    if column is None or column.kind == "texts" or _is_object(column):
-        raise TypeError(
-            f"{owner}: the losses at a point must be a vector of {n} real numbers, got "
-            f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}. Give "
-            "numpy.asarray(..., float)."
-        )
-    losses = column.numbers()
-    if losses.shape != (n,):
-        raise ValueError(
-            f"{owner}: the losses at a point must be one per record, shape ({n},), got "
-            f"shape {losses.shape}. Give no mean over records, and NaN for all records "
-            "if training on unprotected data fails."
-        )
-    # Under jax_debug_nans JAX would raise because of one record's NaN.
-    return np.where(np.isnan(losses), np.inf, losses)
-
-
-def _is_object(column: Column) -> bool:
-    """Return whether the value was one object, and no column."""
-    return column.kind == "objects" and column.entries.ndim == 0
 
 
 @jax.jit
