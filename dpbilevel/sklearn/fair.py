@@ -156,11 +156,8 @@ class FairClassifier(LinearClassifier):
     def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
         """Return the declared groups, sorted, and their fractions of the records."""
         if not isinstance(self.shares, Mapping):
-            raise ValueError(
-                f"{self._owner}: declare shares=, the fraction of each group, such as "
-                f"{EXAMPLE}, from public knowledge. Counts in the records would be a "
-                "release that is not in the ledger."
-            )
+            what = f"declare shares= from public knowledge, such as {EXAMPLE}."
+            raise ValueError(f"{self._owner}: {what}")
         names = declared(self._owner, "the groups of shares", [*self.shares], EXAMPLE)
         return names, tuple(float(self.shares[name]) for name in names.tolist())
 

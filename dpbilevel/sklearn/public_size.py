@@ -44,15 +44,12 @@ class PublicSize:
         relation = Neighbours(neighbours)
         if relation is Neighbours.REPLACE_ONE:
             if size is not None:
-                raise ValueError(
-                    f"{owner}: size= is for neighbours='add_or_remove_one'. Under "
-                    "replace_one the number of records is public and taken from X."
-                )
+                what = "size= is for neighbours='add_or_remove_one'; leave it out."
+                raise ValueError(f"{owner}: {what}")
             return cls(relation, rows)
         if size is None:
             raise ValueError(
-                f"{owner}: under neighbours='add_or_remove_one' the number of records "
-                "is private: give size=, a public number not far from it."
+                f"{owner}: give size=, a public number of records, to plan for."
             )
         _checks.count(owner, size=size)
         return cls(relation, int(size))

@@ -122,10 +122,8 @@ class DPSourceReweighting(LinearClassifier):
         """
         budget, key, table, units = self._entry(X, key, refused)
         if sources is None or clean is None:
-            raise ValueError(
-                f"{self._owner}.fit: give sources=, one for each record, and "
-                "clean=(X, y), the clean records."
-            )
+            what = "give sources=, one for each record, and clean=(X, y)."
+            raise ValueError(f"{self._owner}.fit: {what}")
         labels = self._read_labels(y, table)
         self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
         _checks.non_negative(self._owner, ridge=self.ridge)
@@ -157,12 +155,18 @@ class DPSourceReweighting(LinearClassifier):
     def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Description]:
         """Return the clean records, and which of their cells are wrong."""
         if not isinstance(clean, tuple | list) or len(clean) != 2:
+            got = _checks.shown(clean)
             raise ValueError(
-                f"{self._owner}.fit: clean must be a pair (X, y), got "
-                f"{_checks.shown(clean)}."
+                f"{self._owner}.fit: clean must be a pair (X, y), got {got}."
             )
         X, y = clean
-        table = self._more_rows(X)
+        try:
+            table = self._read(X, 1, reset=False)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._owner}.fit: the clean records have other columns than the "
+                f"training records ({error}). Transform clean= as X."
+            ) from None
         labels = self._read_labels(y, table, "clean[1]")
         cells = self._describe(table, units, {"clean[1]": labels < 0}, labels)
         return self._records(units.rows(table), labels), cells
@@ -176,8 +180,7 @@ class DPSourceReweighting(LinearClassifier):
         except ValueError:
             raise ValueError(
                 f'{self._owner}.fit: people="disjoint", but clean and X are the same '
-                "array or parts of it. Copy X without the clean rows, or pass "
-                'people="overlapping".'
+                'array or parts of it. Copy the rows of X, or pass "overlapping".'
             ) from None
 
     def _plan(
