@@ -1,7 +1,7 @@
-"""Sources and groups of records: the tables `[data.sources]` and `[data.groups]`."""
+"""Tables inside `[data]`: the sources and groups of records, and the test file."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -89,9 +89,7 @@ class Groups:
             raise ValueError(f"give {self.choice}.")
         chances = list(self.frequency)
         if drawn and not (min(chances) >= 0 and abs(sum(chances) - 1) <= 1e-6):
-            raise ValueError(
-                f"frequency must be probabilities of sum 1, got {chances}."
-            )
+            raise ValueError(f"frequency must be probabilities of sum 1, got {chances}")
 
     @property
     def count(self) -> int:
@@ -118,3 +116,30 @@ class Groups:
         turned = np.cos(angle) * truth + np.sin(angle) * side
         margin = np.sum(features * turned[group], axis=1)
         return group.astype(np.int32), margin
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A file of records on which the released model is tested.
+
+    Args:
+        path: The file, relative to the config; it has the columns of the features and
+            the label.
+        accuracy: Protection of its people: `"public"`, none is needed; `"counted"`,
+            noise, within the budget of the config, which they spend on nothing else,
+            because they are in no other file; `"non_private"`, none, as every report
+            says.
+        records: Number of records of the file that are read; 0 reads all, which
+            `"counted"` does not take.
+    """
+
+    path: str
+    accuracy: Literal["public", "counted", "non_private"]
+    records: int = 0
+
+    def __post_init__(self):
+        least = int(self.accuracy == "counted")
+        if self.records < least:
+            raise ValueError(
+                f'records must be at least {least} if accuracy = "{self.accuracy}".'
+            )

@@ -21,8 +21,7 @@ from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from ..privacy.report import PrivacyReport
 from ..runs import lock
-from ..runs.checkpoint import Checkpoint
-from ..runs.resume import after, solution_of
+from ..runs.checkpoint import Checkpoint, after, solution_of
 from .base import Proposal
 from .folder import Folder, NoisyLosses
 from .run import Run
