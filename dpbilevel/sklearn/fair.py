@@ -120,7 +120,7 @@ class FairClassifier(LinearClassifier):
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         usable = with_nan(rows, (labels >= 0) & (group >= 0))
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
         place = "groups", self.groups_, group

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from typing_extensions import override
 
 from .. import _checks
 from ..core.shares import OF_COLUMNS, Usability
 from ..core.usability import released_mean
-from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from .base import Run, with_nan
 from .descent import Settings, plan_descent
 from .lengths import Lengths
 from .linear import CONSTANT, LinearClassifier, ridge_on
-from .public_size import Beforehand, PublicSize, release_within
+from .public_size import AbstractBeforehand, PublicSize, Terms
 
 # docs/estimators.md, "Settings".
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
@@ -137,12 +137,12 @@ class DPLogisticRegression(LinearClassifier):
         rows = units.rows(table)
         records = self._records(rows, labels)
         usable = with_nan(rows, labels >= 0)
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         cells = self._describe(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, public, records=cells)
         start = self._start()
         shape = len(self.classes_), self.n_features_in_
-        effects = Effects.plan(budget, public, *shape, centered=self._constant)
+        effects = Effects(budget, public, *shape, self._constant)
         before = (*check[0].releases, *lengths.releases, *effects.releases)
         penalty = self._loss, float(self.ridge), self._constant
         options = start.shape, budget, public, settings, before
@@ -196,7 +196,7 @@ class DPLogisticRegression(LinearClassifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class Effects(Beforehand):
+class Effects(AbstractBeforehand):
     r"""Rates of the classes, and strength of the effects, from a planned release.
 
     With many features and few records the noise of a fit needs a ridge; with strong
@@ -210,7 +210,6 @@ class Effects(Beforehand):
     $G$ of its gradient there. Both follow from the mean row of each class.
 
     Attributes:
-        release: Release; None if the records are too few, or delta is 0.
         classes: Number of classes.
         width: Number of features, without a constant.
         centered: Whether the model has a constant.
@@ -218,42 +217,17 @@ class Effects(Beforehand):
 
     classes: int
     width: int
-    centered: bool
+    centered: bool = True
 
-    @classmethod
-    def plan(
-        cls,
-        budget: PrivacyBudget,
-        public: PublicSize,
-        classes: int,
-        width: int,
-        *,
-        centered: bool = True,
-    ) -> "Effects":
-        """Return the release, for 1 % to 10 % of the squared budget, or none.
-
-        Args:
-            budget: The budget of the whole fit.
-            public: The public number of records, and the relation.
-            classes: As the attribute.
-            width: As the attribute.
-            centered: As the attribute.
-
-        Privacy:
-            Touches no data.
-        """
-        products = 0.25 if classes == 2 else 1 - 1 / classes
+    @property
+    @override
+    def terms(self) -> Terms:
+        count = self.classes
+        products = 0.25 if count == 2 else 1 - 1 / count
         squared = products * (1 + _RATE**2) + _ROW**2 + _SQUARE**2
-        release = release_within(
-            budget,
-            public,
-            "rates and effects",
-            clip_norm=math.sqrt(squared),
-            parts=_PART,
-            wanted=_WANTED / (width * (classes - 1)) ** 0.75,
-            most_noise=_MOST_NOISE,
-        )
-        return cls(release, classes, width, centered)
+        wanted = _WANTED / (self.width * (count - 1)) ** 0.75
+        of_noise = _PART, wanted, _MOST_NOISE
+        return Terms("rates and effects", *of_noise, clip_norm=math.sqrt(squared))
 
     def rates_and_ridge(
         self,

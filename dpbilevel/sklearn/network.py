@@ -135,7 +135,7 @@ class DPMLPClassifier(PrivateClassifier):
         widths = self._widths()
         public = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
         usable = with_nan(units.rows(table), labels >= 0)
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
         cells = self._describe(table, units, {"y": labels < 0}, labels)

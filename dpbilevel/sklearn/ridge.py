@@ -11,18 +11,18 @@ import numpy as np
 from jaxtyping import Float
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
+from typing_extensions import override
 
 from .. import _checks
 from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
-from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from .base import PrivateEstimator, Run, with_nan
 from .declared import as_numbers, interval
 from .descent import Settings, plan_descent
 from .lengths import Lengths
 from .linear import split, with_constant
-from .public_size import Beforehand, PublicSize, release_within
+from .public_size import AbstractBeforehand, PublicSize, Terms
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
@@ -134,10 +134,10 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         rows = units.rows(table)
         features = with_constant(rows, counts, self._constant)
         usable = with_nan(rows, counts)
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         label = ((inside - center) / half).astype(features.dtype)
         known = np.where(np.isfinite(usable).all(axis=1), label, np.nan)
-        spread = Spread.plan(budget, public, known, self._constant)
+        spread = Spread(budget, public, known, self._constant)
         wrong = ~((column >= ends[0]) & (column <= ends[1]))
         cells = self._describe(table, units, {"y": wrong})
         check = self._check(budget, public, records=cells)
@@ -193,7 +193,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread(Beforehand):
+class Spread(AbstractBeforehand):
     """Center and unit of the target, from planned comparisons before the fit.
 
     Noise and clip norm are in proportion to the unit of the target. A declared range
@@ -203,47 +203,19 @@ class Spread(Beforehand):
     noise.
 
     Attributes:
-        release: Comparisons; None if there are too few records for fractions with
-            little noise, or delta is 0.
-        public: Public number of records, and the relation.
         targets: Targets in [-1, 1]; NaN for records that do not count. NON-PRIVATE.
         centered: Whether to search for the center, which is 0 otherwise.
     """
 
-    public: PublicSize
     targets: Float[np.ndarray, " n"]
     centered: bool
 
-    @classmethod
-    def plan(
-        cls,
-        budget: PrivacyBudget,
-        public: PublicSize,
-        targets: Float[np.ndarray, " n"],
-        centered: bool,
-    ) -> "Spread":
-        """Return comparisons, for 1 % to 15 % of the squared budget.
-
-        Args:
-            budget: The budget of the whole fit.
-            public: The public number of records, and the relation.
-            targets: As the attribute.
-            centered: As the attribute.
-
-        Privacy:
-            Touches no data.
-        """
-        release = release_within(
-            budget,
-            public,
-            "sides of targets",
-            count=sum(_COMPARED if centered else _COMPARED[1:]),
-            clip_norm=0.5,
-            parts=_PART,
-            wanted=_WANTED,
-            most_noise=_MOST_NOISE,
-        )
-        return cls(release, public, targets, centered)
+    @property
+    @override
+    def terms(self) -> Terms:
+        count = sum(_COMPARED if self.centered else _COMPARED[1:])
+        of_noise = _PART, _WANTED, _MOST_NOISE
+        return Terms("sides of targets", *of_noise, count, clip_norm=0.5)
 
     def center_and_unit(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
         """Release the center and the unit, in units of the targets.

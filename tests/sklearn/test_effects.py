@@ -19,7 +19,7 @@ WIDTH = 3
 
 def planned(count, classes, budget=BUDGET):
     public = PublicSize(Neighbours.REPLACE_ONE, count)
-    return Effects.plan(budget, public, classes, WIDTH)
+    return Effects(budget, public, classes, WIDTH)
 
 
 def records(size, rates, strength, seed=0):

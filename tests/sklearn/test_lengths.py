@@ -26,7 +26,8 @@ def rows_of(scale, seed=0):
 
 
 def planned(rows, budget=BUDGET, neighbours=Neighbours.REPLACE_ONE, longest=1.0):
-    return Lengths.plan(budget, PublicSize(neighbours, len(rows)), rows, longest)
+    public = PublicSize(neighbours, len(rows))
+    return Lengths(budget, public, public.rows(rows), longest)
 
 
 @pytest.mark.parametrize("scale", [0.9, 0.3, 0.05])

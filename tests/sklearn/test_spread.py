@@ -27,7 +27,7 @@ def records(seed=0):
 
 def planned(targets, size=None, neighbours=Neighbours.REPLACE_ONE, budget=BUDGET):
     public = PublicSize(neighbours, len(targets) if size is None else size)
-    return Spread.plan(budget, public, targets, centered=True)
+    return Spread(budget, public, targets, centered=True)
 
 
 @pytest.mark.parametrize("middle", [-0.9, 0.0, 0.6])

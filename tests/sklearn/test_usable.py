@@ -153,7 +153,7 @@ def of_indicators(checks):
     Comparisons of targets, which do, release one number a record.
     """
     planned = PublicSize(base.Neighbours.REPLACE_ONE, 64)
-    effects = Effects.plan(BUDGET, planned, 2, 3).release
+    effects = Effects(BUDGET, planned, 2, 3).release
     assert effects is not None
     (query,) = effects.queries
     return [
