@@ -74,7 +74,7 @@ class PublicSize:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a release of means of all records is and may cost.
+    """Name, size and price of a planned release of means of all records.
 
     Attributes:
         name: Name of the release.
