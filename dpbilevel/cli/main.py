@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import inspect
 import os
 import shlex
@@ -16,7 +15,7 @@ from typing import Any, TextIO
 import jax
 
 from .. import __version__
-from .._extras import missing
+from .._extras import check_installed
 from ..audit.device import device_arithmetic
 from ..privacy.budget import Neighbours
 from ..runs import checkpoint, interrupts, spending
@@ -154,7 +153,7 @@ def _init(arguments: argparse.Namespace) -> int:
     The config is made from the header of the file and the flags; no record is read. It
     names what is missing, for you to fill in.
     """
-    _check_modules("jinja2")
+    check_installed("this command", "jinja2")
     out, results = arguments.out, arguments.run
     predictions.check_new(out)
     if results is not None and results.exists():
@@ -193,7 +192,7 @@ def _planned(path: str, said: TextIO) -> Config:
 
 def _completed(config: Config, said: TextIO) -> Config:
     """Return a config with settings that dry runs choose, and print them to `said`."""
-    _check_modules("tqdm")
+    check_installed("this command", "tqdm")
     print("Dry runs on synthetic records choose method and settings.", file=said)
     found = plans.plan(config, "fast")
     print(found.reason, found.to_toml(), sep="\n", file=said, flush=True)
@@ -207,7 +206,7 @@ def _auto(arguments: argparse.Namespace) -> None:
     config, which needs no [solver], and says which is best and whether two levels are
     better than one.
     """
-    _check_modules("tqdm")
+    check_installed("this command", "tqdm")
     out = arguments.out
     folder = Path(arguments.config).parent.resolve()
     if out is not None and out.parent.resolve() != folder:
@@ -240,7 +239,7 @@ def _run(arguments: argparse.Namespace) -> None:
     """
     config, is_planned = plans.read_for_run(arguments.config)
     is_downloaded = config.data.source in ("sklearn", "openml")
-    _check_modules("matplotlib", "tqdm", *["sklearn"] * is_downloaded)
+    check_installed("this command", "matplotlib", "tqdm", *["sklearn"] * is_downloaded)
     names = (field.name for field in dataclasses.fields(run.Options))
     options = {name: getattr(arguments, name) for name in names}
     run.refuse(config, arguments.out, **options)
@@ -264,7 +263,7 @@ def _report(arguments: argparse.Namespace) -> None:
     """Print guarantee, released values and spending of a folder."""
     if arguments.html is not None:
         predictions.check_new(arguments.html, "--html")
-        _check_modules("jinja2", "matplotlib")
+        check_installed("this command", "jinja2", "matplotlib")
     spent = results.spent(arguments.folder)
     try:
         result = results.load(arguments.folder)
@@ -300,7 +299,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     and compares what leaks with what is claimed. Reads none of the config's records.
     """
     if arguments.out is not None:
-        _check_modules("matplotlib")
+        check_installed("this command", "matplotlib")
         checkpoint.check_empty("--out", arguments.out)
     config = _planned(arguments.config, sys.stdout)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
@@ -340,13 +339,6 @@ def _interrupted(arguments: argparse.Namespace) -> str:
     if (out / results.RESULT).exists():
         return f"{said}; {out} holds a finished run"
     return f"{said} before the first step; nothing was spent"
-
-
-def _check_modules(*needed: str) -> None:
-    """Raise `ValueError` if modules of an extra are missing, before any work."""
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ValueError(missing("this command", *absent))
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:

@@ -27,6 +27,7 @@ from .tables import Location
 from .task import Problem
 from .tasks import TASKS
 
+FALSE_ALARMS = 0.05
 # Last lines of a config without settings.
 UNPLANNED = (
     "# There is no table [solver]: settings are chosen by dry runs on synthetic",
@@ -155,13 +156,8 @@ def written(text: str, found: AutoPlan) -> str:
             kept = table[1] not in _SETTINGS
         if kept and line not in UNPLANNED:
             lines.append(line)
-    while lines and not lines[-1].strip():
-        lines.pop()
     reason = "\n".join(f"# {part}" for part in textwrap.wrap(found.reason, 84))
-    return "\n".join([*lines, "", reason, found.to_toml()])
-
-
-FALSE_ALARMS = 0.05
+    return "\n".join(["\n".join(lines).rstrip(), "", reason, found.to_toml()])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
+from .._extras import check_installed
 from ..core import spent
 from ..core.descent import rejected_updates
 from ..core.loop import check_run, rows_of
@@ -25,7 +26,7 @@ from ..privacy.noise import PRNGKey, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .progress import check_bar, step_bar
+from .progress import step_bar
 
 _NAME = "first key"  # in a fingerprint: a hash that identifies the run
 
@@ -257,7 +258,7 @@ def run_watched(
     if every is not None:
         _checks.count("fit", every=every)
     if progress:
-        check_bar("fit: progress=True")
+        check_installed("fit: progress=True", "tqdm")
     part = every or max(1, run.num_steps // 20)
     with step_bar(run.num_steps, "fit", shown=progress) as show:
         show(0)

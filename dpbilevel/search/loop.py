@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._extras import check_installed
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
-from ..runs.progress import check_bar, step_bar
+from ..runs.progress import step_bar
 from .base import AbstractAskTellSolver, BlackBox
 from .folder import NoisyLosses
 from .rounds import Rounds
@@ -129,7 +130,7 @@ def run_search(
 ) -> Solution:
     """Return the solution of `minimize`, with its trajectory."""
     if progress:
-        check_bar(f"{owner}: progress=True")
+        check_installed(f"{owner}: progress=True", "tqdm")
     run = plan_run(owner, problem, solver, w0, folder=folder, **options)
     count = itertools.count(1)
     with (

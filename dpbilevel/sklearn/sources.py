@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
+from .._extras import check_installed
 from ..applications.sources import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
 from ..core.levels import check_disjoint
@@ -18,7 +19,7 @@ from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
-from ..runs.progress import check_bar, step_bar
+from ..runs.progress import step_bar
 from .base import Description
 from .declared import declared, index_of
 from .descent import plan_of
@@ -199,7 +200,7 @@ class DPSourceReweighting(LinearClassifier):
         of = problem, budget, sizes, shapes, self.effort, before
         if of not in _PLANS:
             if self.verbose:
-                check_bar(f"{self._owner}.fit: verbose=True")
+                check_installed(f"{self._owner}.fit: verbose=True", "tqdm")
             options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
             options["before"] = before
             with step_bar(0, "dry runs", shown=self.verbose) as bar:
