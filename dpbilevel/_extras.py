@@ -35,7 +35,7 @@ def missing(what: str, *modules: str, extra: str = "cli") -> str:
 
 
 def check_installed(what: str, *modules: str) -> None:
-    """Raise `ValueError` if one of the optional modules that `what` needs is missing."""
+    """Raise `ValueError` if an optional module that `what` needs is missing."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         raise ValueError(missing(what, *absent))

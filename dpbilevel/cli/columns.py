@@ -266,6 +266,24 @@ class Label(Standardized):
         return np.where(found < 0, np.nan, labels), {self.column: listed_marks(found)}
 
 
+@dataclasses.dataclass(frozen=True)
+class AbstractPlaces:
+    """Values that say where a record belongs, if a column holds them.
+
+    Args:
+        column: The column.
+        values: Public list of the values; a record of another one has no influence.
+    """
+
+    column: str = ""
+    values: tuple[Value, ...] = ()
+
+    def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
+        """Return the position of each cell, -1 for others, and the cells' marks."""
+        found = positions(table.column(self.column), self.values)
+        return found, {self.column: listed_marks(found)}
+
+
 def _empty(cells: Cells) -> np.ndarray:
     return np.asarray([cell == "" for cell in cells], bool)
 

@@ -9,17 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from ..core.usability import Columns
-from .columns import (
-    Categorical,
-    Label,
-    Marks,
-    Numeric,
-    Records,
-    Table,
-    listed_marks,
-    named,
-    positions,
-)
+from .columns import Categorical, Label, Marks, Numeric, Records, Table, named
 from .files import read_csv
 from .sources import Groups, HeldOut, Sources
 
@@ -159,8 +149,8 @@ class TableData(AbstractData):
         for _, found in (*categorical, label, *numeric):
             marks |= found
         for place in self.places:
-            found = positions(table.column(place.column), place.values)
-            places[place.column], marks[place.column] = found, listed_marks(found)
+            places[place.column], found = place.encode(table)
+            marks |= found
         source, group = (
             None if place is None else places.get(place.column)
             for place in (self.sources, self.groups)

@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from .columns import Records, Value, check_values
+from .columns import AbstractPlaces, Records, check_values
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
+class Sources(AbstractPlaces):
     r"""The sources of the training records, for source weighting.
 
     Either a column holds the source, or sources are drawn at random and the labels of
@@ -18,8 +18,6 @@ class Sources:
     Args:
         flip: Flip probability of each source.
         label_seed: Public seed of the corruption. Not a privacy seed.
-        column: The column that holds the source.
-        values: Public list of the sources; a record of another one has no influence.
     """
 
     choice: ClassVar[str] = (
@@ -29,8 +27,6 @@ class Sources:
 
     flip: tuple[float, ...] = ()
     label_seed: int = 0
-    column: str = ""
-    values: tuple[Value, ...] = ()
 
     def __post_init__(self):
         check_values("values", self.values)
@@ -56,7 +52,7 @@ class Sources:
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class Groups(AbstractPlaces):
     r"""The groups of the records, for learning that is fair to them.
 
     Either a column holds the group, or records are generated: each is in group $g$ with
@@ -64,8 +60,6 @@ class Groups:
     `turn[g]` degrees towards a direction of their own, so that groups disagree.
 
     Args:
-        column: The column that holds the group.
-        values: Public list of the groups; a record of another one has no influence.
         frequency: Probability of each group, for generated records.
         turn: Angle of each group, in degrees, for generated records.
     """
@@ -75,8 +69,6 @@ class Groups:
         "one number per group each (generated records)"
     )
 
-    column: str = ""
-    values: tuple[Value, ...] = ()
     frequency: tuple[float, ...] = ()
     turn: tuple[float, ...] = ()
 

@@ -104,9 +104,7 @@ class Task(Generic[Model]):
     template: str = ""
     has_model: bool = True
     shows_model: bool = False
-    data_types: Mapping[str, type[AbstractData]] = dataclasses.field(
-        default_factory=lambda: SOURCES
-    )
+    data_types: Mapping[str, type] = dataclasses.field(default_factory=lambda: SOURCES)
     places: Literal["", "sources", "groups"] = ""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     remark: str = ""
