@@ -23,7 +23,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
-from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
+from ..privacy.sampling.base import FullBatch, Poisson
 from .base import PrivateClassifier, compiled_run, with_nan
 from .descent import plan_of
 from .lengths import Lengths
@@ -180,9 +180,7 @@ class DPMLPClassifier(PrivateClassifier):
         )
         batch: Any = _BATCH if self.batch_size == "auto" else self.batch_size
         _checks.count(owner, batch_size=batch)
-        sampling: AbstractSampling = FullBatch()
-        if batch < size:
-            sampling = Poisson(batch / size)
+        sampling = Poisson(batch / size) if batch < size else FullBatch()
         return NoisyGD(
             int(self.max_iter),
             float(self.clip_norm),

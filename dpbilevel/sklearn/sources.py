@@ -26,6 +26,7 @@ from .descent import plan_of
 from .linear import LinearClassifier
 from .public_size import PublicSize
 
+_problem = functools.lru_cache(maxsize=64)(source_weighting)  # compiled once
 EXAMPLE = 'sources=["north", "south"]'
 
 
@@ -140,7 +141,7 @@ class DPSourceReweighting(LinearClassifier):
         upper, clean_cells = self._clean(clean, units)
         if people == "disjoint":
             self._check_disjoint(X, clean[0])
-        problem = _problem(self._loss, len(self.sources_), float(self.ridge))
+        problem = _problem(self._loss, len(self.sources_), ridge=float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
         public = PublicSize(Neighbours.REPLACE_ONE, sizes)
@@ -210,9 +211,3 @@ class DPSourceReweighting(LinearClassifier):
 
 # Plans for later fits, by problem, budget, sizes, shapes, effort and check.
 _PLANS: dict[tuple[Any, ...], AutoPlan] = {}
-
-
-@functools.lru_cache(maxsize=64)
-def _problem(loss: Any, count: int, ridge: float) -> SourceWeighting:
-    """Return the problem, cached so that it is compiled once."""
-    return source_weighting(loss, count, ridge=ridge)
