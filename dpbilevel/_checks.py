@@ -113,19 +113,16 @@ def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[...,
     def check(owner: str, **values: object) -> None:
         for name, value in values.items():
             if np.ndim(value) != 0:  # pyright: ignore[reportArgumentType]
-                raise ValueError(
-                    f"{owner}: {name} must be a single number, got {shown(value)}."
-                )
+                what = f"must be a single number, got {shown(value)}."
+                raise ValueError(f"{owner}: {name} {what}")
             if isinstance(value, Tracer | jax.ShapeDtypeStruct):
                 continue
             known = concrete(value) and not isinstance(value, bool)
             # A float of the host: inside a trace, device arrays do not compare.
             found = float(value) if known else math.nan  # pyright: ignore
             if not (math.isfinite(found) and holds(found)):
-                kind = "" if known else "a number, "
-                raise ValueError(
-                    f"{owner}: {name} must be {kind}{words}, got {shown(value)}."
-                )
+                what = words if known else f"a number, {words}"
+                raise ValueError(f"{owner}: {name} must be {what}, got {shown(value)}.")
 
     return check
 
@@ -142,17 +139,14 @@ _part = _check_of_range("from 1e-30 to 1e30", lambda v: 1e-30 <= v <= 1e30)
 def budget_split(owner: str, value: object, *parts: str) -> None:
     """Raise `ValueError` unless there is a number from 1e-30 to 1e30 for each part."""
     if not isinstance(value, tuple | list) or len(value) != len(parts):
-        *first, last = parts
         raise ValueError(
             f"{owner}: budget_split must be {len(parts)} positive numbers, for "
-            f"{', '.join(first)} and {last}, got {shown(value)}."
+            f"{', '.join(parts)}, got {shown(value)}."
         )
     for part in value:
         dtype = getattr(part, "dtype", float)
         if not np.issubdtype(dtype, np.floating):
-            raise ValueError(
-                f"{owner}: budget_split must hold floating-point numbers, got {dtype}."
-            )
+            raise ValueError(f"{owner}: budget_split must hold floats, got {dtype}.")
         _part(owner, budget_split=part)
 
 
@@ -161,9 +155,8 @@ def count(owner: str, **values: object) -> None:
     for name, value in values.items():
         whole = isinstance(value, int | np.integer)
         if not whole or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"{owner}: {name} must be an integer of at least 1, got {shown(value)}."
-            )
+            what = f"must be an integer of at least 1, got {shown(value)}."
+            raise ValueError(f"{owner}: {name} {what}")
 
 
 def one_of(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
@@ -230,10 +223,8 @@ def instance(owner: str, kind: Any, **values: object) -> None:
         if not isinstance(value, kinds):
             got = f"an instance of {type(value).__name__}"
             got = shown(value) if isinstance(value, type) else got
-            raise TypeError(
-                f"{owner}: {name} must be an instance of {names_of(kinds)}, got {got}."
-                f"{such_as(*kinds)}"
-            )
+            what = f"an instance of {names_of(kinds)}, got {got}.{such_as(*kinds)}"
+            raise TypeError(f"{owner}: {name} must be {what}")
 
 
 def single_precision(owner: str, tree: PyTree) -> None:
@@ -241,11 +232,10 @@ def single_precision(owner: str, tree: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", jnp.float32)
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+            where = f"{type(tree).__name__}{jax.tree_util.keystr(path)}"
             raise TypeError(
-                f"{owner}: {type(tree).__name__}{jax.tree_util.keystr(path)} is "
-                f"{dtype}, whose rounding exceeds the margin of the noise. Give a "
-                "float32 or a Python float; parameters and records may be of half "
-                "precision."
+                f"{owner}: {where} is {dtype}, whose rounding exceeds the margin of "
+                "the noise. Give a float32 or a Python float."
             )
 
 
@@ -254,8 +244,7 @@ def strict_floats(owner: str) -> None:
     words = os.environ.get("XLA_FLAGS", "").lower().split()
     if any("enable_fast_math" in word and "=false" not in word for word in words):
         raise ValueError(
-            f"{owner}: XLA_FLAGS turns fast math on, with which a record of NaN would "
-            "not be clipped. Remove the flag and start again."
+            f"{owner}: XLA_FLAGS turns fast math on, which breaks clipping; remove it."
         )
 
 
@@ -272,9 +261,8 @@ def leading_axis(name: str, records: PyTree) -> int:
     """
     if isinstance(records, AbstractStored):
         raise ValueError(
-            f"{name} must be in memory here, got {type(records).__name__}: records on "
-            "disk support full-batch training by clipped means only. Use FullBatch() "
-            "and a solver of clipped means, or give a part that fits in memory."
+            f"{name} must be in memory here, got {type(records).__name__}. Use "
+            "FullBatch() and a solver of clipped means, or a part that fits in memory."
         )
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(records):
@@ -283,17 +271,15 @@ def leading_axis(name: str, records: PyTree) -> int:
         known = isinstance(dtype, np.dtype)  # data frames have dtypes of their own
         kinds = jnp.number, jnp.bool_
         if not known or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            kind = (dtype.type if known else type(dtype or leaf)).__name__
             raise ValueError(
-                f"{name}{where} must be a numeric array with one row per record, got "
-                f"{(dtype.type if known else type(dtype or leaf)).__name__}. Convert "
-                "lists by numpy.asarray(...), data frames by .to_numpy(), and texts to "
-                "numbers."
+                f"{name}{where} must be a numeric array, got {kind}. Convert lists by "
+                "numpy.asarray(...), data frames by .to_numpy(), texts to numbers."
             )
         lengths[where or "value"] = leaf.shape[:1]
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
         raise ValueError(
-            f"{name} must be a pytree of arrays that share their leading axis, one "
-            f"row per record; got leading axes {lengths}."
+            f"{name} must be arrays that share their leading axis, got {lengths}."
         )
     return next(iter(lengths.values()))[0]
 
@@ -355,10 +341,8 @@ def check_names(cls: type, options: Iterable[str]) -> None:
             hint = f" Use {field}{how}."
         if name in ("random_state", "seed"):
             hint = " Noise is drawn by key=, of the function that runs it."
-        raise TypeError(
-            f"{cls.__name__}: there is no argument {name!r}.{hint} It has "
-            f"{', '.join(names)}."
-        )
+        what = f"there is no argument {name!r}.{hint} It has {', '.join(names)}."
+        raise TypeError(f"{cls.__name__}: {what}")
 
 
 @functools.cache

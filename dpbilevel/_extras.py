@@ -1,6 +1,7 @@
 """Packages that only a part of the library needs, or that take long to import."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ def missing(what: str, *modules: str, extra: str = "cli") -> str:
         f"{what} needs {' and '.join(packages)}: run pip install -e '.[{extra}]' in a "
         f"clone of dpbilevel, or pip install {' '.join(packages)}"
     )
+
+
+def check_installed(what: str, *modules: str) -> None:
+    """Raise `ValueError` if an optional module that `what` needs is missing."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ValueError(missing(what, *absent))
 
 
 def stand_in(name: str, error: ImportError) -> type:

@@ -1,7 +1,6 @@
 """Closed convex sets: exact projection, membership, support function, diameter."""
 
 import abc
-import functools
 import math
 from typing import Any
 
@@ -154,11 +153,11 @@ class Box(AbstractSet):
     upper: PyTree
 
     def __check_init__(self):
-        ends = jax.tree.leaves((self.lower, self.upper))
-        lower: Any = jax.tree.structure(self.lower)
-        alike = lower == jax.tree.structure(self.upper)
-        known = alike and all(map(_checks.concrete, ends))
-        if known and not _ordered(self.lower, self.upper):
+        ends = [jax.tree.flatten(end) for end in (self.lower, self.upper)]
+        (lower, of_lower), (upper, of_upper) = ends
+        known = of_lower == of_upper and all(map(_checks.concrete, [*lower, *upper]))
+        pairs = zip(lower, upper, strict=False)
+        if known and not all(np.all(np.asarray(a) <= np.asarray(b)) for a, b in pairs):
             raise ValueError(
                 "Box: lower must be at most upper in every entry, got "
                 f"lower={self.lower}, upper={self.upper}."
@@ -202,8 +201,7 @@ class Box(AbstractSet):
         leaves = jax.tree.leaves((self.lower, self.upper))
         if any(np.ndim(v) == 0 for v in leaves):
             raise ValueError(
-                "Box: the diameter depends on the number of entries, which bounds that "
-                "are plain numbers leave open. Give arrays shaped like w."
+                "Box: the diameter needs bounds that are arrays shaped like w."
             )
         if not all(map(_checks.concrete, leaves)):
             diagonal = optax.tree.sub(self.upper, self.lower)
@@ -258,7 +256,7 @@ class Simplex(AbstractSet):
         # A common shift of all entries does not change the projection. It removes the
         # rounding of large entries from the sum of the result.
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers in
-            top = _largest(w)
+            top = jnp.asarray(optax.tree.max(w))
             shifted = jax.tree.map(lambda v: v - top.astype(v.dtype), w)
             return optax.projections.projection_simplex(shifted, self.scale)
 
@@ -271,7 +269,7 @@ class Simplex(AbstractSet):
 
     def support(self, g: PyTree) -> Float[Array, ""]:
         """Return the largest entry times the scale."""
-        return self.scale * _largest(g)
+        return jnp.asarray(self.scale * optax.tree.max(g))
 
     def dimension(self, w: PyTree) -> int:
         """Return the number of entries minus one."""
@@ -351,19 +349,9 @@ def _check_shapes(owner: str, name: str, part: PyTree, w: PyTree, numbers=False)
             return
     raise ValueError(
         f"{owner}: {name} of shape {jax.tree.map(jnp.shape, part)} for points of shape "
-        f"{jax.tree.map(jnp.shape, w)}; give {name} shaped like the points, arrays for "
-        f"arrays{', or plain numbers' if numbers else ''}."
+        f"{jax.tree.map(jnp.shape, w)}; give {name} shaped like the points."
     )
-
-
-def _largest(tree: PyTree) -> Float[Array, ""]:
-    return functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(tree)))
 
 
 def _all(tree: PyTree) -> Bool[Array, ""]:
     return jnp.stack([jnp.all(v) for v in jax.tree.leaves(tree)]).all()
-
-
-def _ordered(lower: PyTree, upper: PyTree) -> bool:
-    ends = zip(jax.tree.leaves(lower), jax.tree.leaves(upper), strict=True)
-    return all(np.all(np.asarray(low) <= np.asarray(high)) for low, high in ends)

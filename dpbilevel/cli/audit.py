@@ -10,7 +10,7 @@ from ..privacy.noise import root_key
 from ..runs import checkpoint
 from ..runs.interrupts import uninterruptible
 from .config import Config
-from .prepared import Prepared, prepare
+from .plans import Prepared, prepare
 
 JSON, PICTURE = "audit.json", "audit.png"
 
@@ -35,23 +35,6 @@ def canaries_of(prepared: Prepared) -> dict[str, Canary]:
     """Return the canaries of a planned run, by kind of person."""
     reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
     return canaries(prepared.solver, x_in_records=reads)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise `ValueError` unless a folder is new or empty."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {folder} is a file; give a new folder.")
-    names = {file.name for file in folder.glob("*")}
-    others = sorted(names - {JSON, PICTURE})
-    if others:
-        raise ValueError(
-            f"--out {folder} is not empty (it holds {others[0]!r}); give a new folder."
-        )
-    if names:
-        raise ValueError(
-            f"--out {folder} holds an earlier audit; give a new folder, or move "
-            f"{' and '.join(sorted(names))} away."
-        )
 
 
 def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 
 from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, named, positions
 from .config import Config
-from .data import CsvFile, TableData, find_files, without_sources
-from .files import existing, read_csv
+from .data import CsvFile, TableData
+from .files import read_csv
+from .loading import find_files, test_file, without_sources
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
@@ -45,20 +46,14 @@ def check(
     Privacy:
         NON-PRIVATE, and every line says so: lines contain cells of the files.
     """
-    source, base = config.data, config.folder
+    source = config.data
     if not isinstance(source, CsvFile):
-        raise ValueError(
-            f'{config.place}: check reads files, and source = "{source.source}" names '
-            'none. Use source = "csv" for records of your own.'
+        raise config.place.error(
+            f'check reads files, and source = "{source.source}" names none.'
         )
-    files = find_files(
-        source, config.privacy.people, base=base, override=data, validation=validation
-    )
-    tested = source.test and existing(
-        base / source.test.path, "test records", "correct path in [data.test]"
-    )
+    files = *find_files(config, data, validation), test_file(config)
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
-    for i, file in enumerate((*files, tested)):
+    for i, file in enumerate(files):
         if file is not None:
             table = read_csv(file, source.separator)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"

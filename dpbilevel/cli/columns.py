@@ -1,13 +1,12 @@
 """Cells of columns as features, labels and marks, by public constants of the config."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
 from jaxtyping import PyTree
-
-from .numbers import check_unit, number, reader
 
 Cells = Sequence[str]
 Value = str | float  # a cell's text, or the number that the cell reads as
@@ -161,10 +160,7 @@ class Numeric(Standardized):
 
     def __post_init__(self):
         if not len(self.columns) == len(self.mean) == len(self.scale):
-            raise ValueError(
-                f"columns, mean and scale need one entry per column, got "
-                f"{len(self.columns)}, {len(self.mean)} and {len(self.scale)}."
-            )
+            raise ValueError("columns, mean and scale need one entry per column each.")
         self.check_constants(self.mean, self.scale)
 
     @property
@@ -242,13 +238,10 @@ class Label(Standardized):
         classes = bool(self.positive) and bool(self.negative)
         if classes == (self.mean is not None and self.scale is not None):
             raise ValueError(
-                "give either positive and negative, the values of the two classes, or "
-                "mean and scale, the public constants of a numeric label."
+                "give either positive and negative, or mean and scale of a number."
             )
         if classes and (self.unit or self.decimal):
-            raise ValueError(
-                "unit and decimal are for a numeric label, not for classes."
-            )
+            raise ValueError("unit and decimal are for a numeric label; remove them.")
         check_values("positive and negative", (*self.positive, *self.negative))
         constants = (0.0, 1.0) if classes else (self.mean, self.scale)
         self.check_constants(*constants)
@@ -271,6 +264,24 @@ class Label(Standardized):
         found = positions(cells, (*self.positive, *self.negative))
         labels = np.where(found < len(self.positive), 1.0, -1.0)
         return np.where(found < 0, np.nan, labels), {self.column: listed_marks(found)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractPlaces:
+    """Values that say where a record belongs, if a column holds them.
+
+    Args:
+        column: The column.
+        values: Public list of the values; a record of another one has no influence.
+    """
+
+    column: str = ""
+    values: tuple[Value, ...] = ()
+
+    def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
+        """Return the position of each cell, -1 for others, and the cells' marks."""
+        found = positions(table.column(self.column), self.values)
+        return found, {self.column: listed_marks(found)}
 
 
 def _empty(cells: Cells) -> np.ndarray:
@@ -315,6 +326,53 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     listed = [*texts, *numbers, *read]  # the text "1" is the number 1, too
     if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
         raise ValueError(
-            f"{name} must be lists of values that differ, and finite if they are "
-            f"numbers, got {list(values)}. The text '1' and the number 1 are one value."
+            f"{name} must be lists of values that differ, finite ones: {list(values)}."
         )
+
+
+def check_unit(unit: str) -> None:
+    """Check that a unit cannot be read as a part of a number.
+
+    Raises:
+        ValueError: The unit has digits, or only signs that numbers have.
+    """
+    if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-]\D*", unit):
+        raise ValueError(
+            f'unit must be a text without digits, such as "€" or "kg", got {unit!r}.'
+        )
+
+
+def reader(unit: str, decimal: str) -> Callable[[str], float]:
+    """Return a function that reads a cell as a number, or as NaN if it is no number.
+
+    Args:
+        unit: The unit, or empty.
+        decimal: The decimal sign. If it and the unit are empty, only numbers in the
+            form that programs write are read.
+    """
+    if not unit and not decimal:
+        return number
+    point, comma = (",", ".") if decimal == "," else (".", ",")
+    name = rf"(?:{re.escape(unit.strip())})?"
+    groups = rf"[0-9]{{1,3}}(?:(?P<gap>[{comma}\s'’])[0-9]{{3}})(?:(?P=gap)[0-9]{{3}})*"
+    pattern = re.compile(
+        rf"([+-]?)\s*{name}\s*([+-]?)(?P<whole>{groups}|[0-9]*)"
+        rf"(?:[{point}](?P<part>[0-9]*))?\s*{name}"
+    )
+
+    def read(cell: str) -> float:
+        found = pattern.fullmatch(cell)
+        if found is None or (found[1] and found[2]):
+            return np.nan
+        whole = re.sub("[^0-9]", "", found["whole"])
+        return number(f"{found[1]}{found[2]}{whole}.{found['part'] or ''}")
+
+    return read
+
+
+def number(cell: str) -> float:
+    """Return a cell as a number in the form that programs write, or NaN."""
+    try:
+        return float(cell)
+    except ValueError:
+        return np.nan

@@ -61,8 +61,7 @@ class Privacy:
     def __post_init__(self):
         if self.delta == 0:
             raise ValueError(
-                "delta = 0 asks for pure differential privacy, which Gaussian noise "
-                "cannot give. Use a delta well below one over the number of records."
+                "delta = 0 asks for pure differential privacy; give a positive one."
             )
         PrivacyBudget(self.epsilon, self.delta)
 
@@ -121,6 +120,22 @@ class Config:
         """Problem of the task, on records of the config."""
         return self.model.problem(self.data.blocks)
 
+    def check_delta(self) -> None:
+        """Refuse a delta that allows to publish a record, unless that is declared.
+
+        Raises:
+            ValueError: Delta is not below one over the number of records of a level.
+        """
+        delta, least = (
+            self.privacy.delta,
+            1 / max(self.data.training, self.data.validation),
+        )
+        if delta >= least and not self.privacy.allow_large_delta:
+            raise self.place.child("privacy").error(
+                f"delta = {delta:g} is not below one over the number of records, "
+                f"{least:.2g}. Give a smaller delta, or allow_large_delta = true."
+            )
+
 
 def read_config(path: str | Path) -> Config:
     """Return the config in a TOML file.
@@ -165,8 +180,7 @@ def _check_filled(text: str, place: Location) -> None:
     ]
     if left:
         raise place.error(
-            f"required facts are missing: {', '.join(left)}. Fill in the lines marked "
-            'REQUIRED, and remove the "# " in front of them.'
+            f"required facts are missing: {', '.join(left)}. Fill in these lines."
         )
 
 
@@ -174,45 +188,44 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
     """Return the config of the tables of a file; raises as `read_config` does."""
     if "solver" not in tables and {*tables} <= {*_TABLES}:
         raise place.error(
-            "missing table [solver]. dpbilevel run needs none; dpbilevel auto CONFIG "
-            "--out NEW.toml writes one, with settings chosen by dry runs."
+            "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml writes one."
         )
-    check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
+    check_keys(tables, place, _TABLES, _TABLES[:-1])
     task = TASKS[check_choice(tables["task"], TASKS, place, "task")]
     reader = Reader({}, {}, frozenset())  # tables without solvers
     where = place.child("data")
     privacy, model, data = collect_errors(
-        lambda: reader.build(Privacy, tables["privacy"], place.child("privacy")),
-        lambda: task.read(tables["model"], place.child("model")),
-        lambda: reader.build_named(task.data_types, tables["data"], where, "source"),
+        (reader.build, Privacy, tables["privacy"], place.child("privacy")),
+        (reader.build, task.model, tables["model"], place.child("model")),
+        (reader.build_named, task.data_types, tables["data"], where, "source"),
     )
     solver = _solver(tables, place, privacy.neighbours, task.problem_type)
-    if solver.neighbours is not privacy.neighbours:
+    found, wanted = solver.neighbours, privacy.neighbours
+    if found is not wanted:
         raise place.child("solver").error(
-            f"refers to {solver.neighbours.value}, [privacy] to "
-            f"{privacy.neighbours.value}."
+            f"refers to {found.value}, [privacy] to {wanted.value}."
         )
     config = Config(place, task, model, privacy, data, solver, tables)
     collect_errors(
-        lambda: _check_levels(config),
-        lambda: task.check(model, data, where),
-        lambda: _check_corruption(config),
-        lambda: _check_test(config),
+        (_check_levels, config),
+        (task.check, model, data, where),
+        (_check_corruption, config),
+        (_check_test, config),
     )
     return config
 
 
 def public_classes(base: type) -> dict[str, type]:
     """Return the public concrete subclasses of `base`, by name."""
-    top = {name: getattr(_public, name) for name in _public.__all__}
-    packages = [value for value in top.values() if inspect.ismodule(value)]
-    for package in packages:
-        top |= {name: getattr(package, name) for name in package.__all__}
-    classes = {name: value for name, value in top.items() if isinstance(value, type)}
+    found = {name: getattr(_public, name) for name in _public.__all__}
+    for package in filter(inspect.ismodule, [*found.values()]):
+        found |= {name: getattr(package, name) for name in package.__all__}
     return {
         name: value
-        for name, value in classes.items()
-        if issubclass(value, base) and not inspect.isabstract(value)
+        for name, value in found.items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and not inspect.isabstract(value)
     }
 
 
@@ -248,7 +261,7 @@ def _solver(
     asked = solvers.get(str(tables["solver"].get("type")))
     if asked is not None and not asked.in_config:
         raise where.error(
-            f'type = "{tables["solver"]["type"]}" is for Python only. Choose from '
+            f'type = "{asked.__name__}" is for Python only. Choose from '
             f"{', '.join(sorted(fitting))}."
         )
     solver = reader.build_named(fitting, tables["solver"], where)
@@ -265,10 +278,8 @@ def _solver(
         if key in fields
     }
     refit = reader.build_named(one_level, fields, where, beside=_REFIT_KEYS)
-    try:
+    with where.named_in_errors():
         return Refitted(solver, refit, **own)
-    except ValueError as error:
-        raise where.error(str(error)) from error
 
 
 def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
@@ -284,27 +295,23 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
 
 def _check_levels(config: Config) -> None:
     """Check that people and numbers of records fit the levels of the task."""
-    place, data, task = config.place, config.data, config.task
-    people = config.privacy.people
-    one = f'is for tasks of two levels; task = "{config.task.name}" has one. Remove it.'
+    data, task, people = config.data, config.task, config.privacy.people
+    of_privacy, of_data = map(config.place.child, ("privacy", "data"))
+    one = f'is for tasks of two levels; task = "{task.name}" has one. Remove it.'
     if task.two_levels and people is None:
-        raise place.child("privacy").error(
-            "missing key 'people', which says where one person may have records: "
-            '"disjoint", "overlapping" or "shared".'
+        raise of_privacy.error(
+            'missing key \'people\': "disjoint", "overlapping" or "shared".'
         )
     if not task.two_levels and people is not None:
-        raise place.child("privacy").error(f"people {one}")
+        raise of_privacy.error(f"people {one}")
     if not task.two_levels and data.validation:
-        raise place.child("data").error(
-            f"validation {one} Keep records for evaluation in another file."
-        )
+        raise of_data.error(f"validation {one}")
     for name in ("training", "validation") if task.two_levels else ("training",):
         if getattr(data, name) < 1:
-            raise place.child("data").error(f"{name} must be at least 1.")
+            raise of_data.error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
-        raise place.child("data").error(
-            'training and validation must be equal if people = "shared", got '
-            f"{data.training} and {data.validation}."
+        raise of_data.error(
+            'training and validation must be equal if people = "shared".'
         )
 
 
@@ -314,8 +321,7 @@ def _check_corruption(config: Config) -> None:
     private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
     if sources and sources.flip and private_count and source != "generated":
         raise config.place.child("data.sources").error(
-            "flip corrupts labels by row number, which moves when a record is added or "
-            'removed. Use neighbours = "replace_one", or column and values.'
+            'flip corrupts labels by row number; use neighbours = "replace_one".'
         )
 
 
@@ -324,14 +330,10 @@ def _check_test(config: Config) -> None:
     test, where = config.data.test, config.place.child("data.test")
     if test is None:
         return
-    if not config.task.has_model:
+    task, neighbours = config.task, config.privacy.neighbours
+    if not task.has_model:
+        raise where.error(f'task = "{task.name}" releases no model to test; remove it.')
+    if test.accuracy == "counted" and neighbours is not Neighbours.REPLACE_ONE:
         raise where.error(
-            f'task = "{config.task.name}" releases no model to test; remove it.'
-        )
-    if test.accuracy == "counted" and config.privacy.neighbours is not (
-        Neighbours.REPLACE_ONE
-    ):
-        raise where.error(
-            'accuracy = "counted" is for neighbours = "replace_one": it divides by the '
-            'number of records. Use a file of public records, accuracy = "public".'
+            'accuracy = "counted" needs neighbours = "replace_one"; use "public".'
         )

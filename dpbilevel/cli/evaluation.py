@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .data import CsvData, HeldOut, TableData
+from .data import CsvData, TableData
+from .sources import HeldOut
 
 PEOPLE = "person of the test file"
 _HALF = 0.5  # scores are in [0, 1]: minus one half, they are at most this large
@@ -34,6 +34,7 @@ _ASSUMED = {
     "non_private": "NOT protected: the people of the test file {}, on whom the exact "
     "accuracy is computed",
 }
+_LEFT_OUT = "a label that the config does not list, or text in the place of a number"
 _NO_BETTER = (
     "; no better than that answer: the cells of a file may differ from the config "
     "(decimal commas, other units, other labels; docs/troubleshooting.md)"
@@ -83,10 +84,7 @@ class Evaluation:
             text = f"NON-PRIVATE {text} on {self.records} records of {self.file}"
             text += ", whose people are not protected"
         if self.left_out:
-            text += (
-                f"; {self.left_out} left out: a label that the config does not list, "
-                "or text in the place of a number"
-            )
+            text += f"; {self.left_out} left out: {_LEFT_OUT}"
         return text + (_NO_BETTER if self._no_better() else "")
 
     def beside(self, usability: Usability | None) -> Self:
@@ -98,12 +96,7 @@ class Evaluation:
         """
         if usability is None or self.trivial is not None or self.metric != "accuracy":
             return self
-        shares = {r: level.constant_accuracy for r, level in usability.levels.items()}
-        # The model is for the validation records if there are two levels.
-        found = next(
-            (shares[r] for r in (RECORDS, "upper", "lower") if r in shares), None
-        )
-        return dataclasses.replace(self, trivial=found)
+        return dataclasses.replace(self, trivial=usability.constant_accuracy)
 
     def _spread(self) -> str:
         """Return one standard deviation of noise and sample, as far as it is known."""
@@ -135,15 +128,14 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         Touches no data. Only the people of the test file, who are in no other file,
         are charged for a counted accuracy, and for nothing else (parallel composition).
     """
-    for text in config.check.assumptions:
-        report = _assuming(report, text)
+    held_out, assumed = config.data.test, [*reversed(config.check.assumptions)]
     if isinstance(config.data, TableData):
-        report = _assuming(report, _UNLISTED)
-    held_out = config.data.test
-    if held_out is None:
-        return report
-    report = _assuming(report, _ASSUMED[held_out.accuracy].format(held_out.path))
-    if held_out.accuracy != "counted":
+        assumed.insert(0, _UNLISTED)
+    if held_out is not None:
+        assumed.insert(0, _ASSUMED[held_out.accuracy].format(held_out.path))
+    assumed = (*assumed, *report.assumptions)
+    report = dataclasses.replace(report, assumptions=assumed)
+    if held_out is None or held_out.accuracy != "counted":
         return report
     tested = describe(ledger_of(config), config.privacy.budget, levels=False)
     return dataclasses.replace(
@@ -153,11 +145,6 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         ledger=report.ledger + tested.ledger,
         forecast=report.forecast + tested.forecast,
     )
-
-
-def _assuming(report: PrivacyReport, text: str) -> PrivacyReport:
-    """Return the report with one more assumption in front."""
-    return dataclasses.replace(report, assumptions=(text, *report.assumptions))
 
 
 def ledger_of(config: Config) -> Ledger:
@@ -181,23 +168,26 @@ def evaluate(
         otherwise `noisy_score`.
     """
     held_out, label = _described(config)
-    metric = _metric(label)
     tree = {"features": records.features, "label": records.label}
-    fields: dict[str, Any] = {"metric": _named(label), "kind": held_out.accuracy}
-    fields |= {"file": held_out.path, "records": len(records)}
+    of = f"log1p({label.column})" if label.transform == "log1p" else label.column
+    fields: dict[str, Any] = {"file": held_out.path, "kind": held_out.accuracy}
+    fields["metric"] = f"root mean squared error of {of}"
+    if label.positive:
+        fields["metric"] = "accuracy"
+    fields["records"] = len(records)
     if held_out.accuracy == "counted":
         mean = np.clip(float(noisy_score(config, model, tree, key=key)), 0.0, 1.0)
-        std = _release(config).noise_std
-        more = metric(min(mean + std, 1.0)) - metric(mean)
-        return Evaluation(value=metric(mean), noise_std=more, **fields)
-    scores = np.asarray(_score(label)(jnp.asarray(model, jnp.float32), tree))
+        value, std = _metric(label, mean), _release(config).noise_std
+        more = _metric(label, min(mean + std, 1.0)) - value
+        return Evaluation(value=value, noise_std=more, **fields)
+    scores = np.asarray(_score(label, jnp.asarray(model, jnp.float32), tree))
     used = np.isfinite(scores)
     if not used.any():
         return Evaluation(value=None, left_out=len(scores), **fields)
     return Evaluation(
-        value=metric(float(np.mean(scores[used]))),
+        value=_metric(label, float(np.mean(scores[used]))),
         left_out=int(np.sum(~used)),
-        trivial=metric(_trivial(label, records.label[used])),
+        trivial=_metric(label, _trivial(label, records.label[used])),
         **fields,
     )
 
@@ -218,8 +208,8 @@ def noisy_score(
         a feature that is no number, counts as half right: their number stays private.
     """
     _, label = _described(config)
-    score, coefficients = _score(label), jnp.asarray(model, jnp.float32)
-    centered = {RECORDS: lambda record: score(coefficients, record) - _HALF}
+    coefficients = jnp.asarray(model, jnp.float32)
+    centered = {RECORDS: lambda record: _score(label, coefficients, record) - _HALF}
     return _release(config).apply(centered, records, key=key) + _HALF
 
 
@@ -239,37 +229,24 @@ def _described(config: Config) -> tuple[HeldOut, Label]:
     return config.data.test, config.data.label
 
 
-def _named(label: Label) -> str:
-    if label.positive:
-        return "accuracy"
-    of = f"log1p({label.column})" if label.transform == "log1p" else label.column
-    return f"root mean squared error of {of}"
+def _metric(label: Label, mean: float) -> float:
+    """Return the metric of a mean score."""
+    if label.positive or label.scale is None:
+        return float(mean)
+    return 2 * label.clip * label.scale * math.sqrt(mean)  # times the range of labels
 
 
-def _metric(label: Label) -> Callable[[float], float]:
-    """Return the function from the mean score to the metric."""
-    if label.positive:
-        return float
-    assert label.scale is not None
-    unit = 2 * label.clip * label.scale  # range of the labels
-    return lambda mean: unit * math.sqrt(mean)
+def _score(label: Label, model: Float[Array, " d"], record: PyTree) -> Array:
+    """Return a score in [0, 1]; NaN if a feature or the label is NaN.
 
-
-def _score(label: Label) -> Callable[[Float[Array, " d"], PyTree], Array]:
-    return _is_right if label.positive else _squared_error
-
-
-def _is_right(model: Float[Array, " d"], record: PyTree) -> Array:
-    """Return 1 if the signs of margin and label agree, else 0; NaN if one is NaN."""
+    It is 1 if the signs of margin and label agree, else 0; for a numeric label the
+    squared error, in units of the largest one.
+    """
     margin = record["features"] @ model
+    if not label.positive:
+        return ((jnp.clip(margin, -1.0, 1.0) - record["label"]) / 2) ** 2
     right = jnp.asarray((margin >= 0) == (record["label"] > 0), jnp.float32)
     return jnp.where(jnp.isfinite(margin + record["label"]), right, jnp.nan)
-
-
-def _squared_error(model: Float[Array, " d"], record: PyTree) -> Array:
-    """Return the squared error, in units of the largest one: values are in [-1, 1]."""
-    margin = jnp.clip(record["features"] @ model, -1.0, 1.0)
-    return ((margin - record["label"]) / 2) ** 2
 
 
 def _trivial(label: Label, labels: np.ndarray) -> float:

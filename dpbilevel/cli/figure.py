@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import scipy
 from matplotlib import colormaps, rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -37,7 +35,7 @@ _RATES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 def png(figure: Figure) -> bytes:
     """Return a figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -55,7 +53,7 @@ def of_result(result: Result) -> Figure:
     report = result.report
     people = f", {report.people} people" if report.people else ""
     title = (
-        f"{result.task.replace('_', ' ').capitalize()}, private with ε = "
+        f"{result.task.name.replace('_', ' ').capitalize()}, private with ε = "
         f"{report.epsilon:.4g}, δ = {report.delta:.3g} "
         f"({report.relation.replace('_', '-')}{people})"
     )
@@ -77,7 +75,7 @@ def drawings(result: Result) -> dict[str, str]:
             draw(_axes(figure))
             buffer = io.StringIO()
             metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
+            figure.savefig(buffer, format="svg", metadata=metadata)
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
         found[title] = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -105,7 +103,7 @@ def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
         height = max(_LEAST_HEIGHT, _AROUND + _BAR * min(MOST_NAMED, bars))
         panels[title] = lambda axes: draw(axes, result), height
 
-    task, model = result.declared, result.model
+    task, model = result.task, result.model
     if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
         add(f"{task.label} at every step", _draw_path, 0)
     if not task.shows_model and (result.has_moved or model is None):
@@ -127,31 +125,28 @@ def _axes(parent: Any) -> Any:
 
 
 def _draw_path(axes: Any, result: Result) -> None:
-    label = result.declared.label
     steps = np.arange(len(result.trajectory))
     for values, color in zip(result.trajectory.T, _colors(result), strict=True):
         axes.plot(steps, values, color=color, linewidth=1.6)
-    steps_are = "outer step" if result.declared.two_levels else "step"
-    if "refit" in result.config:
+    steps_are = "outer step" if result.task.two_levels else "step"
+    if "refit" in result.config.tables:
         steps_are = "step (the last one refits the model)"
     axes.set_xlabel(f"{steps_are}; colors as of the bars", fontsize=_LABEL)
-    axes.set_ylabel(f"released {label}", fontsize=_LABEL)
+    axes.set_ylabel(f"released {result.task.label}", fontsize=_LABEL)
     axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis if there is no step
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=RULE)
 
 
 def _draw_bars(axes: Any, result: Result) -> None:
-    task, count = result.declared, len(result.names)
-    settings = result.settings
+    task, count = result.task, len(result.names)
+    settings = result.config.model
+    low, high = 0.0, float(np.max([*result.shown, *settings.marks]))
     if settings.axis is not None:  # public, so that figures of two runs compare
         low, high = settings.axis
-    else:
-        low, high = 0.0, float(np.max([*result.shown, *settings.marks]))
     end = high + 0.25 * (high - low)  # with room for the values
-    axes.barh(
-        range(count), result.shown - low, left=low, color=_colors(result), height=0.7
-    )
+    bars: Any = {"left": low, "color": _colors(result), "height": 0.7}
+    axes.barh(range(count), result.shown - low, **bars)
     axes.set_xlim(low, end)
     what = f"released {task.label}"
     if settings.marks:
@@ -159,7 +154,10 @@ def _draw_bars(axes: Any, result: Result) -> None:
         axes.plot(settings.marks, range(count), **marks)
         what += f"; marks: {task.marked}"
     if count <= MOST_NAMED:  # more would overlap
-        _name(axes, [_with_flip(result, i) for i in range(count)])
+        sources = result.config.data.sources
+        flip = () if sources is None else sources.flip
+        ends = [f" ({p:.0%} flipped)" for p in flip] or [""] * count
+        _name(axes, [n + end for n, end in zip(result.names, ends, strict=True)])
         for i, value in enumerate(result.shown):  # beyond all bars and marks
             axes.text(end, i, f"{value:.3f}", ha="right", va="center", fontsize=_SMALL)
     else:
@@ -174,7 +172,7 @@ def _draw_model(axes: Any, result: Result) -> None:
     model = np.ravel(result.model)
     names = result.features or [f"coefficient {i}" for i in range(model.size)]
     kept, colors = largest(model), "#737373"
-    if result.declared.shows_model:
+    if result.task.shows_model:
         colors = np.asarray(_colors(result))[kept]
     axes.barh(range(len(kept)), model[kept], color=colors, height=0.7)
     axes.axvline(0, color=INK, linewidth=1)
@@ -193,11 +191,9 @@ def _draw_audit(axes: Any, outcome: TradeOff) -> None:
     axes.fill_between(x, y, 9, color="#D55E00", alpha=0.12, lw=0)
     axes.plot(x, y, color="#D55E00", label="claimed at most")
     axes.plot(x, x, "--", color="0.6", lw=1, label="guessing")
-    for violated, color, marker, label in (
-        (False, "#0072B2", "o", "measured, with confidence"),
-        (True, "#000000", "s", "violation"),
-    ):
-        cuts = [cut for cut in outcome.cuts if cut.violated is violated]
+    kinds = ("#0072B2", "o", "measured, with confidence"), ("#000000", "s", "violation")
+    for violated, (color, marker, label) in enumerate(kinds):
+        cuts = [cut for cut in outcome.cuts if cut.violated == violated]
         if cuts:
             measured = scale([[c.false_positives, c.true_positives] for c in cuts]).T
             axes.plot(*measured, marker, color=color, label=label)
@@ -229,13 +225,6 @@ def _wrapped(name: str) -> str:
         lines = lines[:_NAME_LINES]
         lines[-1] = f"{lines[-1][: _NAME_WIDTH - 1]}…"
     return "\n".join(lines).replace("$", r"\$")
-
-
-def _with_flip(result: Result, index: int) -> str:
-    """Return the name of an entry, with the corruption that the config put there."""
-    name = result.names[index]
-    flip = result.config["data"].get("sources", {}).get("flip")
-    return f"{name} ({flip[index]:.0%} flipped)" if flip else name
 
 
 def _colors(result: Result) -> list[str]:

@@ -64,8 +64,7 @@ def opened(path: Path) -> Generator[TextIO]:
             for mark, what in _NOT_TEXT.items():
                 if first.startswith(mark):
                     raise ValueError(
-                        f"{path} is {what}. Save it as comma-separated text in UTF-8 "
-                        "(in Excel: CSV UTF-8), which gzip may compress."
+                        f"{path} is {what}. Save it as comma-separated text in UTF-8."
                     )
             yield io.TextIOWrapper(file, "utf-8-sig", errors="replace")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -93,22 +92,17 @@ def read_header(path: Path, separator: str) -> list[str]:
     try:
         cells = next(csv.reader([first], delimiter=separator, strict=True))
     except csv.Error as error:
-        raise ValueError(
-            f"{path} has no header in its first row: a quote does not end there, or a "
-            "name is too long."
-        ) from error
+        what = "a quote does not end in its first row, or a name is too long"
+        raise ValueError(f"{path} has no header: {what}.") from error
     names = [cell.strip() for cell in cells]
     other = next((s for s in SEPARATORS if len(names) == 1 and s in names[0]), None)
     if other is not None:
         raise ValueError(
-            f"{path} has one column only in its header, which is the first row, and "
-            f"{SEPARATORS[other]} in its name. If all files of the config have them "
-            f"between columns, set separator = {json.dumps(other)} in [data]."
+            f"{path} has one column only in its header, and {SEPARATORS[other]} in "
+            f"its name. Set separator = {json.dumps(other)} in [data]."
         )
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"{path} names a column twice in its header, which must be the first row."
-        )
+        raise ValueError(f"{path} names a column twice in its first row, the header.")
     return names
 
 

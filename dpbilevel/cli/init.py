@@ -7,16 +7,12 @@ import json
 import math
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import auto
-from .columns import Value
-from .config import Config, parse_config
+from . import environment, plans
+from .columns import Value, number
 from .files import MALFORMED, SEPARATORS, existing, opened, read_csv, read_header
-from .rendering import environment
-from .run import check_delta
 from .tables import Location
 from .tasks import TASKS
 
@@ -43,9 +39,8 @@ class Range:
 
     def __post_init__(self):
         if not (self.low < self.high and math.isfinite(self.high - self.low)):
-            raise ValueError(
-                f"the range {self.low:g}..{self.high:g} must be increasing and finite."
-            )
+            ends = f"{self.low:g}..{self.high:g}"
+            raise ValueError(f"the range {ends} must be increasing and finite.")
 
 
 Values = tuple[Value, ...]
@@ -108,7 +103,8 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     missing = _missing(facts)
     text = _rendered(facts | {"missing": missing})
     if not missing:
-        check_delta(parsed(text, flags.out))
+        config, _ = plans.parse_for_run(text, Location(str(flags.out)))
+        config.check_delta()
     return text, missing
 
 
@@ -146,17 +142,10 @@ def _rendered(facts: dict[str, Any]) -> str:
         "is_number": is_number,
         "loss": "squared" if is_number else "logistic",
         "shares": [float(share) for share in shares.split(",")],
-        "unplanned": () if task.is_game else auto.UNPLANNED,
+        "unplanned": () if task.is_game else plans.UNPLANNED,
     }
     model = templates.from_string(task.template).render(facts)
     return templates.get_template("config.toml").render(facts, model=model)
-
-
-def parsed(text: str, out: Path) -> Config:
-    """Return the config with this text; raise `ValueError` as `read_config`."""
-    tables, place = tomllib.loads(text), Location(str(out))
-    parse = parse_config if "solver" in tables else auto.parse_unplanned
-    return parse(tables, place)
 
 
 def header_of(file: Path) -> Header:
@@ -177,8 +166,7 @@ def header_of(file: Path) -> Header:
     names = tuple(read_header(file, separator))
     if any(isinstance(_value(name), int | float) or not name for name in names):
         raise ValueError(
-            f"the first row of {file} has a number or nothing in the place of a name. "
-            "Add a header with the name of every column."
+            f"the first row of {file} has a number or nothing in the place of a name."
         )
     return Header(file, separator, names)
 
@@ -194,8 +182,7 @@ def content_of(text: str) -> Range | Values:
         return Range(float(found[1]), float(found[2]), found[3] or "")
     if "," not in text:
         raise ValueError(
-            f"cannot read {text!r}; give LOW..HIGH for a number, such as 0..100, or "
-            "the values of a category, separated by commas."
+            f"cannot read {text!r}; give LOW..HIGH, or values separated by commas."
         )
     return values_of(text)
 
@@ -209,9 +196,7 @@ def values_of(text: str) -> Values:
     cells = next(csv.reader([text], skipinitialspace=True), [])
     found = tuple(_value(cell.strip()) for cell in cells if cell.strip())
     if not found or len(set(found)) < len(found):
-        raise ValueError(
-            f"cannot use {text!r}; give different values, separated by commas."
-        )
+        raise ValueError(f"cannot use {text!r}; give different values, by commas.")
     return found
 
 
@@ -221,46 +206,31 @@ def proposed(header: Header) -> dict[str, Range | Values]:
     Privacy:
         NON-PRIVATE: reads all values. For files that are public.
     """
-    table = read_csv(header.file, header.separator)
-    found = {name: _proposal({*table.columns[name]} - {""}) for name in header.names}
-    return {name: content for name, content in found.items() if content is not None}
+    found, table = {}, read_csv(header.file, header.separator)
+    for name in header.names:
+        cells = {*table.columns[name]} - {"", MALFORMED}
+        numbers, values = [*map(number, cells)], {*map(_value, cells)}
+        if len(set(numbers)) > _FEW_NUMBERS and all(map(math.isfinite, numbers)):
+            ends = _rounded(min(numbers), math.floor), _rounded(max(numbers), math.ceil)
+            found[name] = Range(*ends)
+        elif 2 <= len(values) <= _MOST_CATEGORIES:
+            ordered = sorted(values, key=lambda v: (isinstance(v, str), v))
+            found[name] = tuple(ordered)
+    return found
 
 
-def _proposal(cells: set[str]) -> Range | Values | None:
-    cells = cells - {MALFORMED}
-    numbers = [_float(cell) for cell in cells]
-    if len(set(numbers)) > _FEW_NUMBERS and all(map(math.isfinite, numbers)):
-        return Range(
-            _rounded(min(numbers), math.floor), _rounded(max(numbers), math.ceil)
-        )
-    values = {_value(cell) for cell in cells}
-    if 2 <= len(values) <= _MOST_CATEGORIES:
-        return tuple(sorted(values, key=lambda v: (isinstance(v, str), v)))
-    return None
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _rounded(number: float, direction) -> float:
+def _rounded(end: float, direction) -> float:
     """Return a number rounded to two digits, up or down."""
-    if number == 0:
+    if end == 0:
         return 0.0
-    unit = 10.0 ** (math.floor(math.log10(abs(number))) - 1)
-    return float(f"{direction(number / unit) * unit:.6g}")
+    unit = 10.0 ** (math.floor(math.log10(abs(end))) - 1)
+    return float(f"{direction(end / unit) * unit:.6g}")
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:
     name, separator, content = text.partition("=")
     if not separator:
-        raise ValueError(
-            f"{flag} {text} has no '='; give NAME=VALUE,VALUE"
-            + (" or NAME=LOW..HIGH." if flag == "--column" else ".")
-        )
+        raise ValueError(f"{flag} {text} has no '='; give NAME=VALUES.")
     return name.strip(), content
 
 
@@ -269,13 +239,10 @@ def _check_names(names: list[str], header: Header) -> None:
     listed = ", ".join(header.names)
     for i, name in enumerate(names):
         if name not in header.names:
-            raise ValueError(
-                f"{name!r} is no column of {header.file}; give one of {listed}."
-            )
+            what = f"is no column of {header.file}; give one of {listed}."
+            raise ValueError(f"{name!r} {what}")
         if name in names[:i]:
-            raise ValueError(
-                f"the column {name!r} is named twice; give each column one role."
-            )
+            raise ValueError(f"the column {name!r} is named twice; give it one role.")
 
 
 def _classes(
@@ -285,8 +252,7 @@ def _classes(
     is_game = TASKS[flags.task].is_game
     if flags.label_range and is_game:
         raise ValueError(
-            f"--label-range does not fit --task {flags.task}, which has two classes; "
-            "give --positive and --negative."
+            f"--label-range does not fit --task {flags.task}, which has two classes."
         )
     if flags.label_range:
         found = content_of(flags.label_range)
@@ -323,8 +289,7 @@ def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int 
     if text == "count" and file is not None:
         if flags.neighbours != "replace_one":
             raise ValueError(
-                f"{flag} count would publish the number of records, which is private "
-                f"under {flags.neighbours}; give a number."
+                f"{flag} count would publish the number of records; give a number."
             )
         header = header_of(Path(file))
         return read_csv(header.file, header.separator).rows
@@ -334,9 +299,9 @@ def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int 
         raise ValueError(f"{flag} {text} is not an integer; give one.") from error
 
 
-def _delta(*numbers: int | None) -> str:
+def _delta(*counts: int | None) -> str:
     """Return the largest power of ten up to a tenth over the number of records."""
-    records = max(number or 0 for number in numbers)
+    records = max(count or 0 for count in counts)
     return f"1e-{len(str(10 * records - 1)):02d}" if records else "1e-06"
 
 
@@ -344,9 +309,9 @@ def _value(text: str) -> Value:
     """Return a number if the text is the plain form of one, else the text."""
     for kind in (int, float):
         try:
-            number = kind(text)
+            read = kind(text)
         except ValueError:
             continue
-        if abs(number) < math.inf and f"{number}" == text:
-            return number
+        if abs(read) < math.inf and f"{read}" == text:
+            return read
     return text

@@ -1,28 +1,27 @@
 """Command line: `dpbilevel init | auto | calibrate | run | report | ...`."""
 
 import argparse
-import importlib.util
+import dataclasses
+import inspect
 import os
 import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
 from .. import __version__
-from .._extras import missing
+from .._extras import check_installed
 from ..audit.device import device_arithmetic
 from ..privacy.budget import Neighbours
 from ..runs import checkpoint, interrupts, spending
 from ..runs.progress import step_bar
-from . import audit, auto, check, folder, init, predictions, results
+from . import audit, check, init, plans, predictions, results, run
 from .config import Config
-from .prepared import prepare
-from .run import refuse, run
 from .tasks import TASKS
 
 
@@ -65,154 +64,96 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-_CONFIG: Any = {"metavar": "CONFIG", "help": "a TOML file"}
 _FOLDER: Any = {"metavar": "DIR", "type": Path}
 _FLAG: Any = {"action": "store_true"}
 _FILE: Any = {"metavar": "FILE", "type": Path}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dpbilevel", description="Differentially private bilevel optimization."
-    )
+    what = "Differentially private bilevel optimization."
+    parser = argparse.ArgumentParser(prog="dpbilevel", description=what)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, action, words, **options):
-        added = commands.add_parser(name, help=words, **options)
+    def command(action: Callable[[argparse.Namespace], int | None]) -> Any:
+        """Add the command `action`, whose docstring is its help."""
+        text = inspect.getdoc(action) or ""
+        first = text.partition("\n")[0].rstrip(".")
+        words = f"{first[:1].lower()}{first[1:]}"
+        added = commands.add_parser(action.__name__[1:], help=words, description=text)
         added.set_defaults(command=action)
         return added.add_argument
 
-    _add_init(command)
-    _add_runs(command)
-    _add_results(command)
+    _add_flags_of_init(command(_init))
+    calibrate, plan, check = command(_calibrate), command(_auto), command(_check)
+    once, attack = command(_run), command(_audit)
+    for add in (calibrate, plan, check, once, attack):
+        add("config", metavar="CONFIG", help="a TOML file")
+    calibrate("--json", **_FLAG, help="print it as JSON")
+    plan("--out", **_FILE, help="write the config with its settings")
+    efforts, many = ("fast", "thorough"), "how many dry runs (fast)"
+    plan("--effort", choices=efforts, default="fast", help=many)
+    for add in (check, once):
+        add("--data", **_FILE, help="CSV file instead of the config's")
+        add("--validation", **_FILE, help="CSV file of validation records instead")
+    check("--ids", metavar="COLUMN", help="column with the person of each row")
+    once("--out", **_FOLDER, required=True, help="a new folder")
+    once("--resume", **_FLAG, help="continue an interrupted run, bit for bit")
+    again = "run again in a folder of earlier runs: a new release, budgets add up"
+    once("--restart", **_FLAG, help=again)
+    once("--chunk", metavar="N", type=int, help="steps between two checkpoints")
+    pages = "write audit.json and audit.png to this new folder"
+    attack("--out", **_FOLDER, help=pages)
+    sides = "runs per side (50000)"
+    attack("--runs", metavar="N", type=int, default=50_000, help=sides)
+    report, predict = command(_report), command(_predict)
+    for add in (report, predict):
+        add("folder", **_FOLDER, help="a result folder")
+    report("--html", **_FILE, help="write a page of HTML that explains all of it")
+    predict("data", metavar="DATA.csv", type=Path, help="the new people")
+    predict("--out", **_FILE, required=True, help="a new CSV file")
+    command(_device)
     return parser
 
 
-def _add_init(command: Any) -> None:
-    add = command(
-        "init",
-        _init,
-        "write a commented config for a CSV file",
-        description="Writes a config with comments, from the header of a file and the "
-        "flags. Reads no record. The config names what is missing, for you to fill in.",
-    )
+def _add_flags_of_init(add: Any) -> None:
     add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
-    add(
-        "--public", **_FLAG, help="the values of the file are public: propose from them"
-    )
+    public = "the values of the file are public: propose from them"
+    add("--public", **_FLAG, help=public)
     add("--task", choices=init.OFFERED, default="training", help="training by default")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--positive", metavar="VALUES", help="values of the positive class, by commas")
     add("--negative", metavar="VALUES", help="values of the negative class, by commas")
     add("--label-range", metavar="LOW..HIGH", help="of a numeric label, instead")
-    add(
-        "--column",
-        action="append",
-        metavar="NAME=CONTENT",
-        help="a feature: LOW..HIGH, or values by commas; repeat it",
-    )
+    feature = "a feature: LOW..HIGH, or values by commas; repeat it"
+    add("--column", action="append", metavar="NAME=CONTENT", help=feature)
     add("--sources", metavar="COLUMN=VALUES", help="of source_weighting")
     add("--clean", metavar="FILE", help="of source_weighting: clean records, or -")
     add("--groups", metavar="COLUMN=VALUES", help="of group_fair and group_robust")
-    add(
-        "--shares", metavar="NUMBERS", help="of the groups, by commas; equal by default"
-    )
+    shares = "of the groups, by commas; equal by default"
+    add("--shares", metavar="NUMBERS", help=shares)
     add("--records", metavar="N", help="number of records, or count")
     add("--validation", metavar="N", help="number of validation records, or count")
-    people: Any = {"choices": ("disjoint", "overlapping"), "help": "of two levels"}
-    add("--people", **people)
-    relations: Any = {"choices": [n.value for n in Neighbours], "help": "replace_one"}
-    add("--neighbours", default="replace_one", **relations)
+    add("--people", choices=("disjoint", "overlapping"), help="of two levels")
+    relations = [relation.value for relation in Neighbours]
+    add("--neighbours", default="replace_one", choices=relations, help="replace_one")
     add("--epsilon", metavar="E", type=float, default=1.0, help="1")
     add("--delta", metavar="D", type=float, help="up to a tenth over the records")
     add("--test", metavar="FILE", help="other people to test the model on, or -")
-    protections: Any = {"choices": ("public", "counted", "non_private")}
-    add("--test-accuracy", **protections, help="what protects these people")
+    protections = "public", "counted", "non_private"
+    add("--test-accuracy", choices=protections, help="what protects these people")
     add("--test-records", metavar="N", help="of a counted accuracy, or count")
     add("--run", **_FOLDER, help="then run the config, with results in this new folder")
 
 
-def _add_runs(command: Any) -> None:
-    """Add the commands that take a config."""
-    tells = "print the guarantee of a config; touches no data"
-    add = command("calibrate", _calibrate, tells)
-    add("config", **_CONFIG)
-    add("--json", **_FLAG, help="print it as JSON")
-    add = command(
-        "auto",
-        _auto,
-        "choose solver and settings of a config by dry runs; touches no data",
-        description="Runs every method with several settings on synthetic records of "
-        "the sizes in a config, which needs no [solver], and says which is best and "
-        "whether two levels are better than one.",
-    )
-    add("config", **_CONFIG)
-    add("--out", **_FILE, help="write the config with its settings")
-    efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
-    add("--effort", **efforts, help="how many dry runs (fast)")
-    check = command(
-        "check", _check, "show the curator, NON-PRIVATE, how the files fit a config"
-    )
-    run = command(
-        "run",
-        _run,
-        "run a config once: one release under its budget",
-        description="Runs a config once: one release under its budget. Without a table "
-        "[solver] the settings are those that dpbilevel auto chooses.",
-    )
-    for add in (check, run):
-        add("config", **_CONFIG)
-        add("--data", **_FILE, help="CSV file instead of the config's")
-        add("--validation", **_FILE, help="CSV file of validation records instead")
-    check("--ids", metavar="COLUMN", help="column with the person of each row")
-    run("--out", **_FOLDER, required=True, help="a new folder")
-    run("--resume", **_FLAG, help="continue an interrupted run, bit for bit")
-    again = "run again in a folder of earlier runs: a new release, budgets add up"
-    run("--restart", **_FLAG, help=again)
-    run("--chunk", metavar="N", type=int, help="steps between two checkpoints")
-    add = command(
-        "audit",
-        _audit,
-        "try to refute the guarantee of a config on made-up records",
-        description="Runs the calibrated solver of a config many times on worst-case "
-        "records of its own and compares what leaks with what is claimed. Reads none "
-        "of the config's records.",
-    )
-    add("config", **_CONFIG)
-    add("--out", **_FOLDER, help="write audit.json and audit.png to this new folder")
-    add("--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)")
-
-
-def _add_results(command: Any) -> None:
-    """Add the commands that take a result folder, and that of the device."""
-    holds = "print guarantee, released values and spending of a folder"
-    add = command("report", _report, holds)
-    add("folder", **_FOLDER, help="a result folder")
-    add("--html", **_FILE, help="write a page of HTML that explains all of it")
-    add = command(
-        "predict",
-        _predict,
-        "apply a released model to a file of new people; costs nothing",
-        description="Applies the released model of a result folder to the rows of a "
-        "file with the same columns; the label may be missing. Costs no budget; the "
-        "predictions are as private as that file.",
-    )
-    add("folder", **_FOLDER, help="a result folder")
-    add("data", metavar="DATA.csv", type=Path, help="the new people")
-    add("--out", **_FILE, required=True, help="a new CSV file")
-    command(
-        "device",
-        _device,
-        "test whether the arithmetic of this device is what guarantees assume",
-        description="Computes matrix products on the default device, from numbers made "
-        "to show reduced precision, and compares them with exact ones. Reads no data.",
-    )
-
-
 def _init(arguments: argparse.Namespace) -> int:
-    _check_modules("jinja2")
+    """Write a commented config for a CSV file.
+
+    The config is made from the header of the file and the flags; no record is read. It
+    names what is missing, for you to fill in.
+    """
+    check_installed("this command", "jinja2")
     out, results = arguments.out, arguments.run
     predictions.check_new(out)
     if results is not None and results.exists():
@@ -237,68 +178,79 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    """Print the guarantee of a config; touches no data."""
     said = sys.stderr if arguments.json else sys.stdout
-    report = prepare(_planned(arguments.config, said)).report
+    report = plans.prepare(_planned(arguments.config, said)).report
     print(report.to_json() if arguments.json else report)
 
 
 def _planned(path: str, said: TextIO) -> Config:
     """Return a config; print settings chosen by dry runs to `said` if it has none."""
-    config, is_planned = auto.read_for_run(path)
+    config, is_planned = plans.read_for_run(path)
     return config if is_planned else _completed(config, said)
 
 
 def _completed(config: Config, said: TextIO) -> Config:
     """Return a config with settings that dry runs choose, and print them to `said`."""
-    _check_modules("tqdm")
+    check_installed("this command", "tqdm")
     print("Dry runs on synthetic records choose method and settings.", file=said)
-    found = auto.plan(config, "fast")
+    found = plans.plan(config, "fast")
     print(found.reason, found.to_toml(), sep="\n", file=said, flush=True)
-    return auto.completed(config, found)
+    return plans.completed(config, found)
 
 
 def _auto(arguments: argparse.Namespace) -> None:
-    _check_modules("tqdm")
+    """Choose solver and settings of a config by dry runs; touches no data.
+
+    Runs every method with several settings on synthetic records of the sizes in a
+    config, which needs no [solver], and says which is best and whether two levels are
+    better than one.
+    """
+    check_installed("this command", "tqdm")
     out = arguments.out
     folder = Path(arguments.config).parent.resolve()
     if out is not None and out.parent.resolve() != folder:
         raise ValueError(
-            f"{out} is in another folder than {arguments.config}, whose relative paths "
-            "would not hold there; write it beside that file."
+            f"{out} is in another folder than {arguments.config}; write it beside it."
         )
     if out is not None:
         predictions.check_new(out)
-    config, text = auto.read_unplanned(arguments.config)
-    found = auto.plan(config, arguments.effort)
+    config, text = plans.read_unplanned(arguments.config)
+    found = plans.plan(config, arguments.effort)
     print(found)
     if out is None:
         print("\n" + found.to_toml(), end="")
         return
-    out.write_text(auto.written(text, found), encoding="utf-8")
+    out.write_text(plans.written(text, found), encoding="utf-8")
     print(f"\nconfig: {out} (run it with: dpbilevel run {out} --out DIR)")
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    config, _ = auto.read_for_run(arguments.config)
+    """Show the curator, NON-PRIVATE, how the files fit a config."""
+    config, _ = plans.read_for_run(arguments.config)
     files = arguments.data, arguments.validation
     print(*check.check(config, *files, arguments.ids), sep="\n")
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    config, is_planned = auto.read_for_run(arguments.config)
+    """Run a config once: one release under its budget.
+
+    Without a table [solver] the settings are those that dpbilevel auto chooses.
+    """
+    config, is_planned = plans.read_for_run(arguments.config)
     is_downloaded = config.data.source in ("sklearn", "openml")
-    _check_modules("matplotlib", "tqdm", *["sklearn"] * is_downloaded)
-    names = ("data", "validation", "chunk", "resume", "restart")
+    check_installed("this command", "matplotlib", "tqdm", *["sklearn"] * is_downloaded)
+    names = (field.name for field in dataclasses.fields(run.Options))
     options = {name: getattr(arguments, name) for name in names}
-    refuse(config, arguments.out, **options)
+    run.refuse(config, arguments.out, **options)
     if not is_planned and arguments.resume:
-        config = auto.as_before(config, arguments.out)
+        config = plans.as_before(config, arguments.out)
     elif not is_planned:
         config = _completed(config, sys.stdout)
-    prepared = prepare(config)
+    prepared = plans.prepare(config)
     print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps, "run") as progress:
-        result = run(prepared, arguments.out, **options, progress=progress)
+        result = run.run(prepared, arguments.out, **options, progress=progress)
     for remark in result.warnings:
         print(f"WARNING: {remark}")
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
@@ -308,10 +260,11 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    """Print guarantee, released values and spending of a folder."""
     if arguments.html is not None:
         predictions.check_new(arguments.html, "--html")
-        _check_modules("jinja2", "matplotlib")
-    spent = folder.spent(arguments.folder)
+        check_installed("this command", "jinja2", "matplotlib")
+    spent = results.spent(arguments.folder)
     try:
         result = results.load(arguments.folder)
         if arguments.html is not None:
@@ -328,6 +281,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    """Apply a released model to a file of new people; costs nothing.
+
+    Applies the released model of a result folder to the rows of a file with the same
+    columns; the label may be missing. The predictions are as private as that file.
+    """
     predictions.check_new(arguments.out)
     found = predictions.predict(arguments.folder, arguments.data)
     predictions.write(arguments.out, found)
@@ -335,9 +293,14 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
+    """Try to refute the guarantee of a config on made-up records.
+
+    Runs the calibrated solver of a config many times on worst-case records of its own
+    and compares what leaks with what is claimed. Reads none of the config's records.
+    """
     if arguments.out is not None:
-        _check_modules("matplotlib")
-        audit.check_folder(arguments.out)
+        check_installed("this command", "matplotlib")
+        checkpoint.check_empty("--out", arguments.out)
     config = _planned(arguments.config, sys.stdout)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
     outcomes = audit.audit_config(config, arguments.runs)
@@ -349,6 +312,11 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _device(arguments: argparse.Namespace) -> int:
+    """Test whether the arithmetic of this device is what guarantees assume.
+
+    Computes matrix products on the default device, from numbers made to show reduced
+    precision, and compares them with exact ones. Reads no data.
+    """
     found = device_arithmetic()
     print(found)
     return 0 if found.passed else 1
@@ -371,13 +339,6 @@ def _interrupted(arguments: argparse.Namespace) -> str:
     if (out / results.RESULT).exists():
         return f"{said}; {out} holds a finished run"
     return f"{said} before the first step; nothing was spent"
-
-
-def _check_modules(*needed: str) -> None:
-    """Raise `ValueError` if modules of an extra are missing, before any work."""
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ValueError(missing("this command", *absent))
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:

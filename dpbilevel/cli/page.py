@@ -10,9 +10,8 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from ..privacy.report import Status, rounded_up
-from . import figure
-from .prepared import FALSE_ALARMS
-from .rendering import environment
+from . import environment, figure
+from .plans import FALSE_ALARMS
 from .results import Result
 
 _COLORS = {
@@ -49,7 +48,7 @@ def page(result: Result, spent: str, title: str) -> str:
         A function of released and public values: free. The page loads nothing from the
         network, so that no server learns who reads it.
     """
-    report, config, task = result.report, result.config, result.declared
+    report, config, task = result.report, result.config.tables, result.task
     coefficients = []
     if result.model is not None and result.features and not task.shows_model:
         coefficients = _rows(result.features, np.ravel(result.model))
@@ -121,7 +120,7 @@ def _ledger(result: Result) -> Iterable[tuple[str, ...]]:
 
 def _terms(result: Result) -> list[tuple[str, str]]:
     """Return the words in the ledger with their meaning."""
-    words, meanings = [], TERMS | {**result.declared.terms}
+    words, meanings = [], TERMS | {**result.task.terms}
     for row in result.report.ledger:
         words += [word_of(row.release), *row.roles]
         words += [word_of(part.sampling) for part in row.roles.values()]

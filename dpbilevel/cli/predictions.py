@@ -3,19 +3,15 @@
 import csv
 import dataclasses
 import io
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
-from .config import parse_config
 from .data import CsvFile, TableData
 from .files import existing, read_csv
-from .tables import Location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +62,11 @@ def predict(folder: Path, file: Path) -> Predictions:
         private as the rows of `file`.
     """
     result = results.load(folder)
-    config = parse_config(result.config, Location(str(folder / results.RESULT)))
-    if result.model is None or not isinstance(config.data, TableData):
+    data = result.config.data
+    if result.model is None or not isinstance(data, TableData):
         raise ValueError(
-            f"{folder} has no model of the columns of a table: its task is "
-            f'"{result.task}", and its records have source = "{config.data.source}".'
+            f"{folder} has no model of the columns of a table, by its task and source."
         )
-    data = config.data
     separator = data.separator if isinstance(data, CsvFile) else ","
     table = read_csv(existing(file, "new records", "give its path"), separator)
     numeric = [name for block in data.numeric for name in block.columns]
@@ -81,18 +75,21 @@ def predict(folder: Path, file: Path) -> Predictions:
     if lacking:
         raise ValueError(
             f"{file} has no column {', '.join(map(repr, lacking))}. Name the columns "
-            "in its first row as in the training records."
+            "as in the training records."
         )
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
-    columns |= _answers(margin, data.label, getattr(config.model, "loss", "logistic"))
-    missing = {name: table.column(name).count("") for name in numeric}
-    unlisted = {
-        block.column: sum(positions(table.column(block.column), block.values) < 0)
-        for block in data.categorical
-    }
+    columns |= _answers(
+        margin, data.label, getattr(result.config.model, "loss", "logistic")
+    )
+    missing = {c: n for c in numeric if (n := table.column(c).count(""))}
+    unlisted = {}
+    for block in data.categorical:
+        found = positions(table.column(block.column), block.values)
+        if np.any(found < 0):
+            unlisted[block.column] = int(np.sum(found < 0))
     empty = int(np.sum(np.isnan(margin)))
-    return Predictions(columns, table.rows, empty, _some(missing), _some(unlisted))
+    return Predictions(columns, table.rows, empty, missing, unlisted)
 
 
 def write(out: Path, predictions: Predictions) -> None:
@@ -115,13 +112,7 @@ def check_new(out: Path, option: str = "--out") -> None:
     if out.exists():
         raise ValueError(f"{out} exists; give {option} the name of a new file.")
     if not out.parent.is_dir():
-        raise ValueError(
-            f"there is no folder {out.parent} for {option} {out}; make it."
-        )
-
-
-def _some(counts: Mapping[str, Any]) -> dict[str, int]:
-    return {name: int(count) for name, count in counts.items() if count}
+        raise ValueError(f"there is no folder {out.parent} for {option} {out}.")
 
 
 def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
-"""Result folder of a run: released values, the guarantee and a figure."""
+"""Result folder of a run: its guarantee, released values and spending."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
@@ -11,17 +12,15 @@ import numpy as np
 from ..core.shares import LevelUsability, Usability
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
-from ..runs import checkpoint, lock
-from ..runs.checkpoint import SEARCH
+from ..runs import checkpoint, lock, spending
+from .config import Config, parse_config
 from .evaluation import Evaluation
 from .tables import Location
-from .task import AbstractModel, Task
-from .tasks import TASKS
+from .task import Task
 
 RESULT = checkpoint.RESULT
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
-_AUDIT = "audit.json"
 LEVELS = {
     "records": "records",
     "upper": "validation records",
@@ -35,53 +34,52 @@ class Result:
     """Published result of a finished run.
 
     Attributes:
-        task: Name of the task.
-        names: Name of each shown value, such as a source.
+        config: The config.
         shown: The released weights or log-penalties.
         x: The released upper variable; of a game the first.
         y: The released lower variable, or `None`; of a game the second.
         trajectory: Shown values after every step; row 0 is the initial point.
         report: The guarantee.
         versions: Versions of the software.
-        config: The config as it was given.
         power: Largest power of any attack with 5 % false alarms, by the ledger.
         rejected_updates: As in `Solution`.
-        features: Name of the feature of each coefficient.
         test: The accuracy or error on the test file, if the config names one.
         usability: Released result of the check of the records; `None` without one.
     """
 
-    task: str
-    names: tuple[str, ...]
+    config: Config
     shown: np.ndarray
     x: np.ndarray
     y: np.ndarray | None
     trajectory: np.ndarray
     report: PrivacyReport
     versions: dict[str, str]
-    config: dict[str, Any]
     power: float
     rejected_updates: int = 0
-    features: tuple[str, ...] = ()
     test: Evaluation | None = None
     usability: Usability | None = None
 
     @property
-    def declared(self) -> Task[Any]:
-        """Declaration of the task."""
-        return TASKS[self.task]
+    def task(self) -> Task[Any]:
+        """Task of the config."""
+        return self.config.task
 
     @property
-    def settings(self) -> AbstractModel:
-        """The table `[model]` of the config."""
-        return self.declared.read(self.config["model"], Location(RESULT))
+    def names(self) -> tuple[str, ...]:
+        """Name of each shown value, such as a source."""
+        return self.config.model.names(self.config.data)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Name of the feature of each coefficient."""
+        return self.config.data.features
 
     @property
     def model(self) -> np.ndarray | None:
         """Coefficients of the released model, if the task has one."""
-        if not self.declared.has_model:
+        if not self.task.has_model:
             return None
-        return self.y if self.declared.two_levels else self.x  # of a game the first
+        return self.y if self.task.two_levels else self.x  # of a game the first
 
     @property
     def has_moved(self) -> bool:
@@ -116,7 +114,7 @@ class Result:
 
     def __str__(self) -> str:
         """Return the released values, then the report, as a page of text."""
-        task = self.declared
+        task = self.task
         stays = "" if self.has_moved else " (as at the start; no step moved them)"
         lines = [f"released {task.label} of each {task.of}{stays}:"]
         lines += _aligned(self.names, self.shown)
@@ -172,23 +170,25 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     checkpoint.replace(folder / FIGURE, figure)
     page = {
         "format": 1,
-        "task": result.task,
-        "label": result.declared.label,
+        "task": result.task.name,
+        "label": result.task.label,
         "released": dict(zip(result.names, result.shown.tolist(), strict=True)),
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
         "features": result.features,
-        "test": None if result.test is None else dataclasses.asdict(result.test),
-        checkpoint.CHECK: None
-        if result.usability is None
-        else dataclasses.asdict(result.usability),
+        "test": _plain(result.test),
+        checkpoint.CHECK: _plain(result.usability),
         "power_at_5_percent_false_alarms": result.power,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
-        "config": result.config,
+        "config": result.config.tables,
     }
     checkpoint.replace_json(folder / RESULT, page)  # last: says that all is there
+
+
+def _plain(part: Any) -> dict[str, Any] | None:
+    return None if part is None else dataclasses.asdict(part)
 
 
 def set_aside(folder: Path, number: int) -> int:
@@ -214,6 +214,62 @@ def set_aside(folder: Path, number: int) -> int:
     return number
 
 
+def check_folder(out: Path, resume: bool, restart: bool) -> None:
+    """Refuse folders that hold something else, before anything is spent; under a lock.
+
+    Raises:
+        ValueError: The folder does not fit; the message says what to do.
+    """
+    record = spending.read(out)
+    finished = (out / RESULT).exists()
+    interrupted = (out / checkpoint.NAME).exists()
+    if finished:
+        _settle(out)
+    elif resume:
+        checkpoint.read(out)
+        return
+    if spending.is_lost(out) and (finished or restart or not interrupted):
+        raise ValueError(
+            f"--out {out} holds an earlier run, but no spending record that can be "
+            f"read ({spending.NAME}). Put it back, or give a new folder for a second "
+            "release on top of an unknown cost."
+        )
+    again = "give a new folder"
+    if record.runs:
+        again += ", or --restart to add it to this folder's spending record"
+    if finished and not restart:
+        raise ValueError(
+            f"--out {out} holds a finished run. For a second release, {again}."
+        )
+    if interrupted and not restart:
+        raise ValueError(
+            f"--out {out} holds an interrupted run. Continue it with --resume, or, for "
+            f"a new release, {again}."
+        )
+    if record.runs and not restart:
+        raise ValueError(
+            f"--out {out} holds the record of earlier runs. For a new release {again}."
+        )
+    if not (record.runs or interrupted):
+        checkpoint.check_empty("--out", out)
+
+
+def spent(out: Path) -> str:
+    """Return what the runs of a folder cost, as text; empty if none was started."""
+    record = spending.read(out)
+    if spending.is_moved(out.resolve()):  # by a later run
+        above = out.resolve().parent
+        return f"spending: in the record of its folder: dpbilevel report {above}"
+    return str(record) if record.runs or spending.is_lost(out) else ""
+
+
+def _settle(out: Path) -> None:
+    """End a finished run that was killed in its last moment."""
+    with contextlib.suppress(ValueError, KeyError):  # none, or damaged
+        spending.finish(out, checkpoint.read(out).fingerprint["run"])
+    checkpoint.remove(out)
+
+
 def load(folder: Path) -> Result:
     """Read a finished result folder.
 
@@ -228,17 +284,14 @@ def load(folder: Path) -> Result:
         with np.load(folder / ARRAYS, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
         return Result(
-            task=page["task"],
-            names=tuple(page["released"]),
+            config=parse_config(page["config"], Location(str(file))),
             shown=found["shown"],
             x=found["x"],
             y=found.get("y"),
             trajectory=found["trajectory"],
             report=PrivacyReport.from_json(json.dumps(page["report"])),
             versions=page["versions"],
-            config=page["config"],
             rejected_updates=page.get("rejected_updates", 0),
-            features=tuple(page.get("features", ())),
             test=Evaluation(**page["test"]) if page.get("test") else None,
             power=page["power_at_5_percent_false_alarms"],
             usability=usability_of(page),
@@ -281,10 +334,9 @@ def _why(folder: Path) -> str:
             ": the run in it was interrupted; finish it with dpbilevel run CONFIG "
             f"--out {folder} --resume{finished}"
         )
-    if (folder / SEARCH).is_file():
-        return f": it is the folder of a search; read {folder / SEARCH}"
-    if (folder / _AUDIT).is_file():
-        return f": it is the folder of an audit; read {folder / _AUDIT}"
+    for name, kind in {checkpoint.SEARCH: "a search", "audit.json": "an audit"}.items():
+        if (folder / name).is_file():
+            return f": it is the folder of {kind}; read {folder / name}"
     inside = [file.parent for file in sorted(folder.glob(f"*/{RESULT}"))]
     if inside and not earlier:
         return f": it is the folder of others; see dpbilevel report {inside[-1]}"

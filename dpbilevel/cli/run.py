@@ -15,47 +15,27 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..core.loop import all_steps, bound_to, planned_rows
-from ..core.shares import Usability
 from ..privacy.exact.matmul_check import check_products
-from ..privacy.noise import derive, root_key
+from ..privacy.noise import derive, root_key, step_keys
 from ..privacy.per_example.mixing import check_jax
-from ..privacy.report import PrivacyReport, rounded_up
+from ..privacy.report import rounded_up
 from ..runs import checkpoint, lock, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
-from ..runs.resume import (
-    finish_run,
-    first_checkpoint,
-    resume_run,
-    run_in_parts,
-    solution_of,
-)
-from . import evaluation, folder, results
+from . import evaluation, loading, results
 from .columns import Records
 from .config import Config
-from .data import as_levels, find_files, indicators, load, load_test
-from .prepared import Prepared
+from .plans import Prepared
 from .results import Result
 
-Progress = Callable[[int], None]
+Keep = Callable[[Checkpoint], None]
 
 
-def run(
-    prepared: Prepared,
-    out: Path,
-    *,
-    data: Path | None = None,
-    validation: Path | None = None,
-    chunk: int | None = None,
-    resume: bool = False,
-    restart: bool = False,
-    progress: Progress = lambda done: None,
-) -> Result:
-    """Run a planned config and write its result folder.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `dpbilevel run`.
 
-    Args:
-        prepared: The plan.
-        out: The result folder; new or empty, unless `resume` or `restart`.
+    Attributes:
         data: A file of records instead of the config's.
         validation: A file of validation records instead of the config's.
         chunk: Steps between two checkpoints.
@@ -63,7 +43,29 @@ def run(
         restart: Whether to run again in a folder of earlier runs: a new release, added
             to the folder's spending record. An earlier result moves to `run-N`; an
             earlier checkpoint is deleted.
+    """
+
+    data: Path | None = None
+    validation: Path | None = None
+    chunk: int | None = None
+    resume: bool = False
+    restart: bool = False
+
+
+def run(
+    prepared: Prepared,
+    out: Path,
+    *,
+    progress: Callable[[int], None] = lambda done: None,
+    **options: Any,
+) -> Result:
+    """Run a planned config and write its result folder.
+
+    Args:
+        prepared: The plan.
+        out: The result folder; new or empty, unless `resume` or `restart`.
         progress: Called after every checkpoint with the number of steps done.
+        **options: The fields of `Options`.
 
     Returns:
         The result, as written.
@@ -83,22 +85,24 @@ def run(
     """
     from . import figure  # needs an extra
 
-    with _opened(out, chunk, resume, restart) as still_locked:
-        before = checkpoint.read(out) if resume else None
-        levels, rows, test = _load(prepared, data, validation)
+    given = Options(**options)
+    with _opened(out, given) as still_locked:
+        before = checkpoint.read(out) if given.resume else None
+        levels, rows, test = _load(prepared, given)
         read = levels, rows, None if test is None else test.tree()
-        fingerprint = _fingerprint(prepared, read, chunk, before)
-        first = first_checkpoint(
+        first = checkpoint.first_checkpoint(
             prepared.problem,
             prepared.solver,
             prepared.w0,
             key=root_key(),  # a run that is resumed has its own
-            fingerprint=fingerprint,
+            fingerprint=_fingerprint(prepared, read, given.chunk, before),
             with_start=True,
         )
-        saved = _begin(first, out) if before is None else resume_run(out, before, first)
+        if before is None:
+            saved = _begin(first, out)
+        else:
+            saved = checkpoint.resume_run(out, before, first)
         try:
-            number = saved.fingerprint["run"]
 
             def keep(saved):
                 still_locked()
@@ -116,25 +120,15 @@ def run(
             with uninterruptible():
                 still_locked()
                 results.save(out, result, picture)
-                finish_run(out, number)
+                spending.finish(out, saved.fingerprint["run"])
         except OSError as error:
             raise OSError(
-                f"{error}. The last checkpoint is intact: make room, then continue "
-                "with --resume."
+                f"{error}. Make room, then continue with --resume."
             ) from error
         return result
 
 
-def refuse(
-    config: Config,
-    out: Path,
-    *,
-    data: Path | None = None,
-    validation: Path | None = None,
-    chunk: int | None = None,
-    resume: bool = False,
-    restart: bool = False,
-) -> None:
+def refuse(config: Config, out: Path, **options: Any) -> None:
     """Check that `run` would accept these arguments, before anything is planned.
 
     Raises:
@@ -146,44 +140,27 @@ def refuse(
     """
     check_products("run")
     check_jax("run")
-    check_delta(config)
-    with _opened(out, chunk, resume, restart), _data_errors(config):
-        _read(config, data, validation)
-
-
-def check_delta(config: Config) -> None:
-    """Refuse a delta that allows the publication of a record, unless that is declared.
-
-    Raises:
-        ValueError: Delta is not below one over the number of records of a level.
-    """
-    privacy, data = config.privacy, config.data
-    least = 1 / max(data.training, data.validation)
-    if privacy.delta >= least and not privacy.allow_large_delta:
-        raise config.place.child("privacy").error(
-            f"delta = {privacy.delta:g} is not below one over the number of records, "
-            f"{least:.2g}: publishing one record at random would meet the guarantee. "
-            "Give a smaller delta, or allow_large_delta = true if that is meant."
-        )
+    config.check_delta()
+    given = Options(**options)
+    with _opened(out, given), _data_errors(config):
+        _read(config, given)
 
 
 @contextlib.contextmanager
-def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
+def _opened(out: Path, options: Options):
     """Lock the folder of a run, if one may start or go on in it with these options."""
-    if resume and restart:
+    if options.resume and options.restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"--chunk must be at least 1, got {chunk}.")
+    if options.chunk is not None and options.chunk < 1:
+        raise ValueError(f"--chunk must be at least 1, got {options.chunk}.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a new folder.")
     if jax.process_count() > 1:
         raise ValueError(
-            "the command line is for programs of one process, this is one of "
-            f"{jax.process_count()}. Start it without jax.distributed, or use "
-            "dpbilevel.fit, which takes records spread over processes."
+            "the command line is for programs of one process; use dpbilevel.fit."
         )
     with lock.held(out) as still_locked:
-        folder.check(out, resume, restart)
+        results.check_folder(out, options.resume, options.restart)
         yield still_locked
 
 
@@ -197,19 +174,26 @@ def _data_errors(config: Config):
 
 
 def _steps(
-    prepared: Prepared,
-    levels: PyTree,
-    saved: Checkpoint,
-    keep: Callable[[Checkpoint], None],
+    prepared: Prepared, levels: PyTree, saved: Checkpoint, keep: Keep
 ) -> Checkpoint:
-    """Run chunk after chunk, and call `keep` after each."""
-    problem, solver = prepared.problem, prepared.solver
+    """Run chunk after chunk, and call `keep` after each.
 
-    def part(saved, keys):
-        return all_steps(problem, solver, levels, saved.state, keys, trajectory=True)
-
-    chunk = saved.fingerprint["chunk"]
-    return run_in_parts(part, saved, solver.num_steps, keep, chunk=chunk)
+    The bits do not depend on interruptions.
+    """
+    problem, solver, chunk = (
+        prepared.problem,
+        prepared.solver,
+        saved.fingerprint["chunk"],
+    )
+    while saved.done < solver.num_steps:
+        # The next checkpoint holds `key`, from which earlier noise cannot be computed.
+        key, keys = step_keys(saved.key, min(chunk, solver.num_steps - saved.done))
+        state, rows = all_steps(
+            problem, solver, levels, saved.state, keys, trajectory=True
+        )
+        saved = checkpoint.after(saved, key, len(keys), state, rows)
+        keep(saved)
+    return saved
 
 
 def _checked(
@@ -217,7 +201,7 @@ def _checked(
     rows: dict[str, np.ndarray],
     saved: Checkpoint,
     out: Path,
-    keep: Callable[[Checkpoint], None],
+    keep: Keep,
 ) -> Checkpoint:
     """Release the fractions of usable records once, and stop if they are too low.
 
@@ -245,45 +229,39 @@ def _checked(
         in the checkpoint. Afterwards it keeps that release.
     """
     number, report = saved.fingerprint["run"], prepared.report
-    first = prepared.report_of_check
+    first, place = prepared.report_of_check, prepared.config.place
     spending.begin(out, number, report, prepared.config.tables, first=first)
     if first is None:
         return saved
     if checkpoint.CHECK not in saved.fingerprint:
         own, rest = derive(saved.key, "usability", "run")
         released = prepared.check.release(rows, key=own, owner="run")
-        fingerprint = saved.fingerprint | {
-            checkpoint.CHECK: dataclasses.asdict(released)
-        }
+        found = {checkpoint.CHECK: dataclasses.asdict(released)}
+        fingerprint = saved.fingerprint | found
         saved = dataclasses.replace(saved, key=rest, fingerprint=fingerprint)
         keep(saved)
     found = results.usability_of(saved.fingerprint)
     assert found is not None
     if found.stops:
+        why = " ".join(found.remarks)
         with uninterruptible():
-            spending.stop(out, number, " ".join(found.remarks))
+            spending.stop(out, number, why)
             checkpoint.remove(out)
-        raise ValueError(_stopped(prepared.config, found, first))
+        raise ValueError(
+            f"{place}: the run stopped before training, because records cannot be "
+            f"used. {why} Correct what dpbilevel check {place} shows you, or set "
+            "check_records = false in [privacy], and run again in a new folder, or "
+            f"here with --restart. The check cost epsilon = "
+            f"{rounded_up(first.epsilon, 3)}; the rest of the budget is unspent."
+        )
     for remark in found.remarks:
         warnings.warn(
             f"{remark} Correct mean and scale, units or spellings in the config; "
-            f"dpbilevel check {prepared.config.place} shows you the rows.",
+            f"dpbilevel check {place} shows you the rows.",
             stacklevel=2,
         )
     spending.charge(out, number, report)
     return saved
-
-
-def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
-    """Return the message of a run that stops after its check."""
-    return (
-        f"{config.place}: the run stopped before training, because records cannot "
-        f"be used. {' '.join(found.remarks)} Correct what dpbilevel check "
-        f"{config.place} shows you, or set check_records = false in [privacy] if the "
-        "records are right, and run again in a new folder, or here with --restart. The "
-        f"check cost epsilon = {rounded_up(first.epsilon, 3)}; the rest of the budget "
-        "is unspent."
-    )
 
 
 def _begin(first: Checkpoint, out: Path) -> Checkpoint:
@@ -299,7 +277,7 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Result:
     """Return what the run releases, from its last state and its test records."""
     config = prepared.config
-    found = solution_of(prepared.problem, prepared.solver, saved)
+    found = checkpoint.solution_of(prepared.problem, prepared.solver, saved)
     usability = results.usability_of(saved.fingerprint)
     x, y = (found.value, None) if config.task.shows_model else found.value
     tested = None
@@ -309,16 +287,13 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         tested = evaluation.evaluate(config, model, test, key=saved.key)
         tested = tested.beside(usability)
     return Result(
-        task=config.task.name,
-        names=config.model.names(config.data),
-        features=config.data.features,
+        config=config,
         shown=config.model.shown(found.value),
         x=x,
         y=y,
         trajectory=config.model.shown(saved.path),
         report=prepared.report,
         versions=checkpoint.versions(),
-        config=config.tables,
         rejected_updates=int(found.rejected_updates),
         test=tested,
         power=prepared.power,
@@ -327,38 +302,34 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
 
 
 def _read(
-    config: Config, data: Path | None, validation: Path | None
+    config: Config, options: Options
 ) -> tuple[dict[str, Records], Records | None]:
     """Return the records by role, and those of the test file."""
-    people, base = config.privacy.people, config.folder
-    files = find_files(
-        config.data, people, base=base, override=data, validation=validation
-    )
-    records = load(config.data, people, config.privacy.neighbours, *files)
-    return records, load_test(config.data, base, *files)
+    files = loading.find_files(config, options.data, options.validation)
+    return loading.load(config, *files), loading.load_test(config, *files)
 
 
 def _load(
-    prepared: Prepared, data: Path | None, validation: Path | None
+    prepared: Prepared, options: Options
 ) -> tuple[PyTree, dict[str, np.ndarray], Records | None]:
     """Return records on the device, indicators of their cells, and test records.
 
     The indicators say by role how the cells of each record fit the config.
     """
-    config = prepared.config
-    with _data_errors(config):
-        records, test = _read(config, data, validation)
+    problem, solver = prepared.problem, prepared.solver
+    with _data_errors(prepared.config):
+        records, test = _read(prepared.config, options)
         columns = dict(prepared.check.columns)
-        rows = {role: indicators(columns[role], records[role]) for role in columns}
-        levels = as_levels(records)
-        prepared.problem.check(prepared.w0, levels)
-        bound_to(prepared.problem, prepared.solver, levels)
-        levels = planned_rows(prepared.solver, levels)  # no shape tells their number
+        rows = {r: loading.indicators(columns[r], records[r]) for r in columns}
+        levels = loading.as_levels(records)
+        problem.check(prepared.w0, levels)
+        bound_to(problem, solver, levels)
+        levels = planned_rows(solver, levels)  # no shape tells their number
     return jax.tree.map(jnp.asarray, levels), rows, test
 
 
 def _fingerprint(
-    prepared: Prepared, levels: PyTree, chunk: int | None, before: Checkpoint | None
+    prepared: Prepared, read: PyTree, chunk: int | None, before: Checkpoint | None
 ) -> dict[str, Any]:
     """Return what the bits of a run depend on. SECRET: it holds a hash of the records.
 
@@ -368,8 +339,7 @@ def _fingerprint(
         earlier = before.fingerprint["chunk"]
         if chunk not in (None, earlier):
             raise ValueError(
-                f"--chunk {chunk} differs from the interrupted run's {earlier}; leave "
-                "it out when resuming."
+                f"--chunk {chunk} differs from the run's {earlier}; leave it out."
             )
         chunk = earlier
     if chunk is None:
@@ -377,7 +347,7 @@ def _fingerprint(
         # A divisor: a shorter last chunk would compile the loop a second time.
         chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(levels):
+    for leaf in jax.tree.leaves(read):
         digest.update(np.asarray(leaf).tobytes())
     return {
         "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back

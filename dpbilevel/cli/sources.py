@@ -1,15 +1,15 @@
-"""Sources and groups of records: the tables `[data.sources]` and `[data.groups]`."""
+"""Tables inside `[data]`: the sources and groups of records, and the test file."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from .columns import Records, Value, check_values
+from .columns import AbstractPlaces, Records, check_values
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
+class Sources(AbstractPlaces):
     r"""The sources of the training records, for source weighting.
 
     Either a column holds the source, or sources are drawn at random and the labels of
@@ -18,8 +18,6 @@ class Sources:
     Args:
         flip: Flip probability of each source.
         label_seed: Public seed of the corruption. Not a privacy seed.
-        column: The column that holds the source.
-        values: Public list of the sources; a record of another one has no influence.
     """
 
     choice: ClassVar[str] = (
@@ -29,8 +27,6 @@ class Sources:
 
     flip: tuple[float, ...] = ()
     label_seed: int = 0
-    column: str = ""
-    values: tuple[Value, ...] = ()
 
     def __post_init__(self):
         check_values("values", self.values)
@@ -56,7 +52,7 @@ class Sources:
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class Groups(AbstractPlaces):
     r"""The groups of the records, for learning that is fair to them.
 
     Either a column holds the group, or records are generated: each is in group $g$ with
@@ -64,8 +60,6 @@ class Groups:
     `turn[g]` degrees towards a direction of their own, so that groups disagree.
 
     Args:
-        column: The column that holds the group.
-        values: Public list of the groups; a record of another one has no influence.
         frequency: Probability of each group, for generated records.
         turn: Angle of each group, in degrees, for generated records.
     """
@@ -75,8 +69,6 @@ class Groups:
         "one number per group each (generated records)"
     )
 
-    column: str = ""
-    values: tuple[Value, ...] = ()
     frequency: tuple[float, ...] = ()
     turn: tuple[float, ...] = ()
 
@@ -89,9 +81,7 @@ class Groups:
             raise ValueError(f"give {self.choice}.")
         chances = list(self.frequency)
         if drawn and not (min(chances) >= 0 and abs(sum(chances) - 1) <= 1e-6):
-            raise ValueError(
-                f"frequency must be probabilities of sum 1, got {chances}."
-            )
+            raise ValueError(f"frequency must be probabilities of sum 1, got {chances}")
 
     @property
     def count(self) -> int:
@@ -118,3 +108,30 @@ class Groups:
         turned = np.cos(angle) * truth + np.sin(angle) * side
         margin = np.sum(features * turned[group], axis=1)
         return group.astype(np.int32), margin
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A file of records on which the released model is tested.
+
+    Args:
+        path: The file, relative to the config; it has the columns of the features and
+            the label.
+        accuracy: Protection of its people: `"public"`, none is needed; `"counted"`,
+            noise, within the budget of the config, which they spend on nothing else,
+            because they are in no other file; `"non_private"`, none, as every report
+            says.
+        records: Number of records of the file that are read; 0 reads all, which
+            `"counted"` does not take.
+    """
+
+    path: str
+    accuracy: Literal["public", "counted", "non_private"]
+    records: int = 0
+
+    def __post_init__(self):
+        least = int(self.accuracy == "counted")
+        if self.records < least:
+            raise ValueError(
+                f'records must be at least {least} if accuracy = "{self.accuracy}".'
+            )

@@ -1,12 +1,12 @@
 """Strict reader of TOML tables as frozen dataclasses; it names every mistake."""
 
+import contextlib
 import dataclasses
 import difflib
 import enum
-import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..core.solver import AbstractSolver
@@ -38,6 +38,14 @@ class Location:
     def error(self, message: str) -> ValueError:
         """Return an error that names file and table before a message."""
         return ValueError(f"{self}: {message}")
+
+    @contextlib.contextmanager
+    def named_in_errors(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Name this place in messages of a `ValueError` or of errors of these kinds."""
+        try:
+            yield
+        except (ValueError, *kinds) as error:
+            raise self.error(str(error)) from error
 
     def __str__(self) -> str:
         """Return the file, and the table in brackets."""
@@ -86,28 +94,25 @@ class Reader:
         assert dataclasses.is_dataclass(cls)
         hints = typing.get_type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-        given = {k: self.supplied[hints[k]] for k in fields if self._fills(hints[k])}
+        given = {
+            k: self.supplied[hints[k]]
+            for k in fields
+            if isinstance(hints[k], type) and hints[k] in self.supplied
+        }
         keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
-        required = [k for k in keys if _has_no_default(fields[k])]
+        required = [k for k in keys if _is_required(fields[k])]
         known = [k for k in table if k in keys]
         _, *values = collect_errors(
-            functools.partial(
-                check_keys, table, place, allowed=[*keys, *beside], required=required
-            ),
-            *(
-                functools.partial(self.convert, hints[k], table[k], place, k)
-                for k in known
-            ),
+            (check_keys, table, place, [*keys, *beside], required),
+            *((self.convert, hints[k], table[k], place, k) for k in known),
         )
-        try:
+        with place.named_in_errors(TypeError):
             for name in keys:
                 # The relation of a default solver may differ from the config's.
                 default = fields[name].default
                 if name not in known and isinstance(default, AbstractSolver):
                     given[name] = default.with_neighbours(self.neighbours)
             return cls(**given, **dict(zip(known, values, strict=True)))
-        except (ValueError, TypeError) as error:
-            raise place.error(str(error)) from error
 
     def build_named(
         self,
@@ -144,25 +149,26 @@ class Reader:
             return hint(check_choice(value, options, place, key))
         if dataclasses.is_dataclass(hint):
             return self.build(typing.cast(type, hint), value, place.child(key))
-        return _convert_scalar(hint, value, place, key)
+        kinds = typing.get_args(hint) or (hint,)
+        if float in kinds and type(value) is int:  # 1 is a number
+            return float(value)
+        if type(value) not in kinds:  # by its own type: true is an int in Python
+            raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
+        return value
 
     def _convert_list(self, members, value, place: Location, key: str) -> tuple:
         if not isinstance(value, list):
             raise place.error(f"{key} must be a list, got {_shown(value)}.")
         repeated = len(members) == 2 and members[1] is Ellipsis
         if not repeated and len(value) != len(members):
-            raise place.error(
-                f"{key} must be a list of {len(members)} values, got {len(value)}."
-            )
+            sizes = f"{len(members)} values, got {len(value)}"
+            raise place.error(f"{key} must be a list of {sizes}.")
         kinds = members[:1] * len(value) if repeated else members
         parts = (
-            functools.partial(self.convert, kind, item, place, f"{key} (entry {i})")
+            (self.convert, kind, item, place, f"{key} (entry {i})")
             for i, (kind, item) in enumerate(zip(kinds, value, strict=True), 1)
         )
         return tuple(collect_errors(*parts))
-
-    def _fills(self, hint: Any) -> bool:
-        return isinstance(hint, type) and hint in self.supplied
 
     def _is_key(self, name: str, hint: Any) -> bool:
         """Return whether a text file can hold a field with this annotation."""
@@ -185,7 +191,6 @@ def check_table(value: object, place: Location) -> None:
 def check_keys(
     table: Mapping[str, Any],
     place: Location,
-    *,
     allowed: Sequence[str],
     required: Sequence[str],
 ) -> None:
@@ -194,38 +199,37 @@ def check_keys(
     Raises:
         ValueError: A key is not allowed, or missing; all such keys are named.
     """
-    listed = ", ".join(allowed)
-    wrong: list[ValueError] = []
-    meant: list[str] = []
-    for key in table:
-        if key in _SECRETS and key not in allowed:
-            secret = (
+    listed, wrong, meant = f"Allowed keys: {', '.join(allowed)}.", [], []
+    for key in [key for key in table if key not in allowed]:
+        text = f"unknown key {key!r}{_close(key, allowed)}. {listed}"
+        if key in _SECRETS:
+            text = (
                 f"unknown key {key!r}. Remove it: whoever knows the key can subtract "
                 "the noise, so keys come from the operating system's entropy."
             )
-            wrong.append(place.error(secret))
-        elif key not in allowed:
+        else:
             meant += difflib.get_close_matches(key, allowed, n=1)
-            close = _close(key, allowed)
-            unknown = f"unknown key {key!r}{close}. Allowed keys: {listed}."
-            wrong.append(place.error(unknown))
+        wrong.append(place.error(text))
     missing = [key for key in required if key not in table and key not in meant]
     if missing:
         keys = f"key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-        wrong.append(place.error(f"missing {keys}. Allowed keys: {listed}."))
+        wrong.append(place.error(f"missing {keys}. {listed}"))
     _raise(wrong)
 
 
-def collect_errors(*parts: Callable[[], Any]) -> list[Any]:
-    """Call every part and return the results; raise all errors together.
+def collect_errors(*calls: tuple[Any, ...]) -> list[Any]:
+    """Make every call and return the results; raise all errors together.
+
+    Args:
+        calls: Functions, each with its arguments.
 
     Raises:
-        ValueError: A part raises one; the message has one line per error.
+        ValueError: A call raises one; the message has one line per error.
     """
     found, errors = [], []
-    for part in parts:
+    for function, *arguments in calls:
         try:
-            found.append(part())
+            found.append(function(*arguments))
         except ValueError as error:
             errors.append(error)
     _raise(errors)
@@ -257,15 +261,6 @@ def check_choice(value: Any, options: Iterable[str], place: Location, key: str) 
     return value
 
 
-def _convert_scalar(hint, value, place: Location, key: str):
-    kinds = typing.get_args(hint) or (hint,)
-    if float in kinds and type(value) is int:  # 1 is a number
-        return float(value)
-    if type(value) not in kinds:  # by its own type: true is an int in Python
-        raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
-    return value
-
-
 def _plain(hint: Any) -> Any:
     """Return the part of an annotation that a text file can hold."""
     if hint in _WORDS:
@@ -276,7 +271,7 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-def _has_no_default(field: dataclasses.Field) -> bool:
+def _is_required(field: dataclasses.Field) -> bool:
     missing = dataclasses.MISSING
     return field.default is missing and field.default_factory is missing
 
@@ -287,10 +282,8 @@ def _close(word: str, options: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "a table"
-    if isinstance(value, list):
-        return "a list"
+    if isinstance(value, dict | list):
+        return "a table" if isinstance(value, dict) else "a list"
     if isinstance(value, bool):
         return str(value).lower()
     return f'the string "{value}"' if isinstance(value, str) else str(value)

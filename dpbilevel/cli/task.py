@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Float, PyTree
@@ -14,46 +14,31 @@ from ..onelevel.problem import FiniteSum
 from .columns import named
 from .data import SOURCES, AbstractData
 from .sources import Groups, Sources
-from .tables import Location, Reader
+from .tables import Location
 
 Problem = BilevelProblem | AbstractSaddleProblem | FiniteSum
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
 
-# Meaning of the releases that every task of two levels may make.
-TWO_LEVEL_TERMS = {
-    "gradient": "a step of the model",
-    "directions of": "a step of all variables, each in the unit beside its name",
-    "model": "a model: the released one, or a first one that scores the sources",
-    "fit": "a model of the sources, or of the groups of features, that are kept",
-    "lower solution": "the model of the training records at the current weights",
-    "penalized solution": "the same, which fits the validation records as well",
-    "outer gradient": "a step of the weights, or of the penalties",
-    "hypergradient": "a step of the weights, or of the penalties",
-    "first": "a run that finds the initial point of the next one",
-    "then": "the run that begins there",
-    "curvature": "how much each direction of the model matters",
-    "refit": "the released model, at the weights or penalties that were found",
-}
-
 
 class AbstractModel(abc.ABC):
-    """The table `[model]` of a config, one field per key."""
+    """The table `[model]` of a config, one field per key.
+
+    Attributes:
+        axis: Public range of the answer; `None` if it begins at 0.
+    """
+
+    axis: ClassVar[tuple[float, float] | None] = None
 
     @property
     def count(self) -> int:
         """Number of sources or groups; 0 for tasks without them."""
-        return 0
+        return len(self.marks)
 
     @property
     def marks(self) -> tuple[float, ...]:
         """Public values to compare the answer with, one per entry, or none."""
         return ()
-
-    @property
-    def axis(self) -> tuple[float, float] | None:
-        """Public range of the answer; `None` if it begins at 0."""
-        return None
 
     def check(self, data: AbstractData, place: Location) -> None:
         """Raise `ValueError` unless the shapes of `[data]` fit this table."""
@@ -119,9 +104,7 @@ class Task(Generic[Model]):
     template: str = ""
     has_model: bool = True
     shows_model: bool = False
-    data_types: Mapping[str, type[AbstractData]] = dataclasses.field(
-        default_factory=lambda: SOURCES
-    )
+    data_types: Mapping[str, type] = dataclasses.field(default_factory=lambda: SOURCES)
     places: Literal["", "sources", "groups"] = ""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     remark: str = ""
@@ -136,10 +119,6 @@ class Task(Generic[Model]):
     def is_game(self) -> bool:
         """Whether its problems are games, whose settings follow from theorems."""
         return issubclass(self.problem_type, AbstractVariationalInequality)
-
-    def read(self, table: Any, place: Location) -> Model:
-        """Return the table `[model]`; raise `ValueError` for every mistake in it."""
-        return Reader({}, {}, frozenset()).build(self.model, table, place)
 
     def check(self, model: Model, data: AbstractData, place: Location) -> None:
         """Raise `ValueError` if data lack what the task reads, or have more.
@@ -157,8 +136,7 @@ class Task(Generic[Model]):
                 raise where.error(f'task = "{self.name}" has no {name}; remove it.')
             if found is not None and found.count != model.count:
                 raise where.error(
-                    f"lists {found.count} {name}, but [model] is for {model.count}. "
-                    "Correct one of them."
+                    f"lists {found.count} {name}, but [model] is for {model.count}."
                 )
         model.check(data, place)
 

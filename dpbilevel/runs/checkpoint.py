@@ -1,4 +1,7 @@
-"""Checkpoints of a run in progress. SECRET: they hold the key of future noise."""
+"""Checkpoints of a run in progress, and how it begins, goes on and ends.
+
+SECRET: they hold the key of future noise.
+"""
 
 import contextlib
 import dataclasses
@@ -17,13 +20,19 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._version import __version__
+from ..core.descent import rejected_updates
+from ..core.problem import AbstractProblem
+from ..core.solution import Solution
+from ..core.solver import AbstractSolver
 from ..privacy.noise import PRNGKey
+from . import lock
 from .interrupts import uninterruptible
 
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
 RESULT = "result.json"  # the result of a run of the command line
 SEARCH = "search.json"  # the result of a search
+LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 CHECK = "usability"  # in a fingerprint: the released check of the records
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
@@ -89,10 +98,7 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     """
     file = folder / NAME
     if not file.is_file():
-        raise ValueError(
-            f"nothing to resume: {folder} holds no checkpoint. Give the folder of the "
-            "checkpoint, or start a new run."
-        )
+        raise ValueError(f"nothing to resume: {folder} holds no checkpoint.")
     return parsed(file, file.read_bytes(), notice=notice)
 
 
@@ -106,9 +112,8 @@ def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint
     intact = hashlib.sha256(body).hexdigest().encode() == digest
     if not content.startswith(notice) or not intact:
         raise ValueError(
-            f"{file} is damaged or not a checkpoint of this version of dpbilevel, so "
-            "the run cannot go on. Put back a copy of it, or start a new run: another "
-            "release, which adds to the folder's spending record."
+            f"{file} is damaged or not a checkpoint of this version of dpbilevel. Put "
+            "back a copy of it, or start a new run, which is another release."
         )
     arrays = np.load(io.BytesIO(body), allow_pickle=False)  # a pickle could run code
     public = json.loads(arrays["public"].tobytes())
@@ -140,6 +145,18 @@ def remove(folder: Path) -> None:
     """Delete the checkpoint of a finished run, and the leftovers of a crash."""
     for name in (NAME, TEMPORARY):
         (folder / name).unlink(missing_ok=True)
+
+
+def check_empty(name: str, folder: Path) -> None:
+    """Raise `ValueError` if a folder has more than a limit, a lock or a leftover."""
+    if folder.is_file():
+        raise ValueError(f"{name} {folder} is a file; give a new folder.")
+    ours = (TEMPORARY, lock.NAME, LIMIT)
+    others = sorted(p.name for p in folder.glob("*") if p.name not in ours)
+    if others:
+        raise ValueError(
+            f"{name} {folder} is not empty (it holds {others[0]!r}); give a new folder."
+        )
 
 
 def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
@@ -210,3 +227,114 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def first_checkpoint(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    w0: PyTree,
+    *,
+    key: PRNGKey,
+    fingerprint: dict[str, Any],
+    with_start: bool,
+) -> Checkpoint:
+    """Return a run before its first step.
+
+    `fingerprint` holds the facts that must not change between the parts of the run.
+    With `with_start` the initial point is row 0 of its path.
+    """
+    state = _on_host(solver.init(problem, w0))
+    start = _on_host(solver.released(state))
+    path = jax.tree.map(lambda v: v[None] if with_start else v[None][:0], start)
+    return Checkpoint(0, key, state, path, fingerprint)
+
+
+def after(
+    saved: Checkpoint, key: PRNGKey, steps: int, state: PyTree, rows: PyTree
+) -> Checkpoint:
+    """Return the run after further steps.
+
+    Args:
+        saved: The run before these steps.
+        key: The key of the steps to come.
+        steps: Number of steps made.
+        state: The state after the steps.
+        rows: The iterates that they released, one a row.
+    """
+    # Through the host each time, as after a resume, so that no bit can differ.
+    state, rows = _on_host(state), _on_host(rows)
+    path = jax.tree.map(lambda *v: np.concatenate(v), saved.path, rows)
+    return Checkpoint(saved.done + steps, key, state, path, saved.fingerprint)
+
+
+def resume_run(
+    folder: Path, saved: Checkpoint, first: Checkpoint, records: str = "the records"
+) -> Checkpoint:
+    """Return an interrupted run, checked to be the same as at its beginning.
+
+    Args:
+        folder: Its folder.
+        saved: Its checkpoint, as read.
+        first: The same run before its first step, as it would begin now.
+        records: Name of what `fingerprint["records"]` identifies, for a message.
+
+    Raises:
+        ValueError: Something that the run depends on has changed.
+    """
+    check_same_run(folder, saved.fingerprint, first.fingerprint)
+    if saved.fingerprint["records"] != first.fingerprint["records"]:
+        raise ValueError(
+            f"cannot resume {folder}: {records} are not those the run began with. Give "
+            "the same ones, or a new folder for a second release."
+        )
+    state, path = (
+        jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        for tree, leaves in ((first.state, saved.state), (first.path, saved.path))
+    )
+    return dataclasses.replace(saved, state=state, path=path)
+
+
+def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Check that two fingerprints agree in all but `records`, whose hash is SECRET.
+
+    Raises:
+        ValueError: The message says what changed.
+    """
+    for part in [k for k in now if k != "records"]:
+        changed = _differences(then[part], now[part], part)
+        if changed and part == "program":  # it is a hash
+            changed = ["the loss or the solver has changed"]
+        if changed:
+            raise ValueError(
+                f"cannot resume {folder}: {'; '.join(changed[:3])}. Change it back, or "
+                "give a new folder for a second release."
+            )
+
+
+def solution_of(
+    problem: AbstractProblem, solver: AbstractSolver, saved: Checkpoint
+) -> Solution:
+    """Return what a run released, by its last checkpoint, as NumPy arrays."""
+    state = jax.tree.map(jnp.asarray, saved.state)
+    value = _on_host(solver.answer(problem, state))
+    return Solution(value, saved.path, int(rejected_updates(state)))
+
+
+def _on_host(tree: PyTree) -> PyTree:
+    return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def _differences(then: Any, now: Any, name: str) -> list[str]:
+    """Return the differences between two nested values, in words."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        return [
+            difference
+            for key in then | now
+            for difference in _differences(then.get(key), now.get(key), f"{name}.{key}")
+        ]
+    return [] if then == now else [f"{name} was {_brief(then)}, is {_brief(now)}"]
+
+
+def _brief(value: Any) -> str:
+    text = "absent" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

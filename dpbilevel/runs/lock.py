@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that ends with its process."""
+"""One run at a time in a folder, and one process that reads and writes for all."""
 
 import contextlib
 import os
@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from .interrupts import on_exit, uninterruptible
-from .process_zero import on_process_zero
 
 NAME = "dpbilevel.lock"
+_KINDS = {"OSError": OSError, "ValueError": ValueError}
 
 
 @contextlib.contextmanager
@@ -52,7 +55,7 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
         except filelock.Timeout:
             raise ValueError(
                 f"{folder} is in use by another run{_holder(file)}. Wait until that "
-                "run ends, or give a new folder; nothing was spent."
+                "run ends, or give a new folder."
             ) from None
         except OSError as error:
             raise OSError(
@@ -79,10 +82,8 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
     def check() -> None:
         if not is_held():
             raise ValueError(
-                f"{file} was deleted or replaced while this run held it, so another "
-                "run may be in progress in the folder. This run stops without its last "
-                f"release; if no other process uses {folder}, start again as after an "
-                "interruption."
+                f"{file} was deleted or replaced while this run held it: another run "
+                "may be in progress in the folder. If none is, resume this one."
             )
 
     with on_exit(leave):
@@ -107,3 +108,39 @@ def _holder(file: Path) -> str:
     with contextlib.suppress(OSError):
         return f" (process {file.read_text(errors='replace').strip()})"
     return ""
+
+
+def on_process_zero(action: Callable[[], bytes | None]) -> bytes | None:
+    """Call `action` in process 0; return its result in every process.
+
+    All processes call this together; each waits until the action has ended. In a
+    program of one process it is a plain call.
+
+    Raises:
+        OSError, ValueError: The action raised it; in all processes, so that none waits
+            for the others without end.
+    """
+    if jax.process_count() == 1:
+        return action()
+    outcome, content, raised = "nothing", b"", None
+    if jax.process_index() == 0:
+        try:
+            found = action()
+            if found is not None:
+                outcome, content = "bytes", found
+        except (OSError, ValueError) as error:
+            raised, content = error, str(error).encode()
+            outcome = "OSError" if isinstance(error, OSError) else "ValueError"
+    outcome, content = _broadcast(outcome.encode()).decode(), _broadcast(content)
+    if outcome in _KINDS:
+        raise raised or _KINDS[outcome](content.decode())
+    return content if outcome == "bytes" else None
+
+
+def _broadcast(content: bytes) -> bytes:
+    """Return the bytes of process 0 in all processes."""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+    own = np.zeros(size, np.uint8)  # those of other processes are ignored
+    if jax.process_index() == 0:
+        own = np.frombuffer(content, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()

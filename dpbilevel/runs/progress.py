@@ -1,21 +1,9 @@
 """A bar of the steps of a run, on stderr."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 
-from .._extras import missing
 from .interrupts import uninterruptible
-
-
-def check_bar(what: str) -> None:
-    """Check that tqdm is installed.
-
-    Raises:
-        ValueError: tqdm is not installed; the message starts with `what`.
-    """
-    if importlib.util.find_spec("tqdm") is None:
-        raise ValueError(missing(what, "tqdm"))
 
 
 @contextlib.contextmanager

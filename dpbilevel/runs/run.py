@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
+from .._extras import check_installed
 from ..core import spent
 from ..core.descent import rejected_updates
 from ..core.loop import check_run, rows_of
@@ -25,8 +26,7 @@ from ..privacy.noise import PRNGKey, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .progress import check_bar, step_bar
-from .resume import resume_run
+from .progress import step_bar
 
 _NAME = "first key"  # in a fingerprint: a hash that identifies the run
 
@@ -117,8 +117,7 @@ class Run:
         file = Path(folder) / checkpoint.NAME
         if file.exists() and not self._wrote(file):
             raise ValueError(
-                f"save: {file} is not a checkpoint of this run. Give another folder, "
-                "or delete the file if its run is not to be continued."
+                f"save: {file} is not a checkpoint of this run. Give another folder."
             )
         checkpoint.write(Path(folder), self._checkpoint())
 
@@ -183,15 +182,20 @@ def start(
         5 0.68
         10 1.0
     """
-    _checks.instance("start", Plan, plan=plan)
-    problem, w0, leaves = arrays_of("start", problem, w0)
-    check_run("start", problem, plan.solver, data, w0, key)
-    options: Any = {"trajectory": trajectory, "leaves": leaves}
-    run = first_run("start", problem, plan, data, w0, key=key, **options)
+    run = _checked("start", problem, plan, data, w0, key, trajectory)
     name, report = f"start: {type(plan.solver).__name__}", plan.report
     costs, sizes = spent.costs_by(report), plan.solver.sizes
     spent.begun(name, report.relation, costs, sizes, data)()
     return run
+
+
+def _checked(owner, problem, plan, data, w0, key, trajectory) -> Run:
+    """Return a run before its first step, whose arguments are checked here."""
+    _checks.instance(owner, Plan, plan=plan)
+    problem, w0, leaves = arrays_of(owner, problem, w0)
+    check_run(owner, problem, plan.solver, data, w0, key)
+    options: Any = {"key": key, "trajectory": trajectory, "leaves": leaves}
+    return first_run(owner, problem, plan, data, w0, **options)
 
 
 def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run:
@@ -234,9 +238,8 @@ def advance(run: Run, steps: int | None = None) -> Run:
     if count == 0:
         return run
     state, path, key = _steps(*_arguments(run), count)
-    return dataclasses.replace(
-        run, state=state, path=path, key=key, done=run.done + count
-    )
+    done = run.done + count
+    return dataclasses.replace(run, state=state, path=path, key=key, done=done)
 
 
 def run_watched(
@@ -255,7 +258,7 @@ def run_watched(
     if every is not None:
         _checks.count("fit", every=every)
     if progress:
-        check_bar("fit: progress=True")
+        check_installed("fit: progress=True", "tqdm")
     part = every or max(1, run.num_steps // 20)
     with step_bar(run.num_steps, "fit", shown=progress) as show:
         show(0)
@@ -290,16 +293,13 @@ def resume(
         ValueError: The folder holds no checkpoint, or something that the run depends on
             has changed. The same noise on other records or losses would reveal both.
     """
-    _checks.instance("resume", Plan, plan=plan)
     saved = checkpoint.read(Path(folder))
-    problem, w0, leaves = arrays_of("resume", problem, w0)
-    check_run("resume", problem, plan.solver, data, w0, saved.key)
-    options: Any = {"trajectory": len(saved.path) > 0, "leaves": leaves}
     # This continues a release that was counted when it began.
-    run = first_run("resume", problem, plan, data, w0, key=saved.key, **options)
+    has_path = len(saved.path) > 0
+    run = _checked("resume", problem, plan, data, w0, saved.key, has_path)
     name = saved.fingerprint.setdefault(_NAME, run.name)
     run = dataclasses.replace(run, name=name)
-    saved = resume_run(Path(folder), saved, run._checkpoint())
+    saved = checkpoint.resume_run(Path(folder), saved, run._checkpoint())
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
     return dataclasses.replace(run, done=saved.done, state=state, path=path)
 

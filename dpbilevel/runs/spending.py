@@ -16,9 +16,9 @@ from ..core.spent import cost_of, costs_by, total, totals
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from . import checkpoint
+from .checkpoint import LIMIT
 
 NAME = "spending.jsonl"
-LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 _ROUNDING = 1e-12  # of a sum, relative
 
 
@@ -28,8 +28,8 @@ class Run:
 
     Attributes:
         started: Time of the start, in UTC.
-        epsilon: The plan's epsilon, or that of the first part of a run if no more was
-            begun; infinite if none is claimed.
+        epsilon: The plan's epsilon, or that of its first part if no more was begun;
+            infinite if none is claimed.
         delta: The plan's delta.
         relation: The neighbouring relation.
         people: Relation of the people in the levels; empty for one level.
@@ -50,6 +50,13 @@ class Run:
     finished: bool = False
     number: int = 1
     stopped: str = ""
+
+    def __post_init__(self):
+        if not (self.epsilon >= 0 and self.delta >= 0):
+            raise ValueError("a cost is not negative.")
+        texts = self.started, self.relation, self.people, self.stopped
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text is no text.")
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -113,14 +120,12 @@ class TotalSpent:
         unknown: Folders in which runs were made, but none is on record.
 
     Privacy:
-        A run counts in full, with the epsilon and delta of its plan, from its start on,
-        whether or not it is finished. The totals are the sums of epsilons and of deltas
-        (basic composition). For any $\varepsilon$ and $\delta$ fixed in advance, all
-        that is released while the sums are at most these is
+        A run counts in full from its start on. The totals are sums of epsilons and of
+        deltas (basic composition). For any $\varepsilon$ and $\delta$ fixed in
+        advance, all that is released while the sums are at most these is
         $(\varepsilon, \delta)$-DP, also if budget, solver and the decision to start
-        a run depend on what others released, and if runs overlap in time. It holds
-        for runs that read the same records; runs on records of different people cost
-        less together.
+        a run depend on what others released, and if runs overlap in time. Runs on
+        records of different people cost less together.
 
     References:
         Rogers, Roth, Ullman and Vadhan, "Privacy odometers and filters: pay-as-you-go
@@ -161,14 +166,10 @@ class TotalSpent:
 
 
 def spent(folder: Path | str) -> TotalSpent:
-    """Add up all runs that were started in a folder, or in any folder below it.
+    """Add up all runs of searches and of the command line in a folder or below it.
 
-    These are runs of searches and of the command line, over processes and restarts.
     Links are followed. A folder that was deleted or copied elsewhere is not seen: keep
     all runs on the same records below one folder, and delete none.
-
-    Args:
-        folder: A folder of one or more runs.
 
     Raises:
         ValueError: There is no such folder.
@@ -179,7 +180,6 @@ def spent(folder: Path | str) -> TotalSpent:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"spent: there is no folder {folder}. Give a folder of runs.")
-
     places = [*_folders(Path(folder))]
     lost = (p for p in places if is_lost(p) and not is_moved(p))
     records = {str(p): read(p) for p in places if (p / NAME).is_file()}
@@ -206,12 +206,11 @@ def _folders(top: Path) -> Iterator[Path]:
 def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
     """Refuse runs below a folder that would take its total above a budget.
 
-    From now on a run of a search with `folder=`, or of the command line, in this folder
-    or in any folder below it starts or goes on only if what `spent` adds up, with that
-    run included, is at most the budget. Several processes may start runs at once. The
-    limit is a file in the folder, `spending_limit.json`; another call replaces it.
-    If a link below the folder leads elsewhere, a run must be given the path with the
-    link; given another path, it counts but is not refused.
+    From now on a search with `folder=`, or a run of the command line, starts or goes on
+    in this folder or below it only if `spent`, with that run, is at most the budget.
+    Several processes may start runs at once. The limit is a file in the folder,
+    `spending_limit.json`; another call replaces it. Give a run the path with the link
+    if a link below the folder leads elsewhere: by another path it is not refused.
 
     Args:
         folder: The folder; created if need be.
@@ -222,9 +221,8 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
         OSError: The disk refuses.
 
     Privacy:
-        All runs below the folder together are (epsilon, delta)-DP with these of the
-        budget, up to the rounding of a sum; a filter by basic composition, as in
-        `TotalSpent`, of a budget that is fixed before the first run.
+        All runs below the folder together are DP with epsilon and delta of the budget,
+        which is fixed before the first run: a filter by basic composition.
     """
     _checks.instance("limit_spending", PrivacyBudget, budget=budget)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -233,11 +231,7 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
 
 
 def read(folder: Path) -> RunLog:
-    """Return the record of a folder; no runs if it has none.
-
-    Raises:
-        OSError: There is a record that cannot be read.
-    """
+    """Return the record of a folder, without runs if it has none; raise `OSError`."""
     try:
         lines = (folder / NAME).read_bytes().splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -285,14 +279,13 @@ def begin(
         number: The run's number in the folder, from 1.
         report: The guarantee of the run.
         config: The config as it was given.
-        first: The guarantee of the part of the run that comes first, if `charge` is
-            called before the rest. It is on record alone until then.
+        first: The guarantee of the first part of the run, which is on record alone
+            until `charge` is called.
 
     Raises:
-        ValueError: The whole run would take the total above a limit; the record is as
-            before.
-        OSError: The disk refuses, or a folder below a limit cannot be read; the record
-            is as before.
+        ValueError: The whole run would take the total above a limit.
+        OSError: The disk refuses, or a folder below a limit cannot be read. The record
+            is as before after each error.
     """
     if earlier := _runs(folder, number):
         event = {"event": "resumed", "resumed": earlier[0].resumed + 1}
@@ -313,7 +306,7 @@ def begin(
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Record the cost of the whole run, once; call this before the rest reads a record.
+    """Record the cost of the whole run once, before the rest of it reads a record.
 
     Arguments and errors are those of `begin`.
     """
@@ -324,25 +317,21 @@ def charge(folder: Path, number: int, report: PrivacyReport) -> None:
 
 
 def stop(folder: Path, number: int, why: str) -> None:
-    """Record that a run ends after its check, and the released values of the check.
-
-    Raises:
-        OSError: The disk refuses; the record is as before.
-    """
+    """Record that a run ends after its check; `OSError` leaves the record as before."""
     _append(folder, number, {"event": "stopped", "stopped": why})
 
 
 def finish(folder: Path, number: int) -> None:
-    """Record once that a run's result is written.
+    """Record once that a run's result is written, then delete its checkpoint.
+
+    The record has no time: how long a run took is covered by no guarantee.
 
     Raises:
         OSError: The disk refuses; the record is as before.
-
-    Privacy:
-        Without the time: how long a run took is covered by no guarantee.
     """
     if any(not run.finished for run in _runs(folder, number)):
         _append(folder, number, {"event": "finished", "finished": True})
+    checkpoint.remove(folder)
 
 
 def _runs(folder: Path, number: int) -> tuple[Run, ...]:
@@ -385,24 +374,14 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> int:
     if type(number) is not int or number < 1:
         raise ValueError("a run has a number from 1.")
     if kind == "started":
-        runs.append(_checked(Run(**event, number=number)))
+        runs.append(Run(**event, number=number))
         return number
     if kind not in ("resumed", "charged", "stopped", "finished"):
         raise ValueError("an event has another name.")
     found = [i for i, run in enumerate(runs) if run.number == number]
     for i in found[-1:]:  # none if the line of its start is lost
-        runs[i] = _checked(dataclasses.replace(runs[i], **event))
+        runs[i] = dataclasses.replace(runs[i], **event)
     return number
-
-
-def _checked(run: Run) -> Run:
-    """Return the run, if it can be added up and printed."""
-    if not (run.epsilon >= 0 and run.delta >= 0):
-        raise ValueError("a cost is not negative.")
-    texts = run.started, run.relation, run.people, run.stopped
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a text is no text.")
-    return run
 
 
 def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
@@ -420,7 +399,7 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
         except (ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{place / LIMIT} is damaged. Declare the limit again by "
-                "dpbilevel.search.limit_spending(folder, budget); nothing was spent."
+                "dpbilevel.search.limit_spending(folder, budget)."
             ) from None
         found = spent(place)
         costs = found.epsilon + ahead[0], min(1.0, found.delta + ahead[1])

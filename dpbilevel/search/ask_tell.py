@@ -23,8 +23,7 @@ from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs import lock
-from ..runs.checkpoint import Checkpoint
-from ..runs.resume import after, solution_of
+from ..runs.checkpoint import Checkpoint, after, solution_of
 from .base import AbstractAskTellSolver, BlackBox, Proposal
 from .folder import Folder, NoisyLosses
 from .run import check_losses, plan_run

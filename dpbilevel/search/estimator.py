@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Float
 
-from .._extras import missing
+from .._extras import check_installed, missing
 
 try:
     import joblib
@@ -21,7 +21,6 @@ from .. import _checks
 from ..core.seeds import Seedless, refuse
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, root_key
-from ..runs.progress import check_bar
 from ..sets import Box
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
@@ -203,7 +202,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         problem = BlackBox(losses, *known, *trains)
         owner, start = "PrivateSearch.fit", np.zeros(space.coordinates)
         if progress:
-            check_bar(f"{owner}: progress=True")
+            check_installed(f"{owner}: progress=True", "tqdm")
         options: Any = {"key": key, "budget": self.budget, "folder": folder}
         search = AskTell(problem, solver, start, owner=owner, **options)
         evaluate = evaluations(losses, self.n_jobs)

@@ -18,8 +18,7 @@ from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
-from ..runs.process_zero import on_process_zero
-from ..runs.resume import check_empty, check_same_run, finish_run, resume_run
+from ..runs.lock import on_process_zero
 from .base import BlackBox
 
 _PATTERN = "evaluation-*.SECRET"
@@ -66,7 +65,7 @@ class Folder:
             rejected = int(page.get("rejected_updates", 0))
             noisy = page["noisy_losses"]
             at, values = np.asarray(noisy["points"]), np.asarray(noisy["values"])
-            check_same_run(self.path, page, {"run": self._public})
+            checkpoint.check_same_run(self.path, page, {"run": self._public})
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{file} is damaged or of another version: {error}. Give a new folder."
@@ -185,7 +184,7 @@ class Folder:
         """Return the content of the checkpoint, which is written if there is none."""
         file = self.path / checkpoint.NAME
         if not file.is_file():
-            check_empty("folder", self.path)
+            checkpoint.check_empty("folder", self.path)
             checkpoint.write(self.path, self.first, notice=_NOTICE)
         return file.read_bytes()
 
@@ -203,7 +202,7 @@ class Folder:
             "the records, their order, or their evaluation (in a PrivateSearch also "
             "the estimator, its losses, the space and the training records)"
         )
-        return resume_run(self.path, saved, self.first, records)
+        return checkpoint.resume_run(self.path, saved, self.first, records)
 
     def _forget(self, done: int) -> None:
         """Delete the evaluations of steps before `done`."""
@@ -213,7 +212,7 @@ class Folder:
 
     def _close(self) -> None:
         """End a run whose result is written."""
-        finish_run(self.path, _NUMBER)
+        spending.finish(self.path, _NUMBER)
         for file in self.path.glob(f"{_PATTERN}*"):
             file.unlink()
 

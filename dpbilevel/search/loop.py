@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._extras import check_installed
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
-from ..runs.progress import check_bar, step_bar
+from ..runs.progress import step_bar
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
 
@@ -94,7 +95,7 @@ def minimize(
         raise TypeError("minimize: the black box has losses=None. Use AskTell.")
 
     if progress:
-        check_bar("minimize: progress=True")
+        check_installed("minimize: progress=True", "tqdm")
     options: Any = {"key": key, "budget": budget, "precision": precision}
     search = AskTell(problem, solver, w0, folder=folder, owner="minimize", **options)
     losses: Any = problem.losses  # of copies of the points

@@ -21,8 +21,7 @@ from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
-from ..runs.checkpoint import Checkpoint
-from ..runs.resume import first_checkpoint
+from ..runs.checkpoint import Checkpoint, first_checkpoint
 from .base import AbstractAskTellSolver, BlackBox
 from .folder import fingerprint
 

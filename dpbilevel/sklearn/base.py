@@ -1,5 +1,6 @@
 """Base of the private estimators: how records, keys and budgets enter a fit."""
 
+import abc
 import dataclasses
 import math
 import warnings
@@ -30,7 +31,7 @@ from .declared import Frame, declared, frame, index_of, numbers
 from .lengths import SHORT, Lengths
 from .public_size import PublicSize
 
-_run = jax.jit(lambda *run, key: solved(*run, key=key))
+compiled_run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
     "transformations before the estimator, such as earlier steps of a pipeline, are "
     "public: fit cannot see them, and those fitted to the records are releases",
@@ -117,43 +118,18 @@ class PrivateEstimator(_Fitted):
         refuse(f"{self._owner}.fit", refused)
         budget = PrivacyBudget(self.epsilon, self.delta)
         key = root_key() if key is None else check_key(key)
-        table = self._table(X)
-        units = frame(
-            self._owner,
-            self.n_features_in_,
-            self.bounds,
-            self.data_norm,
-            centered=self._constant,
-        )
-        return budget, key, table, units
-
-    def _table(self, X: Any) -> Float[np.ndarray, "n d"]:
-        """Return the features as numbers, NaN if one is missing; set `n_features_in_`.
-
-        Raises:
-            TypeError: They are sparse.
-            ValueError: They are no table, have no features, or have no rows although
-                the number of rows is public.
-        """
-        relation = getattr(self, "neighbours", Neighbours.REPLACE_ONE.value)
-        return self._read(X, int(relation == Neighbours.REPLACE_ONE.value))
-
-    def _more_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
-        """Return features of further protected records with the same columns.
-
-        Raises:
-            TypeError: They are sparse.
-            ValueError: They are no table with these columns.
-        """
-        try:
-            return self._read(X, 1, reset=False)
-        except ValueError as error:
-            raise ValueError(
-                f"{self._owner}.fit: the clean records have other columns than the "
-                f"training records ({error}). Transform clean= in the same way as X."
-            ) from None
+        public = Neighbours.REPLACE_ONE.value  # so is then the number of rows
+        table = self._read(X, int(getattr(self, "neighbours", public) == public))
+        declared = self.n_features_in_, self.bounds, self.data_norm
+        return budget, key, table, frame(self._owner, *declared, self._constant)
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
+        """Return a table of numbers, NaN if one is missing.
+
+        Raises:
+            TypeError: It is sparse.
+            ValueError: It is no table, or has fewer rows than `least`.
+        """
         array = check_array(
             numbers(X),
             dtype="float64",
@@ -172,12 +148,11 @@ class PrivateEstimator(_Fitted):
         if isinstance(y, str):
             raise ValueError(
                 f"{self._owner}.fit: {name} must have one value for each row of X, got "
-                f"the text {y!r}. Pass the column itself, such as table[{y!r}]."
+                f"{y!r}. Pass the column itself, such as table[{y!r}]."
             )
         if y is None:
-            raise ValueError(
-                f"{self._owner} requires y to be passed, but the target y is None."
-            )
+            what = "requires y to be passed, but the target y is None."
+            raise ValueError(f"{self._owner} {what}")
         column = Column.of(y)
         entries = column_or_1d(column.entries, warn=True)
         if len(entries) != len(X):
@@ -311,7 +286,7 @@ class PrivateEstimator(_Fitted):
         if prepare is not None:
             own, key = derive(key, "prepare", "run")
             run = prepare(run, own)
-        solution = _run(*run, key=key)
+        solution = compiled_run(*run, key=key)
         count()
         self._units_ = units
         if lengths is not None:  # an interrupted fit shows nothing
@@ -338,7 +313,7 @@ class PrivateEstimator(_Fitted):
         return 1.0
 
 
-class PrivateClassifier(ClassifierMixin, PrivateEstimator):
+class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
     """A private estimator of declared classes.
 
     Attributes:
@@ -372,9 +347,9 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         self.classes_ = declared(self._owner, "classes", self.classes, example)
         return index_of(self._owner, "classes", self.classes_, column)
 
+    @abc.abstractmethod
     def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
         """Return a score for each class."""
-        raise NotImplementedError
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the class with the largest score.

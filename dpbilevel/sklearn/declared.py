@@ -93,7 +93,7 @@ class Frame:
 
 
 def frame(
-    owner: str, width: int, bounds: Any, data_norm: Any, *, centered: bool = True
+    owner: str, width: int, bounds: Any, data_norm: Any, centered: bool = True
 ) -> Frame:
     """Return the units of records with declared bounds or a declared norm.
 
@@ -109,9 +109,7 @@ def frame(
     """
     if (bounds is None) == (data_norm is None):
         raise ValueError(
-            f"{owner}: declare bounds=(lower, upper), numbers or one for each feature, "
-            "or data_norm=, the largest length of a row, and not both. Take them from "
-            "public knowledge: extremes of the records would reveal these records."
+            f"{owner}: declare bounds=(lower, upper) or data_norm=, and not both."
         )
     if bounds is None:
         _checks.positive(owner, data_norm=data_norm)
@@ -134,10 +132,8 @@ def interval(
             may be pairs of the two features.
     """
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
-        raise ValueError(
-            f"{owner}: {name} must be a pair (lower, upper), got "
-            f"{_checks.shown(bounds)}."
-        )
+        got = _checks.shown(bounds)
+        raise ValueError(f"{owner}: {name} must be a pair (lower, upper), got {got}.")
     try:
         lower, upper = (np.asarray(v, float) for v in bounds)
         lower, upper = (np.broadcast_to(v, (width,)).copy() for v in (lower, upper))
@@ -151,16 +147,16 @@ def interval(
     if len(wrong):
         first = wrong[0]
         raise ValueError(
-            f"{owner}: the lower end of {name} must be below the upper one, both "
-            f"finite: number {first} has {lower[first]:g} and {upper[first]:g}."
+            f"{owner}: {name} must be finite, the lower end below the upper one; "
+            f"number {first} has {lower[first]:g} and {upper[first]:g}."
         )
     pairs = isinstance(bounds, list) or isinstance(bounds[0], tuple)
     square = all(np.shape(v) == (2,) for v in bounds)
     if pairs and square and np.all(np.diff((lower, upper)) > 0):
         (a, b), (c, d) = bounds
         raise ValueError(
-            f"{owner}: {name}={bounds} is ambiguous. Write a tuple of two lists, the "
-            f"lower ends first: pairs as ([{a}, {c}], [{b}, {d}])."
+            f"{owner}: {name}={bounds} is ambiguous. Write the lower ends first, these "
+            f"pairs as ([{a}, {c}], [{b}, {d}])."
         )
     return lower, upper
 
@@ -179,9 +175,7 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
     """
     if values is None or isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(
-            f"{owner}: declare {name}=, every value that a record may have, such as "
-            f"{example}. Take them from public knowledge: the values in the records "
-            "would reveal a person with a value of their own."
+            f"{owner}: declare {name}= from public knowledge, such as {example}."
         )
     listed = [v.item() if isinstance(v, np.generic) else v for v in values]
     texts = [isinstance(v, str) for v in listed]
@@ -189,10 +183,9 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
         raise ValueError(f"{owner}: {name} must be all texts or all numbers.")
     array = np.asarray(listed)
     if array.ndim != 1 or len(set(listed)) != len(listed) or len(listed) < 2:
-        why = ": with one class there is nothing to learn" if name == "classes" else ""
+        got = _checks.shown(values)
         raise ValueError(
-            f"{owner}: {name} must be distinct values, at least two{why}; got "
-            f"{_checks.shown(values)}."
+            f"{owner}: {name} must be at least two distinct values, got {got}."
         )
     return np.sort(array)
 
@@ -209,7 +202,7 @@ def index_of(
     if column.kind not in (own, "objects"):
         raise ValueError(
             f"{owner}: {name} was declared with {own}, but the records have "
-            f"{column.kind}. Declare values of the type of the records."
+            f"{column.kind}."
         )
     places = {value: place for place, value in enumerate(declared.tolist())}
 
@@ -235,45 +228,37 @@ def numbers(table: Any) -> Any:
     """
     if hasattr(table, "tocsr"):
         return table
-    if not _has_rows(table):
-        raise ValueError(
-            f"Expected 2D array, got {type(table).__name__} instead. Give a table."
-        )
+    if not (hasattr(table, "__len__") or hasattr(table, "__array__")):
+        kind = type(table).__name__
+        raise ValueError(f"Expected 2D array, got {kind} instead. Give a table.")
     _refuse_types(table)
     rows = elements(table)
     if rows is not None:
         found = table_of(rows)
-        column = Column(
-            np.empty(len(rows), object) if found is None else found, "objects"
-        )
+        found = np.empty(len(rows), object) if found is None else found
+        column = Column(found, "objects")
     elif isinstance(table, np.ma.MaskedArray):
         column = Column.of(table)
     else:
         array = np.asarray(table)
         column = Column(array, kind_of(array.dtype))
-    array = column.entries
-    if array.ndim != 2:
+    count = column.entries.ndim
+    if count != 2:
         raise ValueError(
-            f"Expected 2D array, got {array.ndim}D array instead. Reshape your data by "
-            "array.reshape(-1, 1) for one feature, array.reshape(1, -1) for one record."
+            f"Expected 2D array, got {count}D array instead. Reshape your data."
         )
-    return _as_numbers("X", column)
+    return as_numbers("X", column)
 
 
-def targets(column: Column) -> Float[np.ndarray, " n"]:
-    """Return a column as numbers; NaN for objects that are none.
+def as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
+    """Return a column, or several, as numbers; NaN for objects that are none.
 
     Raises:
         ValueError: The entries are texts, by their type.
     """
-    return _as_numbers("y", column)
-
-
-def _as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
     if column.kind == "texts":
         raise ValueError(
-            f"{name} is an array of texts, by its type. Encode texts with declared "
-            "categories, or read numbers by pandas.to_numeric(column, errors='coerce')."
+            f"{name} is an array of texts, by its type. Encode declared categories."
         )
     return column.numbers()
 
@@ -297,10 +282,5 @@ def _refuse_types(table: Any) -> None:
     if texts:
         raise ValueError(
             f"the columns {texts} of X hold texts, by their types. Encode them by "
-            "OneHotEncoder(categories=[[...]], handle_unknown='ignore'), or read "
-            "numbers by pandas.to_numeric(column, errors='coerce')."
+            "OneHotEncoder(categories=[[...]], handle_unknown='ignore')."
         )
-
-
-def _has_rows(table: Any) -> bool:
-    return hasattr(table, "__len__") or hasattr(table, "__array__")

@@ -120,13 +120,13 @@ class FairClassifier(LinearClassifier):
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         usable = with_nan(rows, (labels >= 0) & (group >= 0))
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
         place = "groups", self.groups_, group
         cells = self._describe(table, units, beside, labels, place)
         check = self._check(budget, public, records=cells)
-        game = self._game(shares)
+        game = _game_of(self._loss, shares, float(self.radius), len(self.classes_))
         w0 = group_start(game, self._start(), shares)
         solver = GroupDescent(num_steps=int(self.max_iter))
         solver = solver.with_neighbours(public.relation)
@@ -142,33 +142,26 @@ class FairClassifier(LinearClassifier):
         self._keep(model, lengths.frame(units, self._unit))
         return self
 
-    def _game(self, shares: tuple[float, ...]) -> GroupGame:
-        """Return the game, with steps for the curvature of rows at the unit.
-
-        The second derivative of a logistic loss is at most 1/4 of the squared length of
-        a row, that of a softmax at most 1/2.
-        """
-        count = len(self.classes_)
-        smoothness = 0.25 if count == 2 else 0.5
-        bound = 2 * math.log(count)  # twice the loss of no model
-        return _game_of(self._loss, shares, float(self.radius), smoothness, bound)
-
     def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
         """Return the declared groups, sorted, and their fractions of the records."""
         if not isinstance(self.shares, Mapping):
-            raise ValueError(
-                f"{self._owner}: declare shares=, the fraction of each group, such as "
-                f"{EXAMPLE}, from public knowledge. Counts in the records would be a "
-                "release that is not in the ledger."
-            )
+            what = f"declare shares= from public knowledge, such as {EXAMPLE}."
+            raise ValueError(f"{self._owner}: {what}")
         names = declared(self._owner, "the groups of shares", [*self.shares], EXAMPLE)
         return names, tuple(float(self.shares[name]) for name in names.tolist())
 
 
 @functools.lru_cache(maxsize=64)
 def _game_of(
-    loss: Any, shares: tuple[float, ...], radius: float, smoothness: float, most: float
+    loss: Any, shares: tuple[float, ...], radius: float, classes: int
 ) -> GroupGame:
-    """Return the game of a loss, cached so that it is compiled once."""
+    """Return the game of a loss, cached so that it is compiled once.
+
+    Its steps are for the curvature of rows at the unit. The second derivative of a
+    logistic loss is at most 1/4 of the squared length of a row, that of a softmax at
+    most 1/2.
+    """
     game = group_fair(loss, shares, radius=radius)
+    smoothness = 0.25 if classes == 2 else 0.5
+    most = 2 * math.log(classes)  # twice the loss of no model
     return dataclasses.replace(game, smoothness=smoothness, loss_bound=most)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from typing_extensions import override
 
 from ..core.usability import released_mean
-from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from .declared import Frame
-from .public_size import Beforehand, PublicSize, release_within
+from .public_size import AbstractBeforehand, Terms
 
 PART = 0.02  # of the squared budget
 SHORT = 1 / 8  # of the longest row; shorter rows are warned of
@@ -29,12 +29,10 @@ _MOST_NOISE = 0.1  # noise of a fraction; with more of it the declared unit is k
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths(Beforehand):
+class Lengths(AbstractBeforehand):
     """A planned release of the fraction of rows in each bin of lengths.
 
     Attributes:
-        release: Release; None if there are too few records for fractions with little
-            noise, or delta is 0.
         rows: Features in units of a `Frame`, in the planned number; NaN for records
             that do not count. NON-PRIVATE.
         longest: Length of the longest declared row.
@@ -43,34 +41,10 @@ class Lengths(Beforehand):
     rows: Float[np.ndarray, "n d"]
     longest: float
 
-    @classmethod
-    def plan(
-        cls,
-        budget: PrivacyBudget,
-        public: PublicSize,
-        rows: Float[np.ndarray, "n d"],
-        longest: float,
-    ) -> "Lengths":
-        """Return the release at a fiftieth of the squared budget.
-
-        Args:
-            budget: The budget of the whole fit.
-            public: The public number of records, `size`, and the `relation`.
-            rows: As the attribute.
-            longest: As the attribute.
-
-        Privacy:
-            Touches no data.
-        """
-        release = release_within(
-            budget,
-            public,
-            "lengths of rows",
-            parts=(PART, PART),
-            wanted=_MOST_NOISE,
-            most_noise=_MOST_NOISE,
-        )
-        return cls(release, public.rows(rows), longest)
+    @property
+    @override
+    def terms(self) -> Terms:
+        return Terms("lengths of rows", (PART, PART), _MOST_NOISE, _MOST_NOISE)
 
     def typical_length(self, *, key: PRNGKey, owner: str) -> float:
         """Release the length that a quarter of the rows that count exceed.

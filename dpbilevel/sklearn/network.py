@@ -16,17 +16,21 @@ from typing_extensions import override
 
 from .. import _checks
 from ..core.outputs import TailMean
+from ..core.plan import least_multiplier
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
+from ..privacy.budget import PrivacyBudget
+from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
-from ..privacy.sampling.base import AbstractSampling, FullBatch, Poisson
-from .base import PrivateClassifier, with_nan
+from ..privacy.sampling.base import FullBatch, Poisson
+from .base import PrivateClassifier, compiled_run, with_nan
 from .descent import plan_of
 from .lengths import Lengths
 from .public_size import PublicSize
-from .recalibration import Recalibration
 
+_cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
+_adam = functools.lru_cache(maxsize=64)(optax.adam)  # one program for each step size
 Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]
 # Functions of the module of arrays: NumPy predicts without a program for each shape.
 _ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -38,6 +42,13 @@ _ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
 _BATCH = 2048
 # Length of a typical row. Longer rows learn faster, from noise too.
 _INPUT = 3.0
+PART = 0.2  # of the squared budget, for the recalibration
+_STEPS, _CLIP_NORM, _LONGEST_STEP = 50, 1.8, 4.0
+_RIDGE = 4.0  # times the squared noise of one release and the number of classes
+_WALK = 1.0  # about the largest distance that noise moves a coordinate
+# Largest length of the scores of a record, and the unit of the slope.
+_LENGTH = 4.0
+_SLOPES = 0.0, 1.0  # a slope above 1 would follow what the training has overfitted
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -124,7 +135,7 @@ class DPMLPClassifier(PrivateClassifier):
         widths = self._widths()
         public = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
         usable = with_nan(units.rows(table), labels >= 0)
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
         cells = self._describe(table, units, {"y": labels < 0}, labels)
@@ -169,9 +180,7 @@ class DPMLPClassifier(PrivateClassifier):
         )
         batch: Any = _BATCH if self.batch_size == "auto" else self.batch_size
         _checks.count(owner, batch_size=batch)
-        sampling: AbstractSampling = FullBatch()
-        if batch < size:
-            sampling = Poisson(batch / size)
+        sampling = Poisson(batch / size) if batch < size else FullBatch()
         return NoisyGD(
             int(self.max_iter),
             float(self.clip_norm),
@@ -224,14 +233,101 @@ def _loss_of(activation: str) -> Any:
 
     def loss(layers: Layers, record: Any) -> Float[Array, ""]:
         found = scores(activation, layers, record["features"])
-        return optax.losses.softmax_cross_entropy_with_integer_labels(
-            found, record["label"]
-        )
+        return _cross_entropy(found, record["label"])
 
     return loss
 
 
+def _loss(model: Any, record: Any) -> Float[Array, ""]:
+    slope, constants = model
+    return _cross_entropy(slope * record["scores"] + constants, record["label"])
+
+
 @functools.lru_cache(maxsize=64)
-def _adam(step_size: float) -> optax.GradientTransformation:
-    """Return Adam, cached so that it is compiled once."""
-    return optax.adam(step_size)
+def _problem(ridge: float) -> FiniteSum:
+    """Return the problem of a ridge, cached so that it is compiled once."""
+
+    def penalty(model):
+        return ridge * optax.tree.norm(model, squared=True)
+
+    return FiniteSum(_loss, public=penalty)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recalibration:
+    """Private correction of probabilities: a planned slope and constants of the scores.
+
+    A network that is trained with noisy gradients takes noise for signal, and its
+    probabilities are too close to 0 and 1. After the training, one slope for all scores
+    and a constant for each class are fitted by noisy descent, for a fifth of the
+    squared budget. The descent starts at a slope of 0 and has a ridge that grows with
+    its noise: if there are too few records, the answer is nearly constant.
+
+    Attributes:
+        problem: Problem with its ridge.
+        solver: Solver with its noise and sizes.
+        releases: Releases of the fit, for `calibrate(before=)`.
+    """
+
+    problem: FiniteSum
+    solver: NoisyGD
+    releases: tuple[AbstractRelease, ...]
+
+    @classmethod
+    def plan(cls, budget: PrivacyBudget, public: Any, classes: int) -> "Recalibration":
+        """Return the fit for a fifth of the squared budget.
+
+        Args:
+            budget: The budget of the whole fit; delta is not 0.
+            public: The public number of records, `size`, and the `relation`.
+            classes: The number of classes.
+
+        Privacy:
+            Touches no data.
+        """
+        multiplier = least_multiplier(FullBatch(), 1, 1, budget)
+        multiplier *= math.sqrt(_STEPS / PART)
+        solver = NoisyGD(
+            _STEPS,
+            _CLIP_NORM,
+            _LONGEST_STEP,
+            output=TailMean(),
+            noise_multiplier=multiplier,
+            neighbours=public.relation,
+        ).with_sizes(public.size)
+        release = solver.release(FiniteSum(_loss), public.size)
+        noise: Any = release.noise_std / math.sqrt(_STEPS)  # of one release alone
+        ridge = _RIDGE * noise**2 * classes
+        longest = 1 / (1 / _LONGEST_STEP + 2 * ridge)
+        step = min(longest, _WALK / (_STEPS * noise))
+        solver = dataclasses.replace(solver, step_size=step)
+        charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
+        return cls(_problem(ridge), solver, (charged,))
+
+    def fit(
+        self, scores: Float[np.ndarray, "n k"], labels: np.ndarray, *, key: PRNGKey
+    ) -> tuple[float, Float[np.ndarray, " k"]]:
+        """Release the slope and the constants.
+
+        Args:
+            scores: The scores of a released model, in the planned number of rows; NaN
+                for records that do not count.
+            labels: The numbers of the classes.
+            key: A typed key for this run alone.
+
+        Returns:
+            A slope from 0 to 1, and a constant for each class.
+
+        Privacy:
+            One run of `solver`.
+        """
+        with np.errstate(all="ignore"):  # a warning would reveal a record
+            centred = scores - scores.mean(axis=1, keepdims=True)
+            length = np.linalg.norm(centred, axis=1, keepdims=True)
+            shortened = centred / np.maximum(length, _LENGTH)
+        records = {"scores": shortened, "label": labels}
+        w0 = jnp.zeros(()), jnp.zeros(scores.shape[1])
+        run = compiled_run(self.problem, self.solver, records, w0, key=key)
+        slope, constants = run.value
+        least, most = _SLOPES
+        return min(max(float(slope) / _LENGTH, least), most), np.asarray(constants)

@@ -1,5 +1,6 @@
-"""Public number of records of a fit, and records in as many rows."""
+"""Public number of records of a fit, and releases that are planned before it."""
 
+import abc
 import dataclasses
 import functools
 from typing import Any
@@ -44,15 +45,12 @@ class PublicSize:
         relation = Neighbours(neighbours)
         if relation is Neighbours.REPLACE_ONE:
             if size is not None:
-                raise ValueError(
-                    f"{owner}: size= is for neighbours='add_or_remove_one'. Under "
-                    "replace_one the number of records is public and taken from X."
-                )
+                what = "size= is for neighbours='add_or_remove_one'; leave it out."
+                raise ValueError(f"{owner}: {what}")
             return cls(relation, rows)
         if size is None:
             raise ValueError(
-                f"{owner}: under neighbours='add_or_remove_one' the number of records "
-                "is private: give size=, a public number not far from it."
+                f"{owner}: give size=, a public number of records, to plan for."
             )
         _checks.count(owner, size=size)
         return cls(relation, int(size))
@@ -75,14 +73,47 @@ class PublicSize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beforehand:
+class Terms:
+    """Name, size and price of a planned release of means of all records.
+
+    Attributes:
+        name: Name of the release.
+        parts: Least and largest part of the squared budget of the fit.
+        wanted: Noise of a mean that is worth a larger part.
+        most_noise: Largest useful noise; with more of it nothing is released.
+        count: Number of releases.
+        clip_norm: Largest norm of a record.
+    """
+
+    name: str
+    parts: tuple[float, float]
+    wanted: float
+    most_noise: float
+    count: int = 1
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractBeforehand(abc.ABC):
     """A planned release before a fit, or none.
 
     Attributes:
-        release: Release, or None.
+        budget: Budget of the whole fit.
+        public: Public number of records, and the relation.
     """
 
-    release: Release | None
+    budget: PrivacyBudget
+    public: PublicSize
+
+    @property
+    @abc.abstractmethod
+    def terms(self) -> Terms:
+        """Terms of the release, from public numbers."""
+
+    @property
+    def release(self) -> Release | None:
+        """The release; `None` with too much noise, or if delta is 0."""
+        return _release_within(self.budget, self.public, self.terms)
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -91,39 +122,16 @@ class Beforehand:
 
 
 @functools.lru_cache(maxsize=128)
-def release_within(
-    budget: PrivacyBudget,
-    public: PublicSize,
-    name: str,
-    *,
-    count: int = 1,
-    clip_norm: float = 1.0,
-    parts: tuple[float, float],
-    wanted: float,
-    most_noise: float,
+def _release_within(
+    budget: PrivacyBudget, public: PublicSize, terms: Terms
 ) -> Release | None:
-    """Return a release of means of all records, for a part of the squared budget.
-
-    Args:
-        budget: The budget of the whole fit.
-        public: The public number of records, and the relation.
-        name: The name of the release.
-        count: The number of releases.
-        clip_norm: The largest norm of a record.
-        parts: The least and the largest part of the squared budget.
-        wanted: The noise of a mean that is worth a larger part.
-        most_noise: The largest useful noise; with more, or if delta is 0, `None` is
-            returned.
-
-    Privacy:
-        Touches no data.
-    """
     if budget.delta == 0:
         return None
-    multiplier = least_multiplier(FullBatch(), count, 1, budget)
+    multiplier = least_multiplier(FullBatch(), terms.count, 1, budget)
     noise = Gaussian(multiplier, public.relation, "grid")
-    whole = Release(name, count, (Query(RECORDS, public.size, clip_norm),), noise)
-    least, most = parts
-    part = min(max((whole.noise_std / wanted) ** 2, least), most)
+    queries = (Query(RECORDS, public.size, terms.clip_norm),)
+    whole = Release(terms.name, terms.count, queries, noise)
+    least, most = terms.parts
+    part = min(max((whole.noise_std / terms.wanted) ** 2, least), most)
     release = dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))
-    return release if release.noise_std <= most_noise else None
+    return release if release.noise_std <= terms.most_noise else None

@@ -1,25 +1,28 @@
 """Ridge regression by noisy descent."""
 
 import dataclasses
+import statistics
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
+from typing_extensions import override
 
 from .. import _checks
+from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
 from .base import PrivateEstimator, Run, with_nan
-from .declared import interval, targets
+from .declared import as_numbers, interval
 from .descent import Settings, plan_descent
 from .lengths import Lengths
 from .linear import split, with_constant
-from .public_size import PublicSize
-from .spread import Spread
+from .public_size import AbstractBeforehand, PublicSize, Terms
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
@@ -28,6 +31,19 @@ _WIDE = (
     "most targets lie between {:.3g} and {:.3g}, by the released `target_range_`, and "
     "target_bounds is far wider. Declare about this range from public knowledge."
 )
+# Numbers of comparisons with centers and distances, and the values that are tested.
+_COMPARED = 12, 6
+_CENTERS = np.linspace(-1, 1, 1025)
+_DISTANCES = 2.0 ** np.arange(-13, 0.1, 0.25)
+_SAME = 2.0**-12  # a smaller distance means that most targets are equal
+# Fraction of targets that are farther from the center than the distance: the smaller
+# one shows long tails, and the larger one stands out of more noise.
+_FARTHER = 0.1, 1 / 3
+_DEVIATIONS = 4.0  # the unit, if targets were normal
+# Least and largest part of the squared budget.
+_PART = 0.01, 0.15
+# Noise of a fraction that is worth more budget; and the largest useful noise.
+_WANTED, _MOST_NOISE = 0.1, 0.25
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -109,7 +125,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         """
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         ends, center, half = self._target_units()
-        column = targets(self._column(y, table))
+        column = as_numbers("y", self._column(y, table))
         public = PublicSize.of(owner, self.neighbours, self.size, len(table))
         settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
@@ -118,10 +134,10 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         rows = units.rows(table)
         features = with_constant(rows, counts, self._constant)
         usable = with_nan(rows, counts)
-        lengths = Lengths.plan(budget, public, usable, units.longest)
+        lengths = Lengths(budget, public, public.rows(usable), units.longest)
         label = ((inside - center) / half).astype(features.dtype)
         known = np.where(np.isfinite(usable).all(axis=1), label, np.nan)
-        spread = Spread.plan(budget, public, known, self._constant)
+        spread = Spread(budget, public, known, self._constant)
         wrong = ~((column >= ends[0]) & (column <= ends[1]))
         cells = self._describe(table, units, {"y": wrong})
         check = self._check(budget, public, records=cells)
@@ -157,11 +173,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
     def _target_units(self) -> tuple[tuple[float, float], float, float]:
         """Return the bounds of targets, their center and half their width."""
         if self.target_bounds is None:
-            raise ValueError(
-                f"{self._owner}: declare target_bounds=(lower, upper) from public "
-                "knowledge. The extremes of the records would be a release that is not "
-                "in the ledger."
-            )
+            what = "declare target_bounds=(lower, upper) from public knowledge."
+            raise ValueError(f"{self._owner}: {what}")
         pair = interval(self._owner, "target_bounds", self.target_bounds, 1)
         lower, upper = (float(v[0]) for v in pair)
         if not self._constant:
@@ -177,3 +190,102 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         """
         check_is_fitted(self)
         return self._test_rows(X) @ self.coef_ + self.intercept_
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread(AbstractBeforehand):
+    """Center and unit of the target, from planned comparisons before the fit.
+
+    Noise and clip norm are in proportion to the unit of the target. A declared range
+    that is far too wide would leave nothing but noise, so the unit follows from the
+    records. One search finds the median, and another one a quantile of the distances
+    from it. Each step releases the excess of targets above the tested value, with
+    noise.
+
+    Attributes:
+        targets: Targets in [-1, 1]; NaN for records that do not count. NON-PRIVATE.
+        centered: Whether to search for the center, which is 0 otherwise.
+    """
+
+    targets: Float[np.ndarray, " n"]
+    centered: bool
+
+    @property
+    @override
+    def terms(self) -> Terms:
+        count = sum(_COMPARED if self.centered else _COMPARED[1:])
+        of_noise = _PART, _WANTED, _MOST_NOISE
+        return Terms("sides of targets", *of_noise, count, clip_norm=0.5)
+
+    def center_and_unit(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
+        """Release the center and the unit, in units of the targets.
+
+        Args:
+            key: A typed key for these comparisons alone.
+            owner: Name for error messages.
+
+        Returns:
+            About the median, and about four standard deviations. They are 0 and 1, as
+            declared, if that is less, if most targets are equal, or without a release.
+
+        Privacy:
+            As many releases as `release` counts, each the mean of one number a record.
+        """
+        release = self.release
+        if release is None:
+            return 0.0, 1.0
+        keys, noise = jax.random.split(key, release.count), release.noise_std
+
+        def quantile(
+            values: Float[np.ndarray, " n"],
+            fraction: float,
+            grid: Float[np.ndarray, " k"],
+            keys: PRNGKey,
+        ) -> float:
+            """Return about the value of a sorted grid that a fraction of values exceed.
+
+            Every answer has a weight by its noise, so later ones correct a wrong one.
+            """
+            belief = np.zeros(len(grid))  # log probabilities
+            for own in keys:
+                value = middle(grid, belief)
+                # Rows are added afterwards: they must contribute 0.
+                rows = self.public.rows(comparisons(values, value, fraction))
+                mean = released_mean(release, rows, key=own, owner=owner)
+                more = float(mean[0]) - (fraction - 0.5)
+                belief += np.where(grid > value, 0.5, -0.5) * more / noise**2
+            return middle(grid, belief)
+
+        center = 0.0
+        if self.centered:
+            center = quantile(self.targets, 0.5, _CENTERS, keys[: -_COMPARED[1]])
+        longest = 1 + abs(center)
+        distance = np.abs(self.targets - center) / longest
+        least, most = _FARTHER
+        farther = min(max(least, 2 * noise), most)
+        found = quantile(distance, farther, _DISTANCES, keys[-_COMPARED[1] :])
+        if found < _SAME:  # if most targets are zero, the few others matter
+            return 0.0, 1.0
+        normal = statistics.NormalDist().inv_cdf(1 - farther / 2)
+        unit = _DEVIATIONS * longest * found / normal
+        return (center, unit) if unit < 1 else (0.0, 1.0)
+
+
+def middle(grid: Float[np.ndarray, " k"], belief: Float[np.ndarray, " k"]) -> float:
+    """Return the median of a grid by log probabilities."""
+    chances = np.cumsum(np.exp(belief - belief.max()))
+    return float(grid[np.searchsorted(chances, chances[-1] / 2)])
+
+
+def comparisons(
+    values: Float[np.ndarray, " n"], value: float, fraction: float
+) -> Float[np.ndarray, "n 1"]:
+    """Return 1/2 for each value that is larger, and -1/2 for each that is not.
+
+    NaN becomes the expected mean, so that it moves no comparison.
+
+    Privacy:
+        Row by row. NON-PRIVATE until `Spread.center_and_unit` releases the mean.
+    """
+    sides = np.where(values > value, 0.5, -0.5)
+    return np.where(np.isnan(values), fraction - 0.5, sides)[:, None].astype(np.float32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
+from .._extras import check_installed
 from ..applications.sources import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
 from ..core.levels import check_disjoint
@@ -18,13 +19,14 @@ from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
-from ..runs.progress import check_bar, step_bar
+from ..runs.progress import step_bar
 from .base import Description
 from .declared import declared, index_of
 from .descent import plan_of
 from .linear import LinearClassifier
 from .public_size import PublicSize
 
+_problem = functools.lru_cache(maxsize=64)(source_weighting)  # compiled once
 EXAMPLE = 'sources=["north", "south"]'
 
 
@@ -122,10 +124,8 @@ class DPSourceReweighting(LinearClassifier):
         """
         budget, key, table, units = self._entry(X, key, refused)
         if sources is None or clean is None:
-            raise ValueError(
-                f"{self._owner}.fit: give sources=, one for each record, and "
-                "clean=(X, y), the clean records."
-            )
+            what = "give sources=, one for each record, and clean=(X, y)."
+            raise ValueError(f"{self._owner}.fit: {what}")
         labels = self._read_labels(y, table)
         self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
         _checks.non_negative(self._owner, ridge=self.ridge)
@@ -141,7 +141,7 @@ class DPSourceReweighting(LinearClassifier):
         upper, clean_cells = self._clean(clean, units)
         if people == "disjoint":
             self._check_disjoint(X, clean[0])
-        problem = _problem(self._loss, len(self.sources_), float(self.ridge))
+        problem = _problem(self._loss, len(self.sources_), ridge=float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
         public = PublicSize(Neighbours.REPLACE_ONE, sizes)
@@ -157,12 +157,18 @@ class DPSourceReweighting(LinearClassifier):
     def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Description]:
         """Return the clean records, and which of their cells are wrong."""
         if not isinstance(clean, tuple | list) or len(clean) != 2:
+            got = _checks.shown(clean)
             raise ValueError(
-                f"{self._owner}.fit: clean must be a pair (X, y), got "
-                f"{_checks.shown(clean)}."
+                f"{self._owner}.fit: clean must be a pair (X, y), got {got}."
             )
         X, y = clean
-        table = self._more_rows(X)
+        try:
+            table = self._read(X, 1, reset=False)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._owner}.fit: the clean records have other columns than the "
+                f"training records ({error}). Transform clean= as X."
+            ) from None
         labels = self._read_labels(y, table, "clean[1]")
         cells = self._describe(table, units, {"clean[1]": labels < 0}, labels)
         return self._records(units.rows(table), labels), cells
@@ -176,8 +182,7 @@ class DPSourceReweighting(LinearClassifier):
         except ValueError:
             raise ValueError(
                 f'{self._owner}.fit: people="disjoint", but clean and X are the same '
-                "array or parts of it. Copy X without the clean rows, or pass "
-                'people="overlapping".'
+                'array or parts of it. Copy the rows of X, or pass "overlapping".'
             ) from None
 
     def _plan(
@@ -196,7 +201,7 @@ class DPSourceReweighting(LinearClassifier):
         of = problem, budget, sizes, shapes, self.effort, before
         if of not in _PLANS:
             if self.verbose:
-                check_bar(f"{self._owner}.fit: verbose=True")
+                check_installed(f"{self._owner}.fit: verbose=True", "tqdm")
             options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
             options["before"] = before
             with step_bar(0, "dry runs", shown=self.verbose) as bar:
@@ -206,9 +211,3 @@ class DPSourceReweighting(LinearClassifier):
 
 # Plans for later fits, by problem, budget, sizes, shapes, effort and check.
 _PLANS: dict[tuple[Any, ...], AutoPlan] = {}
-
-
-@functools.lru_cache(maxsize=64)
-def _problem(loss: Any, count: int, ridge: float) -> SourceWeighting:
-    """Return the problem, cached so that it is compiled once."""
-    return source_weighting(loss, count, ridge=ridge)

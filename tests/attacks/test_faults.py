@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import (
@@ -214,7 +215,7 @@ def test_lost_file_of_records_stops_a_resume_and_can_come_back(on_file):
 
 def test_restart_is_the_way_out_of_a_damaged_checkpoint(prepared, interrupted):
     (interrupted / checkpoint.NAME).write_bytes(b"\x00" * 100)
-    refused(r"start a new run: another release", prepared, interrupted)
+    refused(r"start a new run, which is another release", prepared, interrupted)
     run(prepared, interrupted, restart=True)
     assert len(spending.read(interrupted).runs) == 2
 
@@ -230,4 +231,4 @@ def test_damaged_result_is_named_by_report(prepared, tmp_path, damage):
     if damage == "other":
         page.write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="not a result folder of this version"):
-        runner.results.load(tmp_path)
+        results.load(tmp_path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from tests.cli.test_runner import CSV_DATA, config_of, rows_of, write_csv
 

@@ -8,7 +8,7 @@ from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.privacy import noise
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import GENERATED

@@ -6,7 +6,7 @@ from dpbilevel.cli import audit as page
 from dpbilevel.cli import figure
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from tests.audit.runs import audited, claim_of
 from tests.cli.test_cli import config, config_of_csv, failure  # noqa: F401
 from tests.cli.test_runner import GENERATED
@@ -46,7 +46,7 @@ def test_an_earlier_audit_is_refused_and_stays_as_it_was(folder, capsys):
     out = folder / "out"
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     text = failure(capsys, "audit", str(folder / "a.toml"), "--out", str(out))
-    assert "holds an earlier audit; give a new folder, or move audit.json" in text
+    assert "is not empty (it holds 'audit.json'); give a new folder" in text
     assert before == {file.name: file.read_bytes() for file in out.iterdir()}
 
 

@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.applications import MixedSources, SelectedSources
-from dpbilevel.cli import auto, results
+from dpbilevel.cli import plans, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.planning import auto_plan
@@ -87,9 +87,9 @@ def test_a_run_without_settings_is_resumed_with_those_that_it_had(
         patch.setattr(spending, "begin", stop)  # after the first checkpoint
         assert main(["run", str(file), "--out", str(out)]) == 130
     assert "--resume" in capsys.readouterr().err
-    monkeypatch.setattr(auto, "plan", stop)  # which is not called again
+    monkeypatch.setattr(plans, "plan", stop)  # which is not called again
     assert main(["run", str(file), "--out", str(out), "--resume"]) == 0
-    assert results.load(out).config["solver"]["type"] == "SelectedSources"
+    assert results.load(out).config.tables["solver"]["type"] == "SelectedSources"
 
 
 def test_the_config_of_the_first_page_runs_on_two_files(few, tmp_path):
@@ -236,7 +236,7 @@ def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
     assert isinstance(config.solver, dpb.applications.ScaledGroups)
     middle = path.read_text().replace("[model]", '[model]\nstart_at = "middle"')
     path.write_text(middle)
-    assert auto.read_unplanned(str(path))[0].model.start_at == "middle"
+    assert plans.read_unplanned(str(path))[0].model.start_at == "middle"
 
 
 def test_a_file_that_is_missing_is_one_line(tmp_path, capsys):

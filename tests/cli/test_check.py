@@ -13,9 +13,9 @@ from dpbilevel import search
 from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import parse_config, read_config
-from dpbilevel.cli.data import as_levels, indicators
+from dpbilevel.cli.loading import as_levels, indicators
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Location
 from dpbilevel.core.usability import RecordsCheck
@@ -285,7 +285,7 @@ def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
     tables = many("disjoint", "replace_one", 600)
     tables["data"]["sources"]["values"] = ["A", listed]
     config = parse_config(tables, Location(str(tmp_path / "a.toml")))
-    records = loaded(config, tmp_path)
+    records = loaded(config)
     columns = dict(config.check.columns)
     described = {role: indicators(columns[role], records[role]) for role in records}
     found = config.check.release(described, key=jax.random.key(0))
@@ -317,7 +317,7 @@ def test_both_levels_are_checked_and_the_one_with_the_sources_for_them(
     assert list(columns) == roles
     assert "clinic" in columns[roles[-1]].names
     assert ("clinic" in columns["upper"].names) == (people == "shared")
-    records = loaded(config, tmp_path)
+    records = loaded(config)
     described = {role: indicators(columns[role], records[role]) for role in roles}
     found = config.check.release(described, key=jax.random.key(0))
     assert found.stops
@@ -340,7 +340,7 @@ def test_matrices_are_checked_entry_by_entry(tmp_path):
                    "clip_norm": 1.0},
     }  # fmt: skip
     config = parse_config(tables, Location(str(tmp_path / "a.toml")))
-    records = loaded(config, tmp_path)
+    records = loaded(config)
     rows = {"records": indicators(config.check.columns[0][1], records["records"])}
     level = config.check.release(rows, key=jax.random.key(0)).levels["records"]
     assert level.usable == pytest.approx(0.5, abs=5 * level.noise_std)

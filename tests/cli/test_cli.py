@@ -110,7 +110,7 @@ def test_data_flag_replaces_the_file_of_the_config(config_of_csv, tmp_path):
 
 def test_second_run_into_a_folder_is_refused(finished, capsys):
     text = failure(capsys, "run", finished.config, "--out", finished.out)
-    assert "second release, which spends the privacy budget a second time" in text
+    assert "For a second release, give a new folder, or --restart" in text
 
 
 def test_resume_of_nothing_is_refused(config, tmp_path, capsys):

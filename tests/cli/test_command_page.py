@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpbilevel.cli.auto import read_for_run
 from dpbilevel.cli.main import _parser, main
+from dpbilevel.cli.plans import read_for_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "command_line.md").read_text()

@@ -280,7 +280,7 @@ def test_texts_of_a_config_are_the_cells_of_the_same_text():
         ("data.label.positive", [True], "must be a string or a number, got true"),
         ("data.label.positive", [0], "positive and negative must be lists of values"),
         ("data.label.positive", ["0"], "must be lists of values that differ"),
-        ("data.label.positive", [float("nan")], "finite if they are numbers"),
+        ("data.label.positive", [float("nan")], "that differ, finite ones"),
         ("data.label.positive", ["no"], "must be lists of values that differ"),
         ("data.sources.values", [1, 1.0], "values must be lists of values that differ"),
         ("data.sources.values", ["a", "a"], "must be lists of values that differ"),
@@ -306,7 +306,7 @@ def test_private_counts_refuse_corruption_by_row_number():
         "categorical": [{"column": "target", "values": ["0"]}],
         "sources": {"flip": [0.0, 0.9]},
     }
-    assert "moves when a record is added" in refusal(relation, ("data", data))
+    assert "flip corrupts labels by row number" in refusal(relation, ("data", data))
 
 
 def test_entry_of_a_list_of_tables_is_named():

@@ -11,6 +11,7 @@ import dpbilevel as dpb
 from dpbilevel.cli import columns, data, sources, tasks
 from dpbilevel.cli.config import Privacy, parse_config
 from dpbilevel.cli.tables import Location
+from dpbilevel.cli.tasks import matrix_game
 from tests.cli.test_runner import GENERATED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
@@ -22,10 +23,10 @@ WHERE = {
     data.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
     data.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
     data.GeneratedData: ["`data`", "`data` (generated)"],
-    data.CsvMatrices: ["`data` (csv_matrices)"],
-    data.GeneratedMatrices: ["`data` (generated_matrices)"],
+    matrix_game.CsvMatrices: ["`data` (csv_matrices)"],
+    matrix_game.GeneratedMatrices: ["`data` (generated_matrices)"],
     data.Block: ["`data.block`"],
-    data.HeldOut: ["`data.test`"],
+    sources.HeldOut: ["`data.test`"],
     sources.Groups: ["`data.groups`"],
     sources.Sources: ["`data.sources`"],
     columns.Numeric: ["`data.numeric`"],

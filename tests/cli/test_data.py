@@ -11,8 +11,8 @@ import pytest
 import sklearn.datasets
 
 import dpbilevel as dpb
-from dpbilevel.cli.data import as_levels
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.loading import as_levels
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from tests.cli.test_runner import (
     CSV_DATA,
@@ -136,7 +136,7 @@ def test_shared_people_have_the_same_records_in_both_levels(tmp_path):
     write_csv(tmp_path, rows_of(40))
     data = CSV_DATA.replace("validation = 20", "validation = 40")
     config = config_of(tmp_path, data=data, people="shared")
-    levels = as_levels(loaded(config, tmp_path))
+    levels = as_levels(loaded(config))
     assert levels.is_shared
     assert len(levels.upper["label"]) == 40
 
@@ -185,7 +185,7 @@ def test_records_of_each_level_are_those_of_its_file(tmp_path, neighbours):
     write_csv(tmp_path, [[*row[:3], "yes"] for row in rows[:40]])
     write_clean(tmp_path, [[*row[:3], "no"] for row in rows[40:]])
     config = config_of(tmp_path, data=TWO_FILES, neighbours=neighbours)
-    levels = as_levels(loaded(config, tmp_path))
+    levels = as_levels(loaded(config))
     assert levels.lower["label"].tolist() == [1] * 40
     assert levels.upper["label"].tolist() == [-1] * 20
     assert "source" in levels.lower
@@ -242,7 +242,7 @@ OPENML = CSV_DATA.replace('"csv"', '"openml"').replace(
 def openml_levels(monkeypatch, tmp_path, fetch):
     monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
     config = config_of(tmp_path, data=OPENML)
-    return as_levels(loaded(config, tmp_path))
+    return as_levels(loaded(config))
 
 
 def test_openml_records_are_those_of_the_same_csv_file(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from dpbilevel.audit.claims import ledger_claims
 from dpbilevel.cli import evaluation, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from tests.cli.test_cli import failure
 from tests.cli.test_files import SETTINGS, TRAINING
@@ -232,7 +232,10 @@ def test_a_misspelt_class_is_found_in_public_records_before_anything_is_spent(fo
         ),
         (("test.csv", "people.csv"), "is also the file of training or"),
         (("test.csv", "no.csv"), "no file of test records at"),
-        (("replace_one", "add_or_remove_one"), "it divides by the number of records"),
+        (
+            ("replace_one", "add_or_remove_one"),
+            '"counted" needs neighbours = "replace_one"',
+        ),
         (('"counted"', '"exact"'), '"public", "counted", "non_private"'),
     ],
 )
@@ -331,7 +334,8 @@ def test_classes_that_are_numbers_are_predicted_as_they_are_written(finished, tm
 def test_predictions_of_a_numeric_label_are_in_its_unit(finished, tmp_path):
     found = results.load(finished)
     label = {"column": "rich", "mean": 2.0, "scale": 0.5, "transform": "log1p"}
-    config = {**found.config, "data": {**found.config["data"], "label": label}}
+    tables = found.config.tables
+    config = {**tables, "data": {**tables["data"], "label": label}}
     config["model"] = {"loss": "squared"}
     page = json.loads((finished / "result.json").read_text()) | {"config": config}
     other = tmp_path / "out"

@@ -14,7 +14,7 @@ from matplotlib.text import Text
 
 from dpbilevel.cli import audit, figure
 from dpbilevel.cli.config import parse_config
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.results import Result
 from dpbilevel.cli.tables import Location
 from tests.cli.test_files import SETTINGS, TRAINING
@@ -81,17 +81,14 @@ def result_of(task, name="{}", count=4):
     if config.task.shows_model:
         shown = model
     return Result(
-        task=config.task.name,
-        names=names,
         shown=shown,
         x=shown if config.task.two_levels else model,
         y=model if config.task.two_levels else None,
         trajectory=trajectory,
         report=prepare(config).report,
         versions={},
-        config=config.tables,
+        config=config,
         power=0.0842,
-        features=config.data.features,
     )
 
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from dpbilevel.cli import auto, init, results
+from dpbilevel.cli import init, plans, results
 from dpbilevel.cli.files import MALFORMED, read_csv
 from dpbilevel.cli.main import main
 from tests.cli.test_cli import failure
@@ -64,7 +64,7 @@ def unplanned(tmp_path, monkeypatch):
     def plan(*arguments):
         raise AssertionError("planned before the files were looked at")
 
-    monkeypatch.setattr(auto, "plan", plan)
+    monkeypatch.setattr(plans, "plan", plan)
     path = tmp_path / "a.toml"
     path.write_text(TRAINING)
     return path
@@ -106,7 +106,7 @@ def zipped(content):
         (zipped(HEADER + b"1,Ulm,A,no\n" * 59), "there are 59 records"),
         (zipped(HEADER * 9)[:-9], "is compressed by gzip, and damaged"),
         (zipped(b"PK\x03\x04"), "is a spreadsheet"),
-        (b'pay,"town\n,clinic",rich\n', "a quote does not end there"),
+        (b'pay,"town\n,clinic",rich\n', "a quote does not end in its first row"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_before_the_dry_runs(
@@ -177,7 +177,7 @@ def test_cells_are_those_of_the_other_reader_of_lines(tmp_path):
 
 def test_a_file_compressed_by_gzip_gives_the_same_bits(file, tmp_path):
     write_csv(tmp_path, rows_of(60))
-    data = auto.read_for_run(str(file))[0].data
+    data = plans.read_for_run(str(file))[0].data
     plain = tmp_path / "people.csv"
     packed = tmp_path / "people.csv.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_refused_in_the_same_words_whatever_it_holds(tmp_path)
 
 def test_a_malformed_record_is_unusable_and_stays_a_record(file, tmp_path):
     write_csv(tmp_path, rows_of(60))
-    data = auto.read_for_run(str(file))[0].data
+    data = plans.read_for_run(str(file))[0].data
     path = tmp_path / "people.csv"
     plain, lines = data.load(path), path.read_text().splitlines()
     for line in ('"', "1,Ulm", "1,Ulm,A,yes,1", "x" * 2**25):
@@ -231,14 +231,14 @@ def test_a_delta_that_allows_to_publish_a_record_is_refused(file, tmp_path, caps
 def test_another_separator_gives_the_same_bits(file, tmp_path):
     rows = rows_of(60)
     write_csv(tmp_path, rows)
-    before = auto.read_for_run(str(file))[0].data
+    before = plans.read_for_run(str(file))[0].data
     text = (tmp_path / "people.csv").read_text()
     records = before.load(tmp_path / "people.csv")
     (tmp_path / "people.csv").write_text(text.replace(",", ";"))
     file.write_text(
         file.read_text().replace("training =", 'separator = ";"\ntraining =')
     )
-    again = auto.read_for_run(str(file))[0].data.load(tmp_path / "people.csv")
+    again = plans.read_for_run(str(file))[0].data.load(tmp_path / "people.csv")
     np.testing.assert_array_equal(again.features, records.features)
     np.testing.assert_array_equal(again.label, records.label)
 

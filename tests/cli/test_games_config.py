@@ -8,8 +8,8 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli import results
 from dpbilevel.cli.config import parse_config
-from dpbilevel.cli.data import as_levels
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.loading import as_levels
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Location
 from tests.cli.config_changes import changed
@@ -130,7 +130,7 @@ def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
 
 def test_generated_groups_follow_their_own_coefficients():
     config = parsed()
-    data = as_levels(loaded(config, Path(".")))
+    data = as_levels(loaded(config))
     assert set(data) == {"features", "label", "group"}
     assert np.mean(data["group"]) == pytest.approx(0.2, abs=0.03)
     rows = data["features"][:, :3] * data["label"][:, None]
@@ -143,19 +143,19 @@ def test_groups_of_a_table_are_positions_and_unknown_ones_have_none(tmp_path):
     rows = ["Ulm,w,yes", "Rom,m,no", "Rom,x,no", "Ulm,,yes", "Ulm,m,yes"]
     (tmp_path / "people.csv").write_text("\n".join(["town,sex,rich", *rows]))
     config = parsed(("data", PEOPLE), folder=tmp_path)
-    data = as_levels(loaded(config, tmp_path))
+    data = as_levels(loaded(config))
     found = sorted(zip(data["group"].tolist(), data["label"].tolist(), strict=True))
     assert found == [(-1, -1.0), (-1, 1.0), (0, 1.0), (1, -1.0), (1, 1.0)]
     config = parsed(("data", PEOPLE | {"training": 6}), folder=tmp_path)
     with pytest.raises(ValueError, match="asks for training = 6"):
-        as_levels(loaded(config, tmp_path))
+        as_levels(loaded(config))
 
 
 def test_private_count_takes_every_record(tmp_path):
     (tmp_path / "people.csv").write_text("town,sex,rich\n" + "Ulm,w,yes\n" * 7)
     relation = ("privacy.neighbours", "add_or_remove_one")
     config = parsed(("data", PEOPLE), relation, folder=tmp_path)
-    data = as_levels(loaded(config, tmp_path))
+    data = as_levels(loaded(config))
     assert len(data["label"]) == 7
 
 
@@ -227,7 +227,7 @@ def test_matrices_of_a_table_are_its_columns_row_by_row(tmp_path):
     cells = ["0,10,5,6,x,", "100,-9,5,5,5,5", "5,5,5,5,5,5"]
     (tmp_path / "costs.csv").write_text("\n".join(["a,b,c,d,e,f", *cells]))
     config = game(("data", TABLE), folder=tmp_path)
-    data = as_levels(loaded(config, tmp_path))
+    data = as_levels(loaded(config))
     assert data.shape == (3, 3, 2)
     assert data.dtype == np.float32
     order = np.argsort(data[:, 0, 1])
@@ -238,7 +238,7 @@ def test_matrices_of_a_table_are_its_columns_row_by_row(tmp_path):
     assert np.isfinite(config.problem.fun(jnp.ones(3) / 3, jnp.ones(2) / 2, data[0]))
     everyone = ("privacy.neighbours", "add_or_remove_one")
     config = game(("data", TABLE), everyone, folder=tmp_path)
-    data = as_levels(loaded(config, tmp_path))
+    data = as_levels(loaded(config))
     assert len(data) == 3
 
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from dpbilevel.cli import init
-from dpbilevel.cli.auto import read_for_run
 from dpbilevel.cli.columns import Table
 from dpbilevel.cli.init import OFFERED, Range
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare, read_for_run
 from tests.cli.test_cli import failure
 
 HEADER = "age,dose,ward,site,sick"
@@ -247,7 +246,7 @@ def test_paths_are_relative_to_the_config(folder):
         ([*TRAINING, *FEATURES, "--test", "no.csv"], "no file of --test at no.csv"),
         (
             [*TRAINING, *FEATURES, "--column", "age=1..3"],
-            "the column 'age' is named twice; give each column one role",
+            "the column 'age' is named twice; give it one role",
         ),
         (
             [

@@ -13,7 +13,7 @@ import pytest
 
 from dpbilevel.cli import results
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.runs import checkpoint, interrupts, lock, spending
 from tests.cli.test_runner import GENERATED, bits
@@ -53,8 +53,8 @@ class Hook:
 
 def patch():
     import jax
-    from dpbilevel.cli import prepared, run as runner
-    calibrate = prepared.calibrate
+    from dpbilevel.cli import plans, run as runner
+    calibrate = plans.calibrate
     def planned(*arguments, **options):
         Dying()
         return calibrate(*arguments, **options)
@@ -65,7 +65,7 @@ def patch():
             return jax.lax.while_loop(lambda v: v > 0, jax.numpy.sqrt, x)
         return forever(1.0).block_until_ready()
     if phase == "planning":
-        prepared.calibrate = planned
+        plans.calibrate = planned
     if phase == "running":
         runner.all_steps = without_end
 

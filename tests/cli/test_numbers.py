@@ -6,9 +6,8 @@ import tomllib
 import numpy as np
 import pytest
 
-from dpbilevel.cli.columns import Label, Numeric, Table
+from dpbilevel.cli.columns import Label, Numeric, Table, check_unit, reader
 from dpbilevel.cli.main import main
-from dpbilevel.cli.numbers import check_unit, reader
 from tests.cli.test_files import TRAINING
 
 

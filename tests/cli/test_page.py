@@ -12,7 +12,7 @@ from dpbilevel.audit.claims import TradeOffCurve, gaussian_claim
 from dpbilevel.cli import page, results, tasks
 from dpbilevel.cli.config import public_classes, read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import largest_power, prepare
+from dpbilevel.cli.plans import largest_power, prepare
 from dpbilevel.privacy.sampling.base import AbstractSampling
 from tests import cases, chromium
 from tests.cli.test_cli import failure

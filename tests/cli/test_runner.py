@@ -14,8 +14,8 @@ import dpbilevel as dpb
 from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import parse_config
-from dpbilevel.cli.data import as_levels, find_files, load
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.loading import as_levels, find_files, load
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Location
 from dpbilevel.runs import checkpoint
@@ -109,17 +109,15 @@ def write_csv(folder, rows, header="pay,town,clinic,rich"):
     (folder / "people.csv").write_text(text + "\n")
 
 
-def loaded(config, folder):
-    """The records of a config by role, from files in a folder."""
-    people = config.privacy.people
-    files = find_files(config.data, people, base=folder)
-    return load(config.data, people, config.privacy.neighbours, *files)
+def loaded(config):
+    """The records of a config by role, from files in its folder."""
+    return load(config, *find_files(config))
 
 
 def levels_of(folder, rows, **privacy):
     write_csv(folder, rows)
     config = config_of(folder, data=CSV_DATA, **privacy)
-    return as_levels(loaded(config, folder))
+    return as_levels(loaded(config))
 
 
 def bits(folder):

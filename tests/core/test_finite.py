@@ -273,7 +273,7 @@ def test_fit_warns_of_a_run_that_diverged_and_of_no_other():
 def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.toml").write_text(GENERATED)
     out = tmp_path / "out"
-    monkeypatch.setattr("dpbilevel.runs.resume.rejected_updates", lambda state: 5)
+    monkeypatch.setattr("dpbilevel.runs.checkpoint.rejected_updates", lambda state: 5)
     cli.main(["run", str(tmp_path / "a.toml"), "--out", str(out)])
     assert json.loads((out / "result.json").read_text())["rejected_updates"] == 5
     assert "WARNING: the run diverged: 5 updates" in capsys.readouterr().out

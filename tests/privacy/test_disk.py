@@ -12,11 +12,12 @@ import dpbilevel as dpb
 from dpbilevel.core.levels import check_disjoint
 from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.privacy import clipped_mean
+from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.per_example import microbatches
 from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.records import stores
 from dpbilevel.privacy.records.disk import OnDisk, _Chunks, reader
-from dpbilevel.runs.resume import first_checkpoint, run_in_parts
+from dpbilevel.runs.checkpoint import after, first_checkpoint
 from tests.privacy.test_stores import write
 
 COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
@@ -264,7 +265,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
         def part(state, keys):
             return scan_steps(problem, solver, data, state, keys, trajectory=True)
 
-        return run_in_parts(lambda s, k: part(s.state, k), saved, 4, keep, chunk=2).path
+        while saved.done < 4:
+            key, keys = step_keys(saved.key, 2)
+            saved = after(saved, key, 2, *part(saved.state, keys))
+            keep(saved)
+        return saved.path
 
     kept = []
     whole = run(mapped(tmp_path, records()), begin, kept.append)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import Stop, config_of, stop_at

@@ -11,7 +11,7 @@ import pytest
 
 from dpbilevel.cli import results
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.runs import checkpoint, lock, spending
 from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from dpbilevel.cli import folder, results
+from dpbilevel.cli import results
 from dpbilevel.cli.main import main
-from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_cli import failure
@@ -142,7 +142,7 @@ def test_run_without_a_record_of_it_is_not_added_to(prepared, tmp_path, content,
     with pytest.raises(ValueError, match=r"give a new folder") as refusal:
         run(prepared, tmp_path)
     assert "or --restart" not in str(refusal.value)
-    assert "what earlier runs cost is unknown" in folder.spent(tmp_path)
+    assert "what earlier runs cost is unknown" in results.spent(tmp_path)
 
 
 def test_resumed_run_whose_record_is_lost_is_recorded_again(prepared, tmp_path):
@@ -213,7 +213,7 @@ def test_resume_and_restart_exclude_each_other(prepared, tmp_path):
 
 def test_kill_in_the_last_moment_is_made_up_for(prepared, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("dpbilevel.cli.run.finish_run", stopped)
+        patch.setattr("dpbilevel.runs.spending.finish", stopped)
         with pytest.raises(Stop):
             run(prepared, tmp_path)
     assert (tmp_path / checkpoint.NAME).exists()

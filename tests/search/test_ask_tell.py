@@ -244,7 +244,7 @@ def test_the_last_moment_needs_the_lock_too(moment, tmp_path, monkeypatch):
     points = search.ask()
     with monkeypatch.context() as patch:
         patch.setattr(on, name, late)
-        with pytest.raises(ValueError, match="start again as after an interruption"):
+        with pytest.raises(ValueError, match="was deleted or replaced while this run"):
             search.tell(losses_at(points))
     assert [file.read_bytes()] == kept
     assert search.result is None

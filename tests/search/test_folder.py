@@ -225,7 +225,7 @@ def test_a_folder_of_something_else_or_without_its_checkpoint_is_refused(tmp_pat
     with pytest.raises(ValueError, match="is damaged or not of a search"):
         search(folder=tmp_path / "run")
     file.unlink()
-    with pytest.raises(ValueError, match="has no run to go on with"):
+    with pytest.raises(ValueError, match=r"is not empty .*; give a new folder"):
         search(folder=tmp_path / "run")
 
 

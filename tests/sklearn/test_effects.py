@@ -9,8 +9,8 @@ from sklearn.metrics import log_loss
 import dpbilevel as dpb
 from dpbilevel.core import usability
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.sklearn import DPLogisticRegression, base, effects
-from dpbilevel.sklearn.effects import Effects
+from dpbilevel.sklearn import DPLogisticRegression, base, logistic
+from dpbilevel.sklearn.logistic import Effects
 from dpbilevel.sklearn.public_size import PublicSize
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -19,7 +19,7 @@ WIDTH = 3
 
 def planned(count, classes, budget=BUDGET):
     public = PublicSize(Neighbours.REPLACE_ONE, count)
-    return Effects.plan(budget, public, classes, WIDTH)
+    return Effects(budget, public, classes, WIDTH)
 
 
 def records(size, rates, strength, seed=0):
@@ -47,7 +47,7 @@ def test_rows_of_length_1_have_the_declared_norm(classes):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(200, WIDTH))
     features /= np.linalg.norm(features, axis=1, keepdims=True)
-    rows = effects.rows_of(features, rng.integers(0, classes, 200), classes)
+    rows = logistic.rows_of(features, rng.integers(0, classes, 200), classes)
     release = planned(200, classes).release
     assert release is not None
     (query,) = release.queries
@@ -79,7 +79,7 @@ def test_effects_that_noise_hides_have_a_ridge_within_the_limits(getkey):
         _, weight = planned(100, 2, poor).rates_and_ridge(
             features, labels, key=key, owner="fit"
         )
-        assert WIDTH / 4 < weight < 4 * WIDTH / effects._WEAKEST
+        assert WIDTH / 4 < weight < 4 * WIDTH / logistic._WEAKEST
 
 
 def test_weak_effects_of_many_records_have_the_largest_ridge(getkey):
@@ -87,7 +87,7 @@ def test_weak_effects_of_many_records_have_the_largest_ridge(getkey):
     _, weight = planned(50_000, 2).rates_and_ridge(
         features, labels, key=getkey(), owner="fit"
     )
-    assert weight == pytest.approx(2 * WIDTH / effects._WEAKEST, rel=0.2)
+    assert weight == pytest.approx(2 * WIDTH / logistic._WEAKEST, rel=0.2)
 
 
 @pytest.mark.parametrize("budget", [(1.0, 0.0), (0.1, 1e-5)])
@@ -119,9 +119,9 @@ def test_a_record_that_does_not_count_moves_nothing(getkey):
 
 def test_a_record_moves_its_own_row_alone():
     features, labels = records(20, (0.5, 0.5), 0.2)
-    rows = effects.rows_of(features, labels, 2)
+    rows = logistic.rows_of(features, labels, 2)
     features[3], labels[3] = [1e6, -1e6, 1e-6], 1 - labels[3]
-    moved = np.any(rows != effects.rows_of(features, labels, 2), axis=1)
+    moved = np.any(rows != logistic.rows_of(features, labels, 2), axis=1)
     assert np.flatnonzero(moved).tolist() == [3]
 
 
@@ -140,7 +140,7 @@ def runs_with_fixed_answers(monkeypatch, tables, **parameters):
 
     with monkeypatch.context() as patch:
         patch.setattr(usability, "_released", fixed)
-        patch.setattr(base, "_run", spied)
+        patch.setattr(base, "compiled_run", spied)
         for X, y in tables:
             model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), **parameters)
             with pytest.raises(KeyboardInterrupt):
@@ -165,7 +165,7 @@ def test_records_reach_a_run_through_released_numbers_alone(monkeypatch):
     def leaking(release, rows, *, key, owner):
         return np.nan_to_num(rows).mean(axis=0)
 
-    monkeypatch.setattr(effects, "released_mean", leaking)
+    monkeypatch.setattr(logistic, "released_mean", leaking)
     assert not are_equal(runs_with_fixed_answers(monkeypatch, tables))  # the control
 
 
@@ -236,5 +236,5 @@ def test_strong_effects_of_few_records_are_not_hidden_by_a_ridge(monkeypatch):
         return log_loss(y[500:], model.predict_proba(X[500:]))
 
     found = loss()
-    monkeypatch.setattr(effects, "_expected_square", lambda limits, *noisy: limits[0])
+    monkeypatch.setattr(logistic, "_expected_square", lambda limits, *noisy: limits[0])
     assert found < loss() - 0.05  # the control: a ridge for weak effects

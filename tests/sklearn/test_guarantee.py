@@ -20,8 +20,8 @@ from dpbilevel.sklearn import (
     FairClassifier,
     base,
     declared,
-    effects,
-    spread,
+    logistic,
+    ridge,
 )
 
 # A few records, one step: hardly more than noise, which fits say from public numbers.
@@ -71,14 +71,14 @@ estimators = pytest.mark.parametrize("name", list(fits()))
 def runs(monkeypatch):
     """What passes from estimators into the library, run by run."""
     seen = []
-    run = base._run
+    run = base.compiled_run
 
     def spy(problem, solver, records, w0, *, key):
         solution = run(problem, solver, records, w0, key=key)
         seen.append((solver, jax.tree.map(np.asarray, (records, w0)), solution.value))
         return solution
 
-    monkeypatch.setattr(base, "_run", spy)
+    monkeypatch.setattr(base, "compiled_run", spy)
     return seen
 
 
@@ -269,7 +269,7 @@ def test_the_check_and_the_run_have_keys_of_their_own(monkeypatch):
 
     keys = []
     monkeypatch.setattr(RecordsCheck, "release", spied(RecordsCheck.release))
-    monkeypatch.setattr(base, "_run", spied(base._run))
+    monkeypatch.setattr(base, "compiled_run", spied(base.compiled_run))
     given = jax.random.key(1)
     model = DPLogisticRegression(**LABELS, **SHORT, epsilon=100.0)
     model.fit(*table(), key=given)
@@ -291,7 +291,7 @@ PRIVATE_SIZE = {"neighbours": "add_or_remove_one", "size": 1480}
 
 def releases_of(model, monkeypatch):
     """Clip norms and noises of all releases, what is charged, and the keys of a fit."""
-    made, keys, released, run = [], [], usability._released, base._run
+    made, keys, released, run = [], [], usability._released, base.compiled_run
 
     def spy(query, mechanism, rows, *, key):
         made.append((query.clip_norm, float(mechanism.noise_multiplier)))
@@ -306,7 +306,7 @@ def releases_of(model, monkeypatch):
         return run(problem, solver, records, w0, key=key)
 
     monkeypatch.setattr(usability, "_released", spy)
-    monkeypatch.setattr(base, "_run", spied)
+    monkeypatch.setattr(base, "compiled_run", spied)
     rng, given = np.random.default_rng(0), jax.random.key(3)
     X = rng.uniform(0, 1, (1500, 3))
     y = X @ [3, -2, 1] + 0.3 * rng.normal(size=1500)
@@ -338,7 +338,7 @@ def test_every_release_of_a_fit_is_charged_and_has_its_own_key(
 @NAMED
 @pytest.mark.parametrize(
     ("name", "module", "uncharged"),
-    [("target", spread, "Spread"), ("rare class", effects, "Effects")],
+    [("target", ridge, "Spread"), ("rare class", logistic, "Effects")],
 )
 def test_a_release_that_is_not_charged_is_seen(name, module, uncharged, monkeypatch):
     with monkeypatch.context() as patch:
@@ -364,7 +364,7 @@ def test_a_fit_counts_from_its_first_release_on(monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spread.Spread, "center_and_unit", interrupted)
+    monkeypatch.setattr(ridge.Spread, "center_and_unit", interrupted)
     before = sum(run.times for run in dpb.spent().runs)
     with pytest.raises(KeyboardInterrupt):
         releases_of(KINDS["target"](), pytest.MonkeyPatch())

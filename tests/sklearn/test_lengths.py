@@ -26,7 +26,8 @@ def rows_of(scale, seed=0):
 
 
 def planned(rows, budget=BUDGET, neighbours=Neighbours.REPLACE_ONE, longest=1.0):
-    return Lengths.plan(budget, PublicSize(neighbours, len(rows)), rows, longest)
+    public = PublicSize(neighbours, len(rows))
+    return Lengths(budget, public, public.rows(rows), longest)
 
 
 @pytest.mark.parametrize("scale", [0.9, 0.3, 0.05])
@@ -156,7 +157,7 @@ def test_an_interrupted_fit_shows_no_released_length(monkeypatch):
 
     X = np.random.default_rng(0).uniform(-1, 1, (N, 3))
     model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), max_iter=2)
-    monkeypatch.setattr(base, "_run", interrupted)
+    monkeypatch.setattr(base, "compiled_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.fit(X, (X[:, 0] > 0).astype(int))
     assert not hasattr(model, "row_length_")
@@ -170,7 +171,7 @@ def test_after_an_interrupted_fit_predictions_are_those_of_the_last_one(monkeypa
     y = (X[:, 0] > 0).astype(int)
     model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), max_iter=2)
     before = model.fit(X, y, key=jax.random.key(0)).predict_proba(X)
-    monkeypatch.setattr(base, "_run", interrupted)
+    monkeypatch.setattr(base, "compiled_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.set_params(bounds=(-0.1, 0.1)).fit(X, y)
     np.testing.assert_array_equal(model.predict_proba(X), before)

@@ -11,9 +11,9 @@ import dpbilevel as dpb
 from dpbilevel.core import usability
 from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.sklearn import DPRidge, spread
+from dpbilevel.sklearn import DPRidge, ridge
 from dpbilevel.sklearn.public_size import PublicSize
-from dpbilevel.sklearn.spread import Spread, comparisons
+from dpbilevel.sklearn.ridge import Spread, comparisons
 
 N = 4000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -27,7 +27,7 @@ def records(seed=0):
 
 def planned(targets, size=None, neighbours=Neighbours.REPLACE_ONE, budget=BUDGET):
     public = PublicSize(neighbours, len(targets) if size is None else size)
-    return Spread.plan(budget, public, targets, centered=True)
+    return Spread(budget, public, targets, centered=True)
 
 
 @pytest.mark.parametrize("middle", [-0.9, 0.0, 0.6])
@@ -108,9 +108,9 @@ def test_one_record_moves_its_own_comparisons_alone(monkeypatch):
     assert 0 < own <= 1
     assert of_others == 0
     # A copy that compares with a statistic of all records, the largest target.
-    compare = spread.comparisons
+    compare = ridge.comparisons
     monkeypatch.setattr(
-        spread,
+        ridge,
         "comparisons",
         lambda values, value, share: compare(
             values, value * np.nanmax(np.abs(values)), share

@@ -16,7 +16,7 @@ from dpbilevel.sklearn import (
     FairClassifier,
     base,
 )
-from dpbilevel.sklearn.effects import Effects
+from dpbilevel.sklearn.logistic import Effects
 from dpbilevel.sklearn.public_size import PublicSize
 from tests.sklearn import test_guarantee
 from tests.sklearn.test_guarantee import STRANGE, estimators, fits, others, table
@@ -153,7 +153,7 @@ def of_indicators(checks):
     Comparisons of targets, which do, release one number a record.
     """
     planned = PublicSize(base.Neighbours.REPLACE_ONE, 64)
-    effects = Effects.plan(BUDGET, planned, 2, 3).release
+    effects = Effects(BUDGET, planned, 2, 3).release
     assert effects is not None
     (query,) = effects.queries
     return [

@@ -1,22 +1,13 @@
-"""Tasks of the command line, each declared in a file of its own."""
+"""Tasks of the command line, each declared once."""
 
 from typing import Any
 
 from ..task import Task
 from .groups import GROUP_FAIR, GROUP_ROBUST
 from .matrix_game import MATRIX_GAME
-from .penalty_tuning import PENALTY_TUNING
-from .source_weighting import SOURCE_WEIGHTING
 from .training import TRAINING
+from .two_levels import PENALTY_TUNING, SOURCE_WEIGHTING
 
-TASKS: dict[str, Task[Any]] = {
-    task.name: task
-    for task in (
-        TRAINING,
-        SOURCE_WEIGHTING,
-        PENALTY_TUNING,
-        GROUP_FAIR,
-        GROUP_ROBUST,
-        MATRIX_GAME,
-    )
-}
+_TASKS = TRAINING, SOURCE_WEIGHTING, PENALTY_TUNING
+_GAMES = GROUP_FAIR, GROUP_ROBUST, MATRIX_GAME
+TASKS: dict[str, Task[Any]] = {task.name: task for task in (*_TASKS, *_GAMES)}

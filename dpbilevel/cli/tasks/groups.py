@@ -42,11 +42,6 @@ class AbstractGroups(AbstractModel):
 
     @property
     @override
-    def count(self) -> int:
-        return len(self.shares)
-
-    @property
-    @override
     def marks(self) -> tuple[float, ...]:
         return self.shares
 

@@ -1,0 +1,222 @@
+"""Records of a run: read from files or made, and split into levels."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ..bilevel.problem import Levels
+from ..core.usability import Columns
+from ..privacy.budget import Neighbours, People
+from ..privacy.queries import RECORDS
+from ..privacy.records.stores import copies
+from .columns import CUT, UNUSABLE, Label, Records
+from .config import Config
+from .data import AbstractData, CsvData, CsvFile
+from .files import existing
+
+
+def find_files(
+    config: Config, data: Path | None = None, validation: Path | None = None
+) -> tuple[Path | None, Path | None]:
+    """Return the file of the records, and the file of validation records or `None`.
+
+    Args:
+        config: The config; its relative paths start from its folder.
+        data: A file to read instead of the config's.
+        validation: A file of validation records to read instead of the config's.
+
+    Raises:
+        ValueError: A file is missing, or the second one does not fit people or task.
+    """
+    source, files = config.data, []
+    for option, given, key, what in (
+        ("--data", data, "path", "records"),
+        ("--validation", validation, "validation_path", "validation records"),
+    ):
+        if given is not None and not isinstance(source, CsvFile):
+            raise ValueError(
+                f"{option} names a file, but the config has source = "
+                f'"{source.source}", which reads none. Leave {option} out.'
+            )
+        path = getattr(source, key, "")
+        file = given or (config.folder / path if path else None)
+        files.append(file and existing(file, what, f"name another with {option} PATH"))
+    file, other = files
+    if file is None and isinstance(source, CsvFile):
+        raise ValueError("no file of records: set path in [data], or give --data PATH.")
+    if other is None:
+        return file, None
+    if config.privacy.people in (None, People.SHARED):
+        raise ValueError(
+            "validation records have a file of their own, which needs two levels with "
+            'people = "disjoint" or "overlapping". Leave the file out.'
+        )
+    if file is not None and _same(file, other):
+        raise ValueError(
+            f"{other} is also the file of the training records, or a copy of it. Leave "
+            'it out to split the records, or say people = "shared" to use them twice.'
+        )
+    return file, other
+
+
+def load(
+    config: Config, file: Path | None, other: Path | None = None
+) -> dict[str, Records]:
+    """Return the records of all levels, from two files or split from one file.
+
+    Args:
+        config: The config.
+        file: The file of the records, as `find_files` returns it.
+        other: The file of validation records, as `find_files` returns it.
+
+    Returns:
+        By role: `"records"` of one level, `"upper"` (validation) and `"lower"`
+        (training) of two, `"upper"` alone of shared ones. NON-PRIVATE: this is the
+        data.
+
+    Raises:
+        ValueError: There are too few records, or a column is missing: counts and
+            headers are public.
+        OSError: A file cannot be read or downloaded.
+
+    Privacy:
+        No cell's content raises, warns or prints. Under replace-one the split is a
+        fixed permutation of the row numbers. Under add-or-remove-one the number of
+        rows is private. A hash of each record then decides its level, so that no
+        record's level depends on another record.
+    """
+    data, people = config.data, config.privacy.people
+    two = people not in (None, People.SHARED) and other is None
+    levels = ("training", "validation") if two else ("training",)
+    training, *rest = _split(data.load(file), config, *levels)
+    if other is not None:
+        rest = _split(without_sources(data).load(other), config, "validation")
+    if people is None:
+        return {RECORDS: training}
+    if data.sources is not None and data.sources.flip:
+        training = data.sources.corrupted(training)
+    if people is People.SHARED:
+        return {"upper": training}
+    # Only training records have a source.
+    upper = dataclasses.replace(rest[0], source=None, group=None)
+    return {"upper": upper, "lower": training}
+
+
+def load_test(config: Config, *others: Path | None) -> Records | None:
+    """Return the records of the test file; `None` if the config has none.
+
+    Args:
+        config: The config.
+        others: The files of training and validation records.
+
+    Raises:
+        ValueError: The file is missing, is one of `others`, lacks a column or has too
+            few rows; or its records are public and lack a class.
+
+    Privacy:
+        NON-PRIVATE: this is the data. No cell's content raises unless it is public.
+    """
+    test = config.data.test
+    file = test_file(config)
+    if test is None or file is None:
+        return None
+    if any(other is not None and _same(file, other) for other in others):
+        raise ValueError(
+            f"{file} is named by [data.test] and is also the file of training or "
+            "validation records, or a copy of it. Test the model on other records."
+        )
+    plain = without_sources(config.data)
+    records = plain.load(file)
+    if test.accuracy == "public":
+        _check_classes(plain.label, records, file)
+    if not test.records:
+        return records
+    (rows,) = _chosen(len(records), plain, {"test.records": test.records})
+    return records.take(rows)
+
+
+def test_file(config: Config) -> Path | None:
+    """Return the test file, checked to exist; `None` if the config has none."""
+    if config.data.test is None:
+        return None
+    file = config.folder / config.data.test.path
+    return existing(file, "test records", "correct path in [data.test]")
+
+
+def as_levels(records: Mapping[str, Records]) -> PyTree:
+    """Return records by role as float32 arrays, as `Levels` if there are two levels."""
+    trees = {role: level.tree() for role, level in records.items()}
+    if RECORDS in trees:
+        return trees[RECORDS]
+    return Levels(**trees) if "lower" in trees else Levels.shared(trees["upper"])
+
+
+def indicators(columns: Columns, records: Records) -> np.ndarray:
+    """Return the indicators of how records of one level fit the config.
+
+    Args:
+        columns: The checked columns of the level.
+        records: The records of a file.
+
+    Privacy:
+        NON-PRIVATE, row by row: for `RecordsCheck.release`.
+    """
+    assert records.marks is not None
+    marks, label, place = records.marks[:, : len(columns.names)], None, None
+    if columns.classes:
+        label = np.where(np.isnan(records.label), -1, records.label > 0)
+    if columns.places:
+        place = records.source if records.group is None else records.group
+    return columns.indicators(marks == UNUSABLE, marks == CUT, label, place)
+
+
+def without_sources(data: AbstractData) -> CsvData:
+    """Return `data` for a file that need not name the sources and groups."""
+    assert isinstance(data, CsvData)
+    return dataclasses.replace(data, sources=None, groups=None)
+
+
+def _same(file: Path, other: Path) -> bool:
+    """Return whether two paths are one file, or files with the same bytes."""
+    return file.samefile(other) or bool(copies([file, other]))
+
+
+def _check_classes(label: Label, records: Records, file: Path) -> None:
+    """Refuse public labels if a class is in no record: it may be misspelt."""
+    unlisted = int(np.isnan(records.label).sum())
+    for name, sign in {"positive": 1, "negative": -1}.items():
+        if label.positive and unlisted and not np.any(records.label == sign):
+            raise ValueError(
+                f"no record of {file} has a {label.column!r} that is listed as {name}, "
+                f"and {unlisted} have an unlisted one. Correct [data.label]."
+            )
+
+
+def _chosen(rows: int, data: AbstractData, counts: dict[str, int]) -> list[np.ndarray]:
+    """Return disjoint row numbers, as many as are wanted for each name."""
+    if rows < sum(counts.values()):
+        asked = " and ".join(f"{name} = {count}" for name, count in counts.items())
+        raise ValueError(
+            f"there are {rows} records, but [data] asks for {asked}. Use smaller "
+            "numbers or more records."
+        )
+    order = np.random.default_rng(data.split_seed).permutation(rows)  # public
+    return np.split(order, np.cumsum([*counts.values()]))[:-1]
+
+
+def _split(records: Records, config: Config, *levels: str) -> list[Records]:
+    """Return the records of each level of a file, a level being a key of `[data]`."""
+    data = config.data
+    counts = {level: getattr(data, level) for level in levels}
+    if config.privacy.neighbours is Neighbours.REPLACE_ONE:
+        return [records.take(rows) for rows in _chosen(len(records), data, counts)]
+    bound = 2**64 * counts[levels[0]] // sum(counts.values())
+    seed = str(data.split_seed).encode()
+    # Each record by itself, so that one more moves no other.
+    hashes = (hashlib.sha256(seed + r).digest()[:8] for r in records.as_bytes())
+    first = np.asarray([int.from_bytes(value) < bound for value in hashes], bool)
+    return [records.take(first), records.take(~first)][: len(levels)]

@@ -1,0 +1,237 @@
+"""Plans of a config, from public values alone: its settings, and its noise."""
+
+import dataclasses
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ..audit.claims import TradeOffCurve, ledger_claims
+from ..core.plan import calibrate
+from ..core.solver import AbstractSolver
+from ..core.usability import RecordsCheck
+from ..planning.auto_plan import AutoPlan, auto
+from ..planning.race import Effort
+from ..planning.settings import toml_value
+from ..privacy.ledger import Ledger
+from ..privacy.report import PrivacyReport, describe
+from ..runs import checkpoint
+from ..runs.progress import step_bar
+from . import evaluation
+from .config import Config, parse_config, read_tables
+from .tables import Location
+from .task import Problem
+from .tasks import TASKS
+
+FALSE_ALARMS = 0.05
+# Last lines of a config without settings.
+UNPLANNED = (
+    "# There is no table [solver]: settings are chosen by dry runs on synthetic",
+    "# records. dpbilevel auto CONFIG --out NEW.toml writes them.",
+)
+
+# Tables that a plan writes.
+_SETTINGS = ("solver", "refit")
+# Solvers in place of the missing table, so that the rest of a config is checked.
+_DESCENT = {"num_steps": 1, "clip_norm": 1.0, "step_size": 1.0}
+_STAND_INS = {
+    False: {"type": "NoisyGD", **_DESCENT},
+    True: {"type": "OneLevel", "model": _DESCENT},
+}
+
+
+def read_unplanned(path: str) -> tuple[Config, str]:
+    """Read a config whose tables `[solver]` and `[refit]` may be missing.
+
+    Returns:
+        The config, with a stand-in for its solver, and the text of the file. Keys of
+        `[model]` that the task plans are set in both if they are missing.
+
+    Raises:
+        ValueError: As `read_config`; the task is a game.
+    """
+    return parse_unplanned(read_tables(path)[1], Location(path))
+
+
+def parse_unplanned(text: str, place: Location) -> tuple[Config, str]:
+    """Return what `read_unplanned` returns, from the text of a config."""
+    tables = tomllib.loads(text)
+    task = TASKS.get(str(tables.get("task")))
+    if task is not None and task.is_game:
+        then = "missing [solver]: see docs/games.md"
+        if "solver" in tables:
+            then = "run the config as it is"
+        raise place.error(
+            f'dry runs plan no games such as task = "{task.name}", whose settings '
+            f"follow from theorems; {then}."
+        )
+    kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
+    model = kept.get("model")
+    header = re.search(r"^[ \t]*\[model\][^\n]*$", text, re.MULTILINE)
+    if task is not None and isinstance(model, dict) and header:
+        missing = {k: v for k, v in task.planned.items() if k not in model}
+        kept["model"] = model | missing
+        lines = "".join(f"\n{key} = {toml_value(v)}" for key, v in missing.items())
+        text = text[: header.end()] + lines + text[header.end() :]
+    stand_in = _STAND_INS[task is None or task.two_levels]
+    return parse_config(kept | {"solver": stand_in}, place), text
+
+
+def read_for_run(path: str) -> tuple[Config, bool]:
+    """Read a config whose settings may be missing.
+
+    Returns:
+        The config, and whether it has settings; if not, a stand-in is in their place.
+
+    Raises:
+        ValueError: As `read_config`, or as `read_unplanned` without settings.
+    """
+    return parse_for_run(read_tables(path)[1], Location(path))
+
+
+def parse_for_run(text: str, place: Location) -> tuple[Config, bool]:
+    """Return what `read_for_run` returns, from the text of a config."""
+    tables = tomllib.loads(text)
+    if any(name in tables for name in _SETTINGS):
+        return parse_config(tables, place), True
+    return parse_unplanned(text, place)[0], False
+
+
+def completed(config: Config, found: AutoPlan) -> Config:
+    """Return a config that was read without settings, with those of a plan."""
+    return _with(config, tomllib.loads(found.to_toml()))
+
+
+def as_before(config: Config, out: Path) -> Config:
+    """Return a config without settings with those of the run to be resumed.
+
+    Raises:
+        ValueError: The folder has no checkpoint.
+    """
+    before = checkpoint.read(out).fingerprint["config"]
+    return _with(config, {k: before[k] for k in _SETTINGS if k in before})
+
+
+def _with(config: Config, settings: dict[str, Any]) -> Config:
+    given = {k: v for k, v in config.tables.items() if k not in _SETTINGS}
+    return parse_config(given | settings, config.place)
+
+
+def plan(config: Config, effort: Effort) -> AutoPlan:
+    """Return the best settings for a config, by dry runs with a progress bar.
+
+    Privacy:
+        Touches no data.
+    """
+    privacy = config.privacy
+    with step_bar(0, "dry runs") as bar, config.place.named_in_errors():
+        return auto(
+            config.problem,
+            privacy.budget,
+            sizes=config.sizes,
+            w0=config.model.start(config.data.blocks),
+            effort=effort,
+            neighbours=privacy.neighbours,
+            precision=privacy.precision,
+            progress=bar,
+            before=config.check.releases,
+        )
+
+
+def written(text: str, found: AutoPlan) -> str:
+    """Return the text of a config with planned settings instead of its own.
+
+    Args:
+        text: The config.
+        found: The plan.
+    """
+    lines, kept = [], True
+    for line in text.splitlines():
+        table = re.match(r"\s*\[+\s*([A-Za-z_-]+)", line)
+        if table:
+            kept = table[1] not in _SETTINGS
+        if kept and line not in UNPLANNED:
+            lines.append(line)
+    reason = "\n".join(f"# {part}" for part in textwrap.wrap(found.reason, 84))
+    return "\n".join(["\n".join(lines).rstrip(), "", reason, found.to_toml()])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A planned run that has not touched data."""
+
+    config: Config
+    problem: Problem
+    solver: AbstractSolver  # calibrated
+    w0: PyTree  # public
+    report: PrivacyReport  # the guarantee of one run
+    check: RecordsCheck  # the first release of a run
+
+    @property
+    def ledger(self) -> Ledger:
+        """Ledger of a run, of its check of the records as well."""
+        rest = self.solver.ledger(self.problem, self.config.sizes)
+        releases = (*self.check.releases, *rest.releases)
+        return dataclasses.replace(rest, releases=releases)
+
+    @property
+    def power(self) -> float:
+        """Largest power of any attack with 5 % false alarms, on the worst-off person.
+
+        By the whole privacy profile, which is below the bound by one epsilon and delta.
+        People of a counted test file are charged by a ledger of their own.
+        """
+        test = self.config.data.test
+        is_counted = test is not None and test.accuracy == "counted"
+        others = [evaluation.ledger_of(self.config)] if is_counted else []
+        return largest_power(self.ledger, *others)
+
+    @property
+    def report_of_check(self) -> PrivacyReport | None:
+        """Report of the check alone; `None` if records are not checked."""
+        if not self.check.releases:
+            return None
+        ledger = dataclasses.replace(self.ledger, releases=self.check.releases)
+        two = self.config.privacy.people is not None
+        return describe(ledger, self.config.privacy.budget, levels=two)
+
+
+def largest_power(*ledgers: Ledger) -> float:
+    """Return the largest power of any test with 5 % false alarms.
+
+    Args:
+        ledgers: Ledgers of different people.
+    """
+    claims = (claim for led in ledgers for claim in ledger_claims(led).values())
+    rates = np.asarray([FALSE_ALARMS])
+    powers = (float(TradeOffCurve(claim)(rates)[0]) for claim in claims)
+    return max(powers, default=FALSE_ALARMS)
+
+
+def prepare(config: Config) -> Prepared:
+    """Plan a run from the config alone.
+
+    Raises:
+        ValueError: No noise reaches the budget with this solver and sampling.
+
+    Privacy:
+        Touches no data.
+    """
+    problem, w0 = config.problem, config.model.start(config.data.blocks)
+    check, privacy = config.check, config.privacy
+    with config.place.named_in_errors():
+        plan = calibrate(
+            problem,
+            config.solver,
+            privacy.budget,
+            sizes=config.sizes,
+            w0=w0,
+            precision=privacy.precision,
+            before=check.releases,
+        )
+    report = evaluation.reported(plan.report, config)
+    return Prepared(config, problem, plan.solver, w0, report, check)
