@@ -11,6 +11,7 @@ from typing import ClassVar as AbstractVar  # for type checkers
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
@@ -255,7 +256,9 @@ class AbstractPipeline(AbstractStages[PipelineState]):
     @override
     def dimensions(self, w0):
         shapes = jax.eval_shape(self._zeros, w0)
+        # Arrays of these shapes that take no memory.
+        like = jax.tree.map(lambda v: np.broadcast_to(np.float32(0), v.shape), shapes)
         found = {}
         for name, part in zip(self.stages, self.parts, strict=True):
-            found |= with_prefix(name, part.dimensions(shapes[name]))
+            found |= with_prefix(name, part.dimensions(like[name]))
         return found

@@ -428,7 +428,7 @@ def test_the_theorems_parameters(x64):
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
-        ({"constants": None}, SIZES, "linear_tuning"),
+        ({"constants": None}, SIZES, "SecondOrderConstants"),
         ({"y_set": dpb.sets.Ball(1.0)}, SIZES, "unconstrained lower level"),
         ({"upper": dpb.logistic_loss}, SIZES, "public term was exchanged"),
         ({}, dpb.Sizes(10**6, 10**6), "Enable 64-bit"),
@@ -456,7 +456,7 @@ def test_float64_reaches_what_float32_does_not(x64):
 
 
 def test_add_or_remove_is_refused():
-    with pytest.raises(ValueError, match="under replace-one only"):
+    with pytest.raises(ValueError, match=r"needs Neighbours\.REPLACE_ONE"):
         implicit(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
 

@@ -320,8 +320,9 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
     kinds = [leaf.dtype for leaf in jax.tree.leaves(value, is_leaf=is_structured)]
     others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
     if others or not kinds:
+        got = others[0] if others else "none"
         raise TypeError(
-            f"clipped_mean: fun must return floating-point arrays, got {others[:1]}."
+            f"clipped_mean: fun must return floating-point arrays, got {got}."
         )
     if all(jnp.finfo(kind).bits <= 32 for kind in kinds):
         return cheap, value
