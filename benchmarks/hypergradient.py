@@ -94,10 +94,8 @@ def reference(problem, x, y0, data):
 
 def ours_at(problem, linear_solver):
     def run(x, y, data):
-        given = problem, x, y, data
-        return dpb.oracles.implicit_hypergradient(*given, linear_solver=linear_solver)[
-            0
-        ]
+        given = {"linear_solver": linear_solver}
+        return dpb.oracles.implicit_hypergradient(problem, x, y, data, **given)[0]
 
     return run
 
