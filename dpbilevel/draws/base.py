@@ -128,9 +128,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             check_rows(role, records, size, self.neighbours)
         dtype = self.scored_dtype(state.start)
         sealed = self.score_of(problem, self.sizes).bounded(data, state.start, dtype)
-        mechanism, convexity = self.density(
-            problem, self.neighbours.contributions * sealed.contribution
-        )
+        sensitivity = self.neighbours.contributions * sealed.contribution
+        mechanism, convexity = self.density(problem, sensitivity)
         declared = self.declared_convexity or 0.0
         shape: Any = {"regularizer": convexity - declared, "convexity": declared}
         feasible, start = feasible_set(problem), state.x

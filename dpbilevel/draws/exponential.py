@@ -289,9 +289,8 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         if regularizer is None:
             diameter = feasible_set(problem).diameter
             regularizer = multiplier * sensitivity * (2 * self.coordinates()) ** 0.5
-            regularizer = regularizer / (
-                diameter if self.radius is None else self.radius
-            )
+            radius = diameter if self.radius is None else self.radius
+            regularizer = regularizer / radius
         convexity = regularizer + self.strong_convexity
         if self.largest_rate is not None:
             least = (convexity / self.largest_rate) ** 0.5 / sensitivity

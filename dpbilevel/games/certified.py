@@ -67,9 +67,8 @@ class ResolventQuery(AbstractCertifiedQuery):
         sums = precision if resolvent.basis is clipping.Basis.CLIPPED else "float"
         with jax.default_matmul_precision("highest"):
             value = approximate_resolvent(resolvent, batch, point, precision=sums)
-        contribution = jax.lax.stop_gradient(
-            jnp.asarray(resolvent.contribution(dtype, precision), dtype)
-        )
+        contribution = jnp.asarray(resolvent.contribution(dtype, precision), dtype)
+        contribution = jax.lax.stop_gradient(contribution)
         if precision == "grid":
             value = on_grid(value, 2 * contribution)
         return clipping.Bounded(value, contribution, resolvent.basis)

@@ -135,9 +135,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             best = int(np.argmin(gap))
             sampling = SinglePass(int(batch[best]))
             return _fields(constants, int(steps[best]), step_size[best], sampling)
-        batch, steps = np.meshgrid(
-            base.integers(n // 2, 25), base.integers(most_steps, 40)
-        )
+        counts = base.integers(n // 2, 25), base.integers(most_steps, 40)
+        batch, steps = np.meshgrid(*counts)
         std = base.estimated_multiplier(batch / n, 2 * steps, budget) * most / batch
         _, gap = _best_weak_step(constants, steps, batch, std)
         best = base.cheapest(gap, steps * batch)

@@ -159,9 +159,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
         if passes == "multi":
             distance = ratio**steps * constants.bound / strength  # zeta
-            gap += constants.bound * constants.proximal_stability(
-                rounds, strength, distance
-            )
+            moved = constants.proximal_stability(rounds, strength, distance)
+            gap += constants.bound * moved
         best = cheapest(gap, rounds * batch * steps)
         kind = SinglePass if passes == "single" else FixedSize
         chosen = kind(int(batch.flat[best]))

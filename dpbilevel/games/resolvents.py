@@ -311,7 +311,5 @@ def parts(w_set: Any) -> list[Any]:
     """List the sets that a set is a product of."""
     if type(w_set) is not Product:
         return [w_set]
-    leaves = jax.tree.leaves(
-        w_set.sets, is_leaf=lambda node: isinstance(node, AbstractSet)
-    )
-    return [part for leaf in leaves for part in parts(leaf)]
+    sets = jax.tree.leaves(w_set.sets, is_leaf=lambda v: isinstance(v, AbstractSet))
+    return [part for each in sets for part in parts(each)]

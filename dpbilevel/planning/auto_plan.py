@@ -223,9 +223,8 @@ def auto(
     dry_options = options | {"precision": "float"}
     dry = DryRuns(problem, w0, drawn_from, seed, intercept, dry_options)
     rounds = rounds_of(effort, len(drawn_from), large=large)
-    trials, starts, outlook, left_out = _trials(
-        dry, methods, neighbours, budget, rounds, progress
-    )
+    compared = dry, methods, neighbours, budget, rounds, progress
+    trials, starts, outlook, left_out = _trials(*compared)
     names = tuple(population.name for population in drawn_from)
     reason = reason_of(trials, budget, names, starts, default=synthetic is None)
     reason += outlook

@@ -178,9 +178,8 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
             )
         described = self.records is not None
         model = model_of(problem, w0)
-        layout = synthetic.Layout(
-            self.records if described else synthetic.of_linear_model(model)
-        )
+        records = self.records if described else synthetic.of_linear_model(model)
+        layout = synthetic.Layout(records)
         two = isinstance(sizes, Sizes)
         upper, lower = (sizes.upper, sizes.lower) if two else (0, sizes)
         keys = jax.random.split(key, 5)
@@ -203,9 +202,8 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
                     "auto: records of sources must be a dict. Pass synthetic=."
                 )
             training = {**training, "source": source.astype(jnp.int32)}
-        return synthetic.SyntheticData(
-            Levels(validation, training) if two else training, test
-        )
+        data = Levels(validation, training) if two else training
+        return synthetic.SyntheticData(data, test)
 
 
 def expand(values: Float[Array, " k"], like: Array) -> Array:

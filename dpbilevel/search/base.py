@@ -226,9 +226,8 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         if training is None:
             rest = "training data and other inputs of the losses are not protected"
             return (*rows, rest)
-        some = (
-            "nobody has" if training.people is People.DISJOINT else "anybody may have"
-        )
+        disjoint = training.people is People.DISJOINT
+        some = "nobody has" if disjoint else "anybody may have"
         return (
             *rows,
             "every training, at any point, is as declared, and no record decides "

@@ -110,9 +110,8 @@ class DeclaredTraining:
         """Event of one training; multipliers are relative to replace-one."""
         phases = []
         for multiplier, rate, steps in self.history:
-            single = dp_accounting.GaussianDpEvent(
-                multiplier / self.neighbours.contributions
-            )
+            relative = multiplier / self.neighbours.contributions
+            single = dp_accounting.GaussianDpEvent(relative)
             if rate < 1:
                 single = dp_accounting.PoissonSampledDpEvent(rate, single)
             phases.append(dp_accounting.SelfComposedDpEvent(single, steps))

@@ -4,6 +4,8 @@ Designs are functions of points, a kernel and a key. They do not read losses, so
 the choice of points costs no privacy.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -88,10 +90,8 @@ def choose_batch(
     known = posterior.trace <= tolerance
     none = Design(empty, jnp.asarray(0, jnp.int32), posterior.trace)
     last = jnp.where(known & (batch is None), first, last)
-    carry = jax.lax.while_loop(
-        lambda carry: ~carry[3], narrow, (first, last, none, last == 0)
-    )
-    return carry[2]
+    carry = first, last, none, last == 0
+    return jax.lax.while_loop(lambda carry: ~carry[3], narrow, carry)[2]
 
 
 def _directions(posterior: GradientPosterior, *, key: PRNGKey) -> Float[Array, "d d"]:
@@ -190,9 +190,8 @@ def _polish(posterior, feasible, start: Design, target, steps: int) -> Design:
 
     def step(carry):
         number, points, (value, slope), memory, _ = carry
-        updates, memory = rule.update(
-            slope, memory, points, value=value, grad=slope, value_fn=trace
-        )
+        at: Any = {"value": value, "grad": slope, "value_fn": trace}
+        updates, memory = rule.update(slope, memory, points, **at)
         points = optax.apply_updates(points, updates)
         new = evaluate(points)
         return number + 1, points, new, memory, new[0] > (1 - _STALLED) * value

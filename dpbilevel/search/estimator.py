@@ -315,9 +315,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
     def _with(self, parameters: dict[str, Any]) -> Any:
         """Return the estimator with some parameters; choices are cloned."""
         estimator = cast(BaseEstimator, clone(self.estimator))
-        return estimator.set_params(
-            **{name: clone(v, safe=False) for name, v in parameters.items()}
-        )
+        values = {name: clone(v, safe=False) for name, v in parameters.items()}
+        return estimator.set_params(**values)
 
     def _check(self) -> None:
         _checks.instance("PrivateSearch", PrivacyBudget, budget=self.budget)

@@ -116,9 +116,8 @@ def score_of_candidates(
 
     scores = jax.lax.map(score, (points, rows.T))
     spread, _ = spread_of(clip_range, size, rows.dtype, public is not None)
-    return BoundedScore(
-        _CandidateScore(scores), spread, "spread", clipping.Basis.CLIPPED
-    )
+    basis = clipping.Basis.CLIPPED
+    return BoundedScore(_CandidateScore(scores), spread, "spread", basis)
 
 
 def _pack(rows: Array, present: Array | None) -> Losses:

@@ -184,9 +184,8 @@ def posterior(
     nugget, kernel, near = jnp.finfo(points.dtype).eps ** 0.5, RBF(), points[0]
     both = known[:, None] & known[None, :]
     diagonal = jnp.where(known, noise + cast(nugget, noise), 1)
-    covariance = jnp.where(both, kernel.covariance(points, points, near), 0) + jnp.diag(
-        diagonal
-    )
+    covariance = jnp.where(both, kernel.covariance(points, points, near), 0)
+    covariance = covariance + jnp.diag(diagonal)
     count = jnp.maximum(jnp.sum(known), 1).astype(values.dtype)
     center = jnp.sum(jnp.where(known, values, 0)) / count  # the prior mean
     factor = jnp.linalg.cholesky(covariance)

@@ -150,9 +150,8 @@ def optimize_study(
         )
     of = ", ".join(f"{name}: {entry}" for name, entry in distributions.items())
     box, evaluates = Box(-1.0, 1.0), f"a study of {of}"
-    problem = BlackBox(
-        None, num_records, box, records, evaluates, training, trainings_after
-    )
+    trains = training, trainings_after
+    problem = BlackBox(None, num_records, box, records, evaluates, *trains)
     trials = StudyTrials(study, distributions, optuna)
     try:
         solver = _with_queue(solver, trials, space, folder)
@@ -178,9 +177,8 @@ def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer
     assert solution is not None
     assert report is not None
     if catches:
-        report = dataclasses.replace(
-            report, assumptions=(*report.assumptions, _EXCEPTIONS)
-        )
+        assumptions = *report.assumptions, _EXCEPTIONS
+        report = dataclasses.replace(report, assumptions=assumptions)
     trials = [
         (space.parameters(point), float(value))
         for point, value in zip(*search.noisy_losses, strict=True)

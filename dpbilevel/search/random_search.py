@@ -66,9 +66,8 @@ class Choice(Checked):
         # A black box is searched in float64, whatever the default of JAX.
         is_black_box = isinstance(problem, BlackBox)
         dtype = jnp.float64 if is_black_box else jnp.result_type(float)
-        spread, _ = spread_of(
-            self.clip_range, sizes, dtype, public=problem.public is not None
-        )
+        public = problem.public is not None
+        spread, _ = spread_of(self.clip_range, sizes, dtype, public)
         query = Query.of_contribution(RECORDS, sizes, float(spread))
         factor = self.mechanism.neighbours.contributions
         sensitivity = factor * spread * (1 + ROUNDING_MARGIN)
@@ -98,9 +97,8 @@ class Choice(Checked):
             key: A typed key for this draw alone.
         """
         check_rows(RECORDS, losses, sizes, self.mechanism.neighbours)
-        score = score_of_candidates(
-            losses, points, problem.public, start, self.clip_range, sizes
-        )
+        public, clip_range = problem.public, self.clip_range
+        score = score_of_candidates(losses, points, public, start, clip_range, sizes)
         # Indices of points are drawn, as points of a grid on the line.
         indices = jnp.arange(self.count, dtype=unpacked(losses)[0].dtype)
         grid, first = Grid(indices), indices[0]
@@ -147,9 +145,8 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     def __check_init__(self):
         check_fields(self)
-        base.check_starts(
-            "RandomSearch", self.starts, num_candidates=self.num_candidates
-        )
+        limit = {"num_candidates": self.num_candidates}
+        base.check_starts("RandomSearch", self.starts, **limit)
 
     @property
     @override
@@ -176,9 +173,8 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         box = base.box_of("RandomSearch", problem)
         starts = base.starts_of("RandomSearch", self.starts, box, state.start)
         rest = self.num_candidates - len(starts)
-        points = jnp.concatenate(
-            [starts, base.uniform(box, state.start, rest, key=key)]
-        )
+        others = base.uniform(box, state.start, rest, key=key)
+        points = jnp.concatenate([starts, others])
         return Proposal(points, jnp.asarray(self.num_candidates, jnp.int32))
 
     @override

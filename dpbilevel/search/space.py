@@ -204,7 +204,8 @@ def _same(choice: Any, other: Any) -> bool:
 
 def _check_condition(owner: str, when: Any) -> None:
     if when is not None and (not isinstance(when, Mapping) or not when):
-        raise TypeError(f"{owner}: when must be a dict, got {_checks.shown(when)}.")
+        got = _checks.shown(when)
+        raise TypeError(f"{owner}: when must be a dictionary of choices, got {got}.")
 
 
 class Space:

@@ -116,9 +116,8 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         if not self.candidates:
             raise ValueError(f"{owner}: candidates is empty.")
         for number, candidate in enumerate(self.candidates):
-            _checks.instance(
-                owner, NoisyDescent, **{f"candidates[{number}]": candidate}
-            )
+            named = {f"candidates[{number}]": candidate}
+            _checks.instance(owner, NoisyDescent, **named)
             if not isinstance(candidate.sampling, FullBatch):
                 raise ValueError(
                     f"{owner}: candidates[{number}] samples by {candidate.sampling}, "
@@ -186,9 +185,8 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         people = people_of(sizes) or People.OVERLAPPING
         level = lower_level(problem, None)
-        assumptions = [
-            a for c in self.candidates for a in c.ledger(level, sizes).assumptions
-        ]
+        ledgers = [c.ledger(level, sizes) for c in self.candidates]
+        assumptions = [text for ledger in ledgers for text in ledger.assumptions]
         if len(set(map(jax.tree.structure, self.candidates))) > 1:
             assumptions.append(
                 "unprotected: the time of the runs and the number of their passes over "

@@ -178,9 +178,8 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         weight = (curvature + 1 / target.step_size) * gap
         weight = proximal.finite_part(weight / optax.tree.vdot(change, change))
         weight = jnp.clip(weight, 0, 1)
-        return _Tangent(
-            point, value + weight * gap, proximal.plus(gradient, weight, change)
-        )
+        gradient = proximal.plus(gradient, weight, change)
+        return _Tangent(point, value + weight * gap, gradient)
 
     @override
     def attempt(self, target, y, common, *, key) -> proximal.Attempt:
@@ -209,13 +208,11 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         value, gradient = target.potential.value_and_gradient(point)
         leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
         finite = jnp.stack(leaves).all()
-        gradient = jax.tree.map(
-            lambda v: jnp.where(finite, v, jnp.zeros_like(v)), gradient
-        )
+        zeros = optax.tree.zeros_like(gradient)
+        gradient = optax.tree.where(finite, gradient, zeros)
         drop = jnp.asarray(self.drop, value.dtype)
-        value = proximal.finite_part(value) - jnp.where(
-            finite, jnp.zeros_like(drop), drop
-        )
+        drop = jnp.where(finite, jnp.zeros_like(drop), drop)
+        value = proximal.finite_part(value) - drop
         return _Tangent(point, value, gradient)
 
     def _middle(

@@ -225,9 +225,8 @@ class GridWalk(AbstractSampler):
         if self.tabulate:
             index, lowest = _lattice.from_table(energy, cells, tries, key=key_walk)
         else:
-            index, lowest = _lattice.from_walks(
-                energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
-            )
+            walks = energy, cells, tries, self.num_steps, flat.dtype
+            index, lowest = _lattice.from_walks(*walks, key=key_walk)
         # 3(d), theta uniform in the cell of x.
         offset = jax.random.uniform(key_cell, (tries, len(cells)), flat.dtype)
         thetas = _lattice.within(frame, cells, index, offset)

@@ -57,9 +57,8 @@ def truncated_normal(
     distance = deviation * tail_distance(near, far - near, exponential)
     inside = (low < 0) & (high > 0)
     anchor = jnp.where(inside, mean, jnp.where(right, lower, upper))
-    return jnp.clip(
-        jnp.where(right, anchor + distance, anchor - distance), lower, upper
-    )
+    value = jnp.where(right, anchor + distance, anchor - distance)
+    return jnp.clip(value, lower, upper)
 
 
 def tail_distance(
@@ -105,9 +104,8 @@ def log_probability(
     scale = jnp.log(mills_ratio(near)) - near**2 / 2 - 0.5 * math.log(2 * math.pi)
     beside = scale + jnp.log(-jnp.expm1(-tail_exponent(near, 2 * half_width)))
     around = _central(half_width - mean) + _central(half_width + mean)
-    return jnp.where(
-        mean >= half_width, beside, jnp.log(jnp.where(mean >= half_width, 1, around))
-    )
+    outside = mean >= half_width
+    return jnp.where(outside, beside, jnp.log(jnp.where(outside, 1, around)))
 
 
 def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
