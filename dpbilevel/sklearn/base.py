@@ -72,8 +72,7 @@ class _Fitted(Seedless, BaseEstimator):
     Attributes:
         privacy_report_: The guarantee of the last `fit`, with its assumptions.
         records_check_: Released fractions of usable records.
-        records_usable_: Released fraction of usable records; NaN if it was not
-            released.
+        records_usable_: Released fraction of usable records, or NaN.
     """
 
     privacy_report_: PrivacyReport
@@ -126,9 +125,8 @@ class PrivateEstimator(_Fitted):
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
         """Return a table of numbers, NaN if one is missing.
 
-        Raises:
-            TypeError: It is sparse.
-            ValueError: It is no table, or has fewer rows than `least`.
+        Raises a `TypeError` if it is sparse, and a `ValueError` if it is no table or
+        has fewer rows than `least`.
         """
         array = check_array(
             numbers(X),
