@@ -42,7 +42,7 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
     within a factor of 1000 of $C_0$. The noise is $\sqrt{1 + a^2}$ times that of
     `NoisyGD` at the norm $C_t$.
 
-    It is for gradients whose lengths are not known (`benchmarks/clip_norms.py`). With
+    It is for gradients whose lengths are not known. With
     few records $k_t$ is mostly noise, and so is the norm. Steps of a given size shrink
     with the clip norm, those of an optax optimizer that scales gradients do not.
 

@@ -31,7 +31,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
 
     It reads every record once a pass, as shuffled epochs do. The privacy cost is about
     that of Poisson batches of rate $1 / t$. If time permits, full batches give the
-    better answer (`benchmarks/passes.py`).
+    better answer.
 
     A step of this solver is a pass, and the trajectory has one iterate for each.
     Calibration takes some seconds, and longer for fewer passes.
