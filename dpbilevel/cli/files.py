@@ -102,7 +102,9 @@ def read_header(path: Path, separator: str) -> list[str]:
             f"its name; set separator = {json.dumps(other)} in [data]."
         )
     if len(set(names)) < len(names):
-        raise ValueError(f"{path} names a column twice in its first row, the header.")
+        raise ValueError(
+            f"{path} names a column twice in its header, which must be the first row."
+        )
     return names
 
 
