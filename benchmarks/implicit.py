@@ -10,7 +10,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates.certified import ClippedUpper
-from dpbilevel.cli.files import read_csv
+from dpbilevel.cli.csv_files import read_csv
 
 from .pages import ADULT, table
 from .source_tasks import encoded

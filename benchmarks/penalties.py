@@ -23,7 +23,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.files import read_csv
+from dpbilevel.cli.csv_files import read_csv
 
 from . import pages
 from .source_tasks import classified, encoded, parts

@@ -10,7 +10,7 @@ from sklearn import datasets
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.files import read_csv
+from dpbilevel.cli.csv_files import read_csv
 from examples.data_cleaning import linear, loss_of, mnist, network, start
 
 from .pages import ADULT, MNIST, ROOT, texts

@@ -32,9 +32,9 @@ from .bilevel import (
 from .core import outputs
 from .core.loop import solve
 from .core.plan import calibrate
+from .core.process_spending import PrivacyWarning, spent
 from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
-from .core.spent import PrivacyWarning, spent
 from .onelevel import (
     FiniteSum,
     Logistic,

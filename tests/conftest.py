@@ -9,7 +9,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from dpbilevel.core import spent
+from dpbilevel.core import process_spending
 
 MAPS = pathlib.Path("/proc/self/maps" if os.path.exists("/proc") else os.devnull)
 TESTS = itertools.count(1)
@@ -45,7 +45,7 @@ def pytest_runtest_protocol(item):
 @pytest.fixture(autouse=True)
 def fresh_process():
     """Every test starts as a process does: without private runs."""
-    spent._process = spent._Process()
+    process_spending._process = process_spending._Process()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .._checks import SignedShare
 from ..bilevel.levels import Objective, lower_objective
-from ..bilevel.penalized import rows_of_steps
+from ..bilevel.penalty_gradients import rows_of_steps
 from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..onelevel.adaptive_clip import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD

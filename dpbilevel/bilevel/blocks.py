@@ -21,7 +21,7 @@ from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from .levels import levels_queries
-from .penalized import row_in_x, rows_of_steps, shortened_in_x
+from .penalty_gradients import row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
 
 # The blocks of a loss or public term, a function of (x, y).

@@ -11,7 +11,7 @@ from .._checks import Count, Positive
 from ..core.descent import Descent
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .levels import lower_objective
-from .penalized import public_penalty_gradient
+from .penalty_gradients import public_penalty_gradient
 
 
 class _Blocks(AbstractBlocks):

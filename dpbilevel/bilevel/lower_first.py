@@ -9,7 +9,7 @@ from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from .levels import lower_objective, queries_of, upper_objective
-from .penalized import row_in_x, rows_of_steps
+from .penalty_gradients import row_in_x, rows_of_steps
 from .pipeline import AbstractPipeline
 from .problem import BilevelProblem, reads_first
 

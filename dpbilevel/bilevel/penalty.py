@@ -23,7 +23,7 @@ from ..privacy.noise import derive
 from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling
 from .levels import Level, levels_queries, lower_level, penalized_level
-from .penalized import (
+from .penalty_gradients import (
     penalty_gradients,
     public_penalty_gradient,
     row_in_x,

@@ -16,7 +16,7 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from .levels import Level, equal_weights, lower_objective, queries_of
-from .penalized import rows_of_steps
+from .penalty_gradients import rows_of_steps
 from .pipeline import AbstractStages, with_prefix
 from .problem import BilevelProblem, Sizes
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, named, positions
 from .config import Config
+from .csv_files import read_csv
 from .data import CsvFile, TableData
-from .files import read_csv
 from .loading import find_files, test_file, without_sources
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows

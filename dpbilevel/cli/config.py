@@ -19,7 +19,9 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
 from ..privacy.sampling.base import AbstractSampling
 from .data import AbstractData, TableData
-from .tables import (
+from .task import AbstractModel, Problem, Task
+from .tasks import TASKS
+from .toml_tables import (
     Location,
     Reader,
     check_choice,
@@ -27,8 +29,6 @@ from .tables import (
     check_table,
     collect_errors,
 )
-from .task import AbstractModel, Problem, Task
-from .tasks import TASKS
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 # Keys of `Refitted` itself; the other keys of the table belong to its solver.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ..core.usability import Columns
 from .columns import Categorical, Label, Marks, Numeric, Records, Table, named
-from .files import read_csv
+from .csv_files import read_csv
 from .sources import Groups, HeldOut, Sources
 
 _CONSTANT = "constant"  # name of the last feature

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from . import environment, plans
 from .columns import Value, number
-from .files import MALFORMED, SEPARATORS, existing, opened, read_csv, read_header
-from .tables import Location
+from .csv_files import MALFORMED, SEPARATORS, existing, opened, read_csv, read_header
 from .tasks import TASKS
+from .toml_tables import Location
 
 OFFERED = {name: task.summary for name, task in TASKS.items() if task.template}
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"

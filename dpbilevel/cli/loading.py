@@ -15,8 +15,8 @@ from ..privacy.queries import RECORDS
 from ..privacy.records.stores import copies
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
+from .csv_files import existing
 from .data import AbstractData, CsvData, CsvFile
-from .files import existing
 
 
 def find_files(

@@ -23,9 +23,9 @@ from ..runs import checkpoint
 from ..runs.progress import step_bar
 from . import evaluation
 from .config import Config, parse_config, read_tables
-from .tables import Location
 from .task import Problem
 from .tasks import TASKS
+from .toml_tables import Location
 
 FALSE_ALARMS = 0.05
 # Last lines of a config without settings.

@@ -10,8 +10,8 @@ import numpy as np
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
+from .csv_files import existing, read_csv
 from .data import CsvFile, TableData
-from .files import existing, read_csv
 
 
 @dataclasses.dataclass(frozen=True)

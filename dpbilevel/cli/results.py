@@ -15,8 +15,8 @@ from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, lock, spending
 from .config import Config, parse_config
 from .evaluation import Evaluation
-from .tables import Location
 from .task import Task
+from .toml_tables import Location
 
 RESULT = checkpoint.RESULT
 ARRAYS = "solution.npz"

@@ -14,7 +14,7 @@ from ..onelevel.problem import FiniteSum
 from .columns import named
 from .data import SOURCES, AbstractData
 from .sources import Groups, Sources
-from .tables import Location
+from .toml_tables import Location
 
 Problem = BilevelProblem | AbstractSaddleProblem | FiniteSum
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]

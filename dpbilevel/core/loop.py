@@ -15,7 +15,7 @@ from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.per_example.mixing import check_jax
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
-from . import spent
+from . import process_spending
 from .descent import rejected_updates
 from .levels import Levels, people_of
 from .modules import arrays_of
@@ -78,9 +78,9 @@ def solve(
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(given)):
         solution = run_checked(*run, key=key, trajectory=trajectory)
     else:
-        costs = spent.costs_of(problem, solver, bound.sizes, "solve")
+        costs = process_spending.costs_of(problem, solver, bound.sizes, "solve")
         name, relation = f"solve: {type(solver).__name__}", solver.neighbours
-        count = spent.begun(name, relation.value, costs, bound.sizes, data)
+        count = process_spending.begun(name, relation.value, costs, bound.sizes, data)
         solution = run_checked(*run, key=key, trajectory=trajectory)
         count()
     return solution if leaves is None else solution.with_leaves(leaves)

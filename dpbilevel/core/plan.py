@@ -21,7 +21,7 @@ from ..privacy.per_example.clipping import SUMS, Precision
 from ..privacy.queries import RECORDS
 from ..privacy.report import describe, large_delta
 from ..privacy.sampling.base import AbstractSampling
-from . import spent
+from . import process_spending
 from .levels import Sizes, check_pair, people_of
 from .loop import solver_for
 from .modules import arrays_of
@@ -132,7 +132,7 @@ def calibrated(
         dimensions=dimensions,
         forecast=forecast,
     )
-    spent.planned(found, report)
+    process_spending.planned(found, report)
     too_long = (str(row) for row in forecast if row.from_start)
     return Plan(found, report, remarks=(*large_delta(counted, budget), *too_long))
 

@@ -3,6 +3,7 @@
 from .auto_plan import AutoPlan, auto
 from .candidates import candidates
 from .conclusions import Trial
+from .linear_population import AbstractLinearPopulation
 from .methods import Candidate
 from .populations import (
     Alike,
@@ -14,7 +15,6 @@ from .populations import (
     populations,
 )
 from .synthetic import AbstractPopulation, Classes, SyntheticData
-from .teachers import AbstractLinearPopulation
 
 __all__ = [
     "AbstractLinearPopulation",

@@ -14,8 +14,8 @@ from .._checks import NonNegative, Positive
 from ..applications.penalties import PenaltyTuning
 from ..applications.sources import SourceWeighting
 from ..core.problem import AbstractProblem
+from .linear_population import AbstractLinearPopulation, Columns, expand
 from .synthetic import AbstractPopulation
-from .teachers import AbstractLinearPopulation, Columns, expand
 
 # Margins of labels: decided by a few groups of features, as weak as on most tables, and
 # those of sources that differ from the population.

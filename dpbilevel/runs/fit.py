@@ -8,11 +8,11 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..core import spent
 from ..core.loop import check_method, run_checked
 from ..core.modules import arrays_of
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
+from ..core.process_spending import begun, costs_by
 from ..core.solution import Solution, divergence
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
@@ -89,8 +89,8 @@ def fit(
     planned: Any = {"sizes": sizes, "w0": w0, "precision": precision}
     plan = calibrated(problem, solver, budget, **planned)
     plan.warn("fit")
-    name, costs = f"fit: {type(solver).__name__}", spent.costs_by(plan.report)
-    count = spent.begun(name, plan.report.relation, costs, sizes, data)
+    name, costs = f"fit: {type(solver).__name__}", costs_by(plan.report)
+    count = begun(name, plan.report.relation, costs, sizes, data)
     options: Any = {"key": key, "trajectory": trajectory}
     if progress or callback is not None or every is not None:
         run = first_run("fit", problem, plan, data, w0, leaves=leaves, **options)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from .._extras import check_installed
-from ..core import spent
+from ..core import process_spending
 from ..core.descent import rejected_updates
 from ..core.loop import check_run, rows_of
 from ..core.modules import StaticLeaves, arrays_of
@@ -184,8 +184,8 @@ def start(
     """
     run = _checked("start", problem, plan, data, w0, key, trajectory)
     name, report = f"start: {type(plan.solver).__name__}", plan.report
-    costs, sizes = spent.costs_by(report), plan.solver.sizes
-    spent.begun(name, report.relation, costs, sizes, data)()
+    costs, sizes = process_spending.costs_by(report), plan.solver.sizes
+    process_spending.begun(name, report.relation, costs, sizes, data)()
     return run
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _checks
-from ..core.spent import cost_of, costs_by, total, totals
+from ..core.process_spending import cost_of, costs_by, total, totals
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from . import checkpoint

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from .. import _checks
 from ..core.columns import elements
+from ..core.process_spending import begun
 from ..core.solution import Solution, divergence
-from ..core.spent import begun
 from ..privacy.budget import PrivacyBudget
 from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Float
 
 from .. import _checks
-from ..core import spent
+from ..core import process_spending
 from ..core.columns import Column
 from ..core.loop import bound_to
 from ..core.plan import calibrated
@@ -98,7 +98,7 @@ def plan_run(
             raise ValueError(
                 f"{owner}: not calibrated ({error}). Give budget=."
             ) from None
-        costs = spent.costs_of(problem, unbound, n, owner)
+        costs = process_spending.costs_of(problem, unbound, n, owner)
         page = fingerprint(problem, solver, w0, budget, report)
         options = {"key": key, "fingerprint": page, "with_start": False}
         first = first_checkpoint(problem, solver, w0, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import _checks
-from ..core.spent import PrivacyWarning
+from ..core.process_spending import PrivacyWarning
 from ..privacy.report import rounded_up
 from ..runs import spending
 from .ask_tell import AskTell

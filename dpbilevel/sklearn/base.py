@@ -16,7 +16,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from .. import _checks
-from ..core import spent
+from ..core import process_spending
 from ..core.columns import Column, elements
 from ..core.loop import solved
 from ..core.problem import AbstractProblem
@@ -264,10 +264,10 @@ class PrivateEstimator(_Fitted):
                 columns, or rows are far shorter than declared.
         """
         first, indicators = check
-        name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
+        name, costs = f"{self._owner}.fit", process_spending.costs_by(plan.report)
         plan.warn(name)
         sizes, relation = plan.solver.sizes, plan.report.relation
-        count = spent.begun(name, relation, costs, sizes, records)
+        count = process_spending.begun(name, relation, costs, sizes, records)
         if len(plan.report.ledger) > 1:  # an interrupt may come after a first release
             count()
         found = Usability({})

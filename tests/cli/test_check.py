@@ -17,13 +17,13 @@ from dpbilevel.cli.loading import as_levels, indicators
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.cli.tables import Location
+from dpbilevel.cli.toml_tables import Location
 from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.privacy.budget import PrivacyBudget
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_cli import failure
+from tests.cli.test_csv_files import SETTINGS, TRAINING
 from tests.cli.test_evaluation import TEST
-from tests.cli.test_files import SETTINGS, TRAINING
 from tests.cli.test_runner import (
     CSV_DATA,
     GENERATED,

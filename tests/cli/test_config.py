@@ -8,7 +8,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli.columns import Table
 from dpbilevel.cli.config import parse_config, read_config
-from dpbilevel.cli.tables import Location
+from dpbilevel.cli.toml_tables import Location
 from tests.cli.config_changes import changed
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE

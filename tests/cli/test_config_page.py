@@ -10,8 +10,8 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli import columns, data, sources, tasks
 from dpbilevel.cli.config import Privacy, parse_config
-from dpbilevel.cli.tables import Location
 from dpbilevel.cli.tasks import matrix_game
+from dpbilevel.cli.toml_tables import Location
 from tests.cli.test_runner import GENERATED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()

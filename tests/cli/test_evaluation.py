@@ -18,7 +18,7 @@ from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from tests.cli.test_cli import failure
-from tests.cli.test_files import SETTINGS, TRAINING
+from tests.cli.test_csv_files import SETTINGS, TRAINING
 from tests.cli.test_runner import GENERATED, Stop, rows_of, stop_at, write_csv
 
 TEST = """

@@ -16,8 +16,8 @@ from dpbilevel.cli import audit, figure
 from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.results import Result
-from dpbilevel.cli.tables import Location
-from tests.cli.test_files import SETTINGS, TRAINING
+from dpbilevel.cli.toml_tables import Location
+from tests.cli.test_csv_files import SETTINGS, TRAINING
 from tests.cli.test_runner import CSV_DATA, GENERATED
 
 LONG = "University hospital of the northern district, outpatients of ward {}"

@@ -11,7 +11,7 @@ from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.loading import as_levels
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.cli.tables import Location
+from dpbilevel.cli.toml_tables import Location
 from tests.cli.config_changes import changed
 from tests.cli.test_runner import loaded
 

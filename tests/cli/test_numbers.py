@@ -8,7 +8,7 @@ import pytest
 
 from dpbilevel.cli.columns import Label, Numeric, Table, check_unit, reader
 from dpbilevel.cli.main import main
-from tests.cli.test_files import TRAINING
+from tests.cli.test_csv_files import TRAINING
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from dpbilevel.cli.plans import largest_power, prepare
 from dpbilevel.privacy.sampling.base import AbstractSampling
 from tests import cases, chromium
 from tests.cli.test_cli import failure
+from tests.cli.test_csv_files import SETTINGS, TRAINING
 from tests.cli.test_figure import LONG, ONE_WORD, result_of
-from tests.cli.test_files import SETTINGS, TRAINING
 from tests.cli.test_runner import rows_of, write_csv
 
 TASKS = ["training", "source_weighting", "group_fair"]

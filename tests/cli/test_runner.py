@@ -17,7 +17,7 @@ from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.loading import as_levels, find_files, load
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.cli.tables import Location
+from dpbilevel.cli.toml_tables import Location
 from dpbilevel.runs import checkpoint
 
 GENERATED = """

@@ -207,7 +207,7 @@ def test_steps_of_candidates_are_not_longer_than_the_curvature_admits():
 )
 def test_such_plans_can_be_written_into_a_config(solver):
     from dpbilevel.cli.config import _solver
-    from dpbilevel.cli.tables import Location
+    from dpbilevel.cli.toml_tables import Location
 
     tables = tomllib.loads(toml_of(solver))
     read = _solver(tables, Location("plan.toml"), solver.neighbours, type(SOURCES))

@@ -16,8 +16,8 @@ from ...core.usability import Columns
 from ...games.problem import AbstractVariationalInequality, SaddleProblem, matrix_game
 from ..columns import Records, Standardized, Table
 from ..data import AbstractGenerated, CsvFile, stacked
-from ..tables import Location
 from ..task import AbstractModel, Blocks, Start, Task
+from ..toml_tables import Location
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

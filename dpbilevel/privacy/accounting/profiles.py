@@ -15,9 +15,9 @@ from ..budget import Neighbours
 from ..sampling.allocation import RandomAllocationEvent
 from . import allocation_loss, closed_forms
 from .closed_forms import gaussian_delta, gaussian_epsilon, is_pure, pure_epsilon
-from .composition import Composition
 from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
 from .repetitions import BestOf, Repetitions, is_selection, renyi_profile
+from .summed_losses import Composition
 
 # A batch with noise below one over this counts as a full batch, because its losses are
 # too large to be discretized.

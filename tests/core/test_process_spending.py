@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.core.spent import ProcessRun, ProcessSpending
+from dpbilevel.core.process_spending import ProcessRun, ProcessSpending
 
 PROBLEM = dpb.FiniteSum(lambda w, z: w * z)
 SOLVER = dpb.NoisyGD(2, 1.0, 0.1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dpbilevel.cli import init, plans, results
-from dpbilevel.cli.files import MALFORMED, read_csv
+from dpbilevel.cli.csv_files import MALFORMED, read_csv
 from dpbilevel.cli.main import main
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import rows_of, write_csv

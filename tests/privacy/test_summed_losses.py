@@ -12,8 +12,8 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
-from dpbilevel.privacy.accounting.composition import Composition, _Law
 from dpbilevel.privacy.accounting.losses import Allocated, Atoms, Shifted, Subset
+from dpbilevel.privacy.accounting.summed_losses import Composition, _Law
 from tests.privacy import reference_accounting as reference
 
 
