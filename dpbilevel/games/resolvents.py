@@ -233,8 +233,8 @@ class Resolvent:
         rows = rows if batch.size is None else batch.size
         if batch.denominator != self.denominator or rows > self.rows:
             raise ValueError(
-                f"{OWNER}: planned for {self.rows} rows over {self.denominator}, got "
-                f"{rows}."
+                f"{OWNER}: planned for at most {self.rows} rows over "
+                f"{self.denominator}, but a batch has {rows} over {batch.denominator}."
             )
         if size > self.dimension:
             raise ValueError(
@@ -267,7 +267,8 @@ class Resolvent:
             added = 2 * self.solve_rounding(dtype)
         if not float(farthest) ** 2 < float(jnp.finfo(dtype).max) / 4:
             raise ValueError(
-                f"{OWNER}: norms of {farthest:.3g} overflow {jnp.dtype(dtype).name}."
+                f"{OWNER}: norms of {farthest:.3g} overflow {jnp.dtype(dtype).name}. "
+                "Change the units of the problem."
             )
         check_rounding(
             OWNER,

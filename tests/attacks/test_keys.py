@@ -101,9 +101,10 @@ ONE_A_CLASS = {
     for cases in (SOLVERS, SAMPLED)
     for name in first_of_each_class(cases)
 }
+# MixedSources alone takes as long as all others together.
+AT_ONCE = {*ONE_A_CLASS.values()} - {"mixed_sources"}
 RUNS = [
-    pytest.param(name, True, marks=() if name in ONE_A_CLASS.values() else slow)
-    for name in SOLVERS
+    pytest.param(name, True, marks=() if name in AT_ONCE else slow) for name in SOLVERS
 ]
 # One for each scheme of sampling also under the generator that is not the default.
 RUNS += [("noisy_gd_adam", False)]

@@ -101,7 +101,7 @@ REFUSALS = {
     ),
     "pure budget and Gaussian noise": (
         lambda: dpb.calibrate(MEDIAN, dpb.NoisyGD(1, 1.0, 0.1), PURE, sizes=50),
-        "delta = 0 asks for pure",
+        "has no noise for delta = 0. Use a delta",
     ),
     "not convex": (
         lambda: dpb.draws.RegularizedExponentialMechanism(
