@@ -144,8 +144,9 @@ def _reduce(solver: AbstractSolver) -> AbstractSolver:
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
     # A clip of a batch of one record would pass for a clip of the record.
-    divisors = (d for d in range(2, fewest // 2 + 1) if common % d == 0)
-    divisor = max(divisors, default=1)
+    factors = (d for d in range(1, math.isqrt(common) + 1) if common % d == 0)
+    divisors = {d for f in factors for d in (f, common // f)}
+    divisor = max(d for d in divisors if d <= max(1, fewest // 2))
 
     def reduced(v: Any) -> Any:
         return type(v)(v.size // divisor) if isinstance(v, kinds) else v

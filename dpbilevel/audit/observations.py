@@ -18,7 +18,12 @@ _AT_ONCE = 10_000  # runs per batch, to bound memory
 
 def check_arguments(run: Any, claim: Any, runs: Any) -> None:
     """Check that an audit can call `run` and `claim`, and has enough runs."""
-    _checks.function("trade_off", run=run, claim=claim)
+    _checks.function("trade_off", run=run)
+    if not callable(claim):
+        raise TypeError(
+            f"trade_off: claim must be a function of epsilons, got {type(claim)}. Make "
+            "one by audit.gaussian_claim(mu) or audit.pure_claim(epsilon)."
+        )
     if not isinstance(runs, int | np.integer) or isinstance(runs, bool):
         got = _checks.shown(runs)
         raise TypeError(f"trade_off: runs must be an integer, got {got}.")

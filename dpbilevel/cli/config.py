@@ -180,7 +180,8 @@ def _check_filled(text: str, place: Location) -> None:
     ]
     if left:
         raise place.error(
-            f"required facts are missing: {', '.join(left)}. Fill in these lines."
+            f"required facts are missing: {', '.join(left)}. Remove the # in front of "
+            "these lines and fill them in."
         )
 
 

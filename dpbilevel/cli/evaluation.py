@@ -96,7 +96,11 @@ class Evaluation:
         """
         if usability is None or self.trivial is not None or self.metric != "accuracy":
             return self
-        return dataclasses.replace(self, trivial=usability.constant_accuracy)
+        # The model is for the validation records if there are two levels.
+        shares = {r: level.constant_accuracy for r, level in usability.levels.items()}
+        roles = (RECORDS, "upper", "lower")
+        found = next((shares[r] for r in roles if r in shares), None)
+        return dataclasses.replace(self, trivial=found)
 
     def _spread(self) -> str:
         """Return one standard deviation of noise and sample, as far as it is known."""

@@ -216,7 +216,8 @@ def bound_to(
         return solver.with_sizes(found)
     if found != solver.sizes:
         raise ValueError(
-            f"{owner}: the plan is for {solver.sizes}, but the data have {found}."
+            f"{owner}: the plan is for {solver.sizes}, but the data have {found}. "
+            f"Calibrate again with sizes={found}."
         )
     return solver
 
@@ -295,5 +296,6 @@ def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return
     raise ValueError(
-        f"{owner}: planned for {dtype}, but the initial point is {found.name}."
+        f"{owner}: planned for {dtype}, but the initial point is {found.name}. Give "
+        f"{dtype} records and initial point, or calibrate without 64-bit."
     )

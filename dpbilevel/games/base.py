@@ -56,7 +56,10 @@ class TheoremConstants:
         """
         diameter = float(problem.w_set.diameter)
         if not 0 < diameter < math.inf:
-            raise ValueError(f"the theorems need a bounded set, got {problem.w_set}.")
+            raise ValueError(
+                "the theorems need a bounded set of more than a point, got "
+                f"{problem.w_set}."
+            )
         spread = problem.constant("bound")
         return cls(
             diameter,

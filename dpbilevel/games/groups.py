@@ -355,7 +355,8 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
         if values.size:
             given = f"{values.tolist()} of sum {np.sum(values):.4g}"
         raise ValueError(
-            f"{owner}: shares must be positive numbers of sum 1 or less, got {given}."
+            f"{owner}: shares must be positive numbers of sum 1 or less, got {given}. "
+            "Declare them from public knowledge."
         )
     return values
 

@@ -95,7 +95,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         if value is None:
             raise ValueError(
                 f"{type(self).__name__}: needs the constant {name}, which is not "
-                f"declared. Give {name}=, valid for every possible record."
+                f"declared. Give {name}=, valid on all of the set for every record."
             )
         return float(value)
 

@@ -277,7 +277,8 @@ class Resolvent:
             share,
             dtype,
             allowed=_ROUNDING,
-            remedy=f"use smaller batches, or dimension= less than {self.dimension}",
+            remedy=f"use a smaller set, or a dimension= below {self.dimension} if w0 "
+            "has fewer coordinates",
         )
 
     def _check_extrapolation(self, share: Number) -> None:

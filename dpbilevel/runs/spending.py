@@ -222,7 +222,8 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
 
     Privacy:
         All runs below the folder together are DP with epsilon and delta of the budget,
-        which is fixed before the first run: a filter by basic composition.
+        up to the rounding of a sum (1e-12 of it): a filter by basic composition, as in
+        `TotalSpent`, of a budget that is fixed before the first run.
     """
     _checks.instance("limit_spending", PrivacyBudget, budget=budget)
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -149,10 +149,6 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
                 from `proposal.count` on hold zeros.
             key: A typed key for this release alone.
         """
-
-    def released(self, state: State) -> PyTree:
-        """Return the point that was released last."""
-        return cast(Any, state).w
 
     def remark(self, state: State) -> str | None:
         """Return a warning for the end of a run, from released values, or `None`."""

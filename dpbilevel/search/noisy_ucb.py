@@ -123,6 +123,10 @@ class NoisyUCB(
         return state.w, state.points, state.values
 
     @override
+    def released(self, state):
+        return state.w
+
+    @override
     def noisy_losses(self, state: _State) -> tuple[Array, Array]:
         return state.points[: int(state.t)], state.values[: int(state.t)]
 

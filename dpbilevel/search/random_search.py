@@ -184,6 +184,10 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         return _State(start, w)
 
     @override
+    def released(self, state):
+        return state.w
+
+    @override
     def releases(self, problem: SearchProblem, sizes: int) -> tuple[Draw]:
         return (self._choice.release(problem, sizes),)
 

@@ -196,6 +196,10 @@ class RepeatAndSelect(
         """Return the answer and its noisy loss."""
         return state.w, state.value
 
+    @override
+    def released(self, state):
+        return state.w
+
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
         """Return the best run after the last step; none if K is zero."""
         last = state.t == self.num_steps

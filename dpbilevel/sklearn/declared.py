@@ -109,7 +109,8 @@ def frame(
     """
     if (bounds is None) == (data_norm is None):
         raise ValueError(
-            f"{owner}: declare bounds=(lower, upper) or data_norm=, and not both."
+            f"{owner}: declare bounds=(lower, upper) or data_norm=, and not both. Take "
+            "them from public knowledge: extremes of the records would reveal these."
         )
     if bounds is None:
         _checks.positive(owner, data_norm=data_norm)

@@ -99,7 +99,10 @@ def test_a_statistic_may_be_infinite():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"claim": 1.0}, "claim must be a function, got 1.0"),
+        (
+            {"claim": 1.0},
+            "claim must be a function of epsilons, got .*Make one by audit",
+        ),
         ({"runs": 2e3}, "runs must be an integer, got 2000.0"),
         ({"runs": True}, "runs must be an integer"),
         ({"run": 3}, r"run must be a function, got 3"),

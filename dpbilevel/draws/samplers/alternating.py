@@ -135,7 +135,10 @@ class AlternatingSampler(AbstractSampler):
 
     def __check_init__(self):
         if self._untimed and (self.num_steps or self.tries):
-            raise ValueError("AlternatingSampler: leave out num_steps and tries.")
+            raise ValueError(
+                "AlternatingSampler: leave out num_steps and tries; records choose them "
+                'if running_time="unprotected".'
+            )
 
     @property
     def _untimed(self) -> bool:
@@ -349,10 +352,14 @@ class AlternatingSampler(AbstractSampler):
 
 def _check(regularity: Regularity, feasible: AbstractSet) -> None:
     if not regularity.strong_convexity:
-        raise ValueError("AlternatingSampler: the potential must be strongly convex.")
+        raise ValueError(
+            "AlternatingSampler: the potential must be strongly convex. Add a "
+            "quadratic term."
+        )
     width = restricted.diameter(feasible, regularity.dimension)
     if not 0 < width < math.inf:
         raise ValueError(
-            f"AlternatingSampler: the set must be bounded, got {feasible}."
+            "AlternatingSampler: the set must be bounded and more than a point, got "
+            f"{feasible}."
         )
     restricted.check_set(feasible)

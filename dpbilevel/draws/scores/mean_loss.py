@@ -204,7 +204,10 @@ class MeanLoss(AbstractScore):
         if self._clipped:
             return self.clip_range
         if self.measure == "slope" and self.problem.public is not None:
-            raise ValueError("FiniteSum: a regularized draw takes no public term.")
+            raise ValueError(
+                "FiniteSum: a regularized draw takes no public term. Leave public out, "
+                "or give RegularizedExponentialMechanism(regularizer=)."
+            )
         declared, diameter = self._declared(), self.problem.w_set.diameter
         if isinstance(diameter, float) and math.isinf(diameter):
             got = f"w_set={self.problem.w_set}"
