@@ -101,7 +101,7 @@ def test_a_statistic_may_be_infinite():
     [
         (
             {"claim": 1.0},
-            "claim must be a function of epsilons, got .*Make one by audit",
+            "claim must be a function of .*Make one by audit",
         ),
         ({"runs": 2e3}, "runs must be an integer, got 2000.0"),
         ({"runs": True}, "runs must be an integer"),

@@ -136,7 +136,7 @@ class AlternatingSampler(AbstractSampler):
     def __check_init__(self):
         if self._untimed and (self.num_steps or self.tries):
             raise ValueError(
-                "AlternatingSampler: leave out num_steps and tries; records choose them "
+                "AlternatingSampler: leave out num_steps and tries: records set them "
                 'if running_time="unprotected".'
             )
 
