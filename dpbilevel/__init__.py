@@ -41,14 +41,14 @@ else:
 
 
 def _names() -> list[str]:
-    """Return the names that `import *` binds."""
+    """Return the names that `from dpbilevel import *` binds."""
     from . import _public
 
     return ["PrivateSearch", "__version__", *_public.__all__]
 
 
 def _private_search() -> type:
-    """Return the class; without scikit-learn, one whose calls raise an error."""
+    """Return the class `PrivateSearch`; without scikit-learn its calls raise errors."""
     try:
         return importlib.import_module(".search.estimator", __name__).PrivateSearch
     except ImportError as error:  # reading a name may raise `AttributeError` only
@@ -58,7 +58,7 @@ def _private_search() -> type:
 
 
 def _unknown(name: str) -> AttributeError:
-    """Return the error for an unknown name; it names a package that has the name."""
+    """Return the `AttributeError` for an unknown name, naming a package that has it."""
     from . import _public
 
     message = f"module {__name__!r} has no attribute {name!r}"

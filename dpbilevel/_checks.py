@@ -33,12 +33,12 @@ def concrete(value: object) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a known number as a float, and a value inside a program as it is."""
+    """Return a value known on the host as a float, and a traced value unchanged."""
     return float(value) if concrete(value) else value
 
 
 def at_least_single(value: float | jax.Array) -> float | jax.Array:
-    """Return a number or array in float32 at least, whose rounding is covered."""
+    """Return a Python number, or an array converted to float32 unless it is float64."""
     if isinstance(value, np.generic):
         return float(value)
     if isinstance(value, np.ndarray | jax.Array):
@@ -48,9 +48,10 @@ def at_least_single(value: float | jax.Array) -> float | jax.Array:
 
 
 def floats(value: Any) -> Any:
-    """Return a tuple whose integers are floats: as integers their sum might overflow.
+    """Convert a tuple or list to a tuple in which floats replace integers.
 
-    Any other value is returned as it is, for the check of the field.
+    The sum of integers might overflow. Any other value is returned as it is, for the
+    check of the field.
     """
     if not isinstance(value, tuple | list):
         return value
@@ -61,7 +62,7 @@ def floats(value: Any) -> Any:
 
 
 def split_field(*shares: float) -> Any:
-    """Return the field of a split of the budget, by default into these shares."""
+    """Declare an Equinox field for a budget split, by default into the given shares."""
     return eqx.field(default=shares, converter=floats)
 
 
@@ -72,7 +73,7 @@ def on_device(records: PyTree) -> PyTree:
 
 
 def shown(value: Any) -> str:
-    """Describe a wrong value for a message.
+    """Return a short text that describes a wrong value, for an error message.
 
     Arrays, dicts and lists may hold records: only their kind and size are shown.
     """
@@ -105,7 +106,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[..., None]:
-    """Return a check that raises `ValueError` unless all known values are in a range.
+    """Return a function that raises `ValueError` unless known values are in a range.
 
     It is called with the name of the owner, and with the values by name.
     """
@@ -196,13 +197,13 @@ _EXAMPLES = {
 
 
 def such_as(*kinds: type) -> str:
-    """Return a sentence with examples of these classes; empty if none is known."""
+    """Return a sentence with code that makes instances of classes, or an empty text."""
     such = [_EXAMPLES[k.__name__] for k in kinds if k.__name__ in _EXAMPLES]
     return f" Give {' or '.join(such)}." if such else ""
 
 
 def names_of(kind: Any) -> str:
-    """Return the names of a class, a union or a tuple of classes."""
+    """Return the names of classes as one text, joined by "or"."""
     return " or ".join(each.__name__ for each in _classes_of(kind))
 
 
@@ -364,7 +365,7 @@ def check_fields(module: Any) -> None:
 
 @functools.cache
 def _checks_of(cls: type) -> list[tuple[str, bool, Any]]:
-    """Return name, whether it may be `None`, and check of each field with a check."""
+    """List (name, whether `None` is allowed, check) for every checked field."""
     found = []
     # Annotations are texts if a module imports them from __future__.
     fields = dataclasses.fields(cls)
@@ -381,7 +382,7 @@ def _checks_of(cls: type) -> list[tuple[str, bool, Any]]:
 
 
 def _check_of(kind: Any) -> Any:
-    """Return the check of one annotation, called with owner, name and value."""
+    """Return the function that checks values of an annotation, `None` without one."""
     if typing.get_origin(kind) is typing.Literal:
         options = typing.get_args(kind)
         return lambda owner, name, value: one_of(owner, name, value, options)

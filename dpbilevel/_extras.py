@@ -23,7 +23,7 @@ _PACKAGES = {"sklearn": "scikit-learn"}  # modules whose package has another nam
 
 
 def missing(what: str, *modules: str, extra: str = "cli") -> str:
-    """Return the message of a part of the library that lacks optional modules.
+    """Return an error message that says how to install missing optional modules.
 
     `extra` is the group of pyproject.toml that has them.
     """
@@ -42,7 +42,7 @@ def check_installed(what: str, *modules: str) -> None:
 
 
 def stand_in(name: str, error: ImportError) -> type:
-    """Return a class whose calls raise the error of a failed import of that class."""
+    """Make a class whose calls raise `ImportError` with the text of a failed import."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise ImportError(str(error)) from error

@@ -96,7 +96,7 @@ class Euclidean(AbstractUnboundedSet):
         return _all(jax.tree.map(jnp.isfinite, w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """Return zero at zero, else `inf`."""
+        """Return the support function: 0 if `g` is zero, else `inf`."""
         return jnp.where(_all(jax.tree.map(lambda v: v == 0, g)), 0.0, jnp.inf)
 
 
@@ -115,7 +115,7 @@ class Ball(AbstractSet):
         _checks.positive("Ball", radius=self.radius)
 
     def project(self, w: PyTree) -> PyTree:
-        """Scale `w - center` to the radius if it is longer."""
+        """Project `w` onto the ball: scale `w - center` to at most the radius."""
         offset = _minus(w, self.center)
         inside = optax.projections.projection_l2_ball(offset, self.radius)
         return inside if self.center is None else optax.tree.add(inside, self.center)
@@ -125,13 +125,13 @@ class Ball(AbstractSet):
         return optax.tree.norm(_minus(w, self.center)) <= self.radius + tolerance
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        r"""Return $\langle g, c \rangle + r \|g\|_2$."""
+        r"""Return the support function $\langle g, c \rangle + r \|g\|_2$."""
         at_center = 0.0 if self.center is None else optax.tree.vdot(g, self.center)
         return jnp.asarray(at_center + self.radius * optax.tree.norm(g))
 
     @property
     def reach(self) -> float:
-        """The norm of the center plus the radius."""
+        """Largest norm of a member, at most that of the center plus the radius."""
         center = 0.0 if self.center is None else optax.tree.norm(self.center)
         return _checks.number(center) + _checks.number(self.radius)
 
@@ -176,7 +176,7 @@ class Box(AbstractSet):
         return _all(jax.tree.map(within, w, *self._bounds(w)))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        r"""Return $\sum_j \max(g_j l_j, g_j u_j)$."""
+        r"""Return the support function $\sum_j \max(g_j l_j, g_j u_j)$."""
 
         def largest(v, low, high):
             ends = jnp.maximum(v * low, v * high)
@@ -186,7 +186,7 @@ class Box(AbstractSet):
 
     @property
     def reach(self) -> float:
-        """The norm of both corners together; raises an error as `diameter` does."""
+        """Upper bound of a member's norm, by both corners; raises as `diameter`."""
         squares = optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2
         return _checks.number(squares**0.5) + 0 * self.diameter  # raises its error
 
@@ -235,7 +235,7 @@ class NonNegative(AbstractUnboundedSet):
         return _all(jax.tree.map(lambda v: v >= -tolerance, w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """Return zero if no entry is positive, else `inf`."""
+        """Return the support function: 0 if no entry is positive, else `inf`."""
         return jnp.where(_all(jax.tree.map(lambda v: v <= 0, g)), 0.0, jnp.inf)
 
 
@@ -252,7 +252,7 @@ class Simplex(AbstractSet):
         _checks.positive("Simplex", scale=self.scale)
 
     def project(self, w: PyTree) -> PyTree:
-        """Return the exact projection, by sorting."""
+        """Project `w` onto the simplex exactly, by sorting."""
         # A common shift of all entries does not change the projection. It removes the
         # rounding of large entries from the sum of the result.
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers in
@@ -268,11 +268,11 @@ class Simplex(AbstractSet):
         )
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """Return the largest entry times the scale."""
+        """Return the support function: the largest entry times the scale."""
         return jnp.asarray(self.scale * optax.tree.max(g))
 
     def dimension(self, w: PyTree) -> int:
-        """Return the number of entries minus one."""
+        """Return the dimension: the number of entries minus one."""
         return AbstractSet.dimension(self, w) - 1
 
     @property
@@ -305,17 +305,17 @@ class Product(AbstractSet):
         return _all(self._map(lambda part, v: part.contains(v, tolerance), w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
-        """Return the sum over the parts."""
+        """Return the sum of the support functions of the parts."""
         supports = self._map(lambda part, v: part.support(v), g)
         return jnp.asarray(optax.tree.sum(supports))
 
     def dimension(self, w: PyTree) -> int:
-        """Return the sum over the parts."""
+        """Return the sum of the dimensions of the parts."""
         return sum(jax.tree.leaves(self._map(lambda part, v: part.dimension(v), w)))
 
     @property
     def reach(self) -> float:
-        """The root of the sum of squared bounds of the parts."""
+        """Upper bound of a member's norm: the root of the parts' squared bounds."""
         parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
         return sum(part.reach**2 for part in parts) ** 0.5
 

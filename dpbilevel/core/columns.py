@@ -42,7 +42,7 @@ class Column:
 
     @classmethod
     def of(cls, column: Any) -> "Column":
-        """Make a column of a list, an array, a data frame column or an Arrow column.
+        """Make a `Column` of a list, an array, a data frame column or an Arrow column.
 
         A sequence has one entry for each of its elements. An element in a list or
         array of its own stands for itself; any longer one is no number and no text.
@@ -64,7 +64,7 @@ class Column:
         return cls(separate(values, len(values)), kind_of(own))
 
     def numbers(self) -> Float[np.ndarray, "..."]:
-        """Return the entries as 64-bit floats; NaN for objects that are no numbers."""
+        """Return a float64 array of the entries; NaN for objects without a number."""
         array = self.entries
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # a warning would reveal an entry
@@ -75,7 +75,7 @@ class Column:
 
 
 def elements(values: Any) -> list[Any] | None:
-    """Return the elements of a list or another sequence, each as it is.
+    """Return a list of a sequence's elements, unchanged; `None` for arrays and texts.
 
     NumPy would read all of them together, and raise an error if one has another shape.
 
@@ -102,15 +102,16 @@ def elements(values: Any) -> list[Any] | None:
 
 
 def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
-    """Return an array of `count` objects; NumPy never takes one for a row."""
+    """Return a 1-D object array of `count` values, even if they are sequences."""
     return np.fromiter(values, object, count)
 
 
 def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
-    """Return the cells of rows, each read alone, or `None` if rows have no cells.
+    """Return a 2-D object array of the cells of rows; `None` if rows have no cells.
 
-    The width is the most frequent one. A row of another width is a row of `None`, which
-    is no number. Privacy: the width counts as public, like the columns of a table.
+    Each row is read alone. The width is the most frequent one. A row of another width
+    is a row of `None`, which is no number. Privacy: the width counts as public, like
+    the columns of a table.
 
     Args:
         rows: One row for each record, as from `elements`.
@@ -128,7 +129,7 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
 
 
 def _cells(row: Any) -> list[Any] | None:
-    """Return the cells of a row; `None` if the object is no row."""
+    """Return a list of the cells of a row; `None` if the object is no row."""
     try:
         if isinstance(row, str | bytes | dict | set | frozenset) or len(row) < 0:
             return None
@@ -138,7 +139,7 @@ def _cells(row: Any) -> list[Any] | None:
 
 
 def _entry(value: Any) -> Any:
-    """Return an entry of a list; a list of one element stands for that element."""
+    """Return the value itself, or the only element of a list or array of one."""
     try:
         if value is np.ma.masked:
             return None
@@ -150,7 +151,7 @@ def _entry(value: Any) -> Any:
 
 
 def _unmasked(array: np.ma.MaskedArray) -> Shaped[np.ndarray, "..."]:
-    """Return the entries of a masked array as objects; masked ones are `None`."""
+    """Return a masked array as an object array in which masked entries are `None`."""
     entries = np.array(array.data, object)
     entries[np.ma.getmaskarray(array)] = None
     return entries
@@ -207,7 +208,7 @@ def _only_column(table: Any) -> Any:
 
 
 def _listed(column: Any, dtype: Any) -> list[Any] | None:
-    """Return the entries if NumPy would choose their type; `None` for arrays."""
+    """Return the entries of a column as a list; `None` if it has a type of NumPy."""
     if hasattr(column, "to_pylist"):  # pyarrow
         return column.to_pylist()
     if isinstance(dtype, np.dtype):

@@ -18,7 +18,7 @@ _ITERATIONS, _ACCURACY = 100, 1e-4
 def overshooting_row(
     step_size: Any, public_gradient: Callable[[PyTree], PyTree], w0: PyTree
 ) -> tuple[ForecastRow, ...]:
-    r"""Return the row of a forecast on steps that overshoot the public terms.
+    """Return a tuple: a `ForecastRow` if steps overshoot the public terms, or empty.
 
     Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
     `Descent.curvature_limited` prevents that while a solver runs, at the cost of
@@ -48,7 +48,7 @@ def overshooting_row(
 def unstable_row(
     step_size: Any, smoothness: float | None, momentum: float | None = None
 ) -> tuple[ForecastRow, ...]:
-    r"""Return the row of a forecast on steps beyond a declared curvature of losses.
+    r"""Return a tuple: a `ForecastRow` if steps are too long for the losses, or empty.
 
     Args:
         step_size: A number, or a `Rule`, about whose steps nothing is known.
@@ -78,7 +78,7 @@ def unstable_row(
 
 
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
-    """Return the largest eigenvalue of a Hessian, by power iteration from below.
+    """Estimate the largest eigenvalue of a Hessian from below, by power iteration.
 
     Args:
         gradient: The gradient of a function without data.
@@ -96,7 +96,7 @@ def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
 
 
 def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
-    """Return the eigenvalue of the Hessian whose sum with the shift is largest."""
+    """Return the eigenvalue of a Hessian that is farthest from `-shift`."""
 
     # Compiled, as the steps of the solver are.
     @jax.jit
@@ -133,7 +133,7 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
 
 
 def float_array(value: Any) -> jax.Array:
-    """Return an array of floats, for derivatives."""
+    """Convert a value to a JAX array of floats, so that derivatives exist."""
     value = jnp.asarray(value)
     floating = jnp.issubdtype(value.dtype, jnp.inexact)
     return value if floating else value.astype(jnp.result_type(float))

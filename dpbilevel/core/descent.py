@@ -20,7 +20,7 @@ class Rule(eqx.Module):
 
 
 def as_rule(value: Any) -> Any:
-    """Convert the value of a `StepSize` field: wrap an optimizer as a static part.
+    """Wrap an optax optimizer in a static `Rule`; return a number as it is.
 
     A number stays a leaf of the solver, so that changing it does not retrace.
     """
@@ -61,7 +61,7 @@ class SkippedUpdates(eqx.Module):
 
     @classmethod
     def none(cls) -> "SkippedUpdates":
-        """Return the count before the first update: zero."""
+        """Return a `SkippedUpdates` of zero, for before the first update."""
         return cls(jnp.zeros((), jnp.int32))
 
     def plus(self, *counts: Int[Array, ""]) -> "SkippedUpdates":
@@ -70,7 +70,7 @@ class SkippedUpdates(eqx.Module):
 
 
 def rejected_updates(state: PyTree) -> Int[Array, ""]:
-    """Return the number of updates that were left out on the way to a state."""
+    """Return the number of updates skipped in a run so far, as counted in its state."""
     nodes = jax.tree.leaves(state, is_leaf=_counts)
     return SkippedUpdates.none().plus(*(v.count for v in nodes if _counts(v))).count
 
@@ -112,13 +112,13 @@ class Descent(eqx.Module):
         return optax.sgd(self.step_size, self.momentum, nesterov=True)
 
     def init(self, w: PyTree) -> Memory:
-        """Return the state before the first update, which starts at `w`."""
+        """Return the `Memory` before the first update, which starts at `w`."""
         return Memory(self.rule.init(w), SkippedUpdates.none())
 
     def update(
         self, gradient: PyTree, memory: Memory, w: PyTree
     ) -> tuple[PyTree, Memory]:
-        r"""Return $w_{t+1}$ and the state after an update along $q_t$.
+        """Return $w_{t+1}$ and the `Memory` after a step along the gradient $q_t$.
 
         If the result is not finite, variable and rule stay as they were, and the
         skipped update is counted.
@@ -177,7 +177,7 @@ class LastStep(eqx.Module):
 
     @classmethod
     def none(cls, w: PyTree) -> "LastStep":
-        """Return the state before the first step."""
+        """Return a `LastStep` for before the first step: no move, factor 1."""
         return cls(optax.tree.zeros_like(w), jnp.zeros(()), jnp.ones(()))
 
     def shorter(self, gradient: PyTree) -> PyTree:
@@ -185,7 +185,7 @@ class LastStep(eqx.Module):
         return jax.tree.map(lambda v: self.factor.astype(v.dtype) * v, gradient)
 
     def excess(self, gradient: PyTree, deviation: Any) -> Float[Array, ""]:
-        r"""Return how many times too long the step was for the curvature along it.
+        r"""Return how many times too long the last step was for the curvature along it.
 
         Return 1 if it was not too long. With $r = \langle q_t, \Delta_t \rangle / a_t$,
         return $\max(2, 1 + r)$ if $r > \tfrac12 + 3 s \|\Delta_t\| / a_t$.
@@ -208,7 +208,7 @@ class LastStep(eqx.Module):
     def then(
         self, gradient: PyTree, deviation: Any, w: PyTree, new: PyTree
     ) -> tuple[PyTree, "LastStep"]:
-        r"""Return the next iterate: back along a step that was too long, or `new`.
+        """Return the pair of next iterate (`new`, or a step back) and its `LastStep`.
 
         Args:
             gradient: $q_t$.
@@ -240,7 +240,7 @@ class LastStep(eqx.Module):
 def finite_or(
     new: PyTree, old: PyTree, rejections: SkippedUpdates
 ) -> tuple[PyTree, SkippedUpdates]:
-    """Return `new` if it is finite, else `old`, and the count of skipped updates.
+    """Return `new` if finite, else `old`, and the updated `SkippedUpdates`.
 
     The squares of `new` must be finite too, for norms and averages of iterates. The
     state of an optimizer may start at infinity: only values that were finite must stay

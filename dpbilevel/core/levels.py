@@ -33,7 +33,7 @@ class Levels(eqx.Module):
 
     @classmethod
     def shared(cls, records: PyTree) -> Self:
-        """Return data in which every record enters both levels.
+        """Return `Levels` in which every record enters both levels.
 
         Args:
             records: A pytree whose leaves share their leading axis.
@@ -83,7 +83,7 @@ class Sizes:
 
 
 def people_of(sizes: object) -> People | None:
-    """Return the relation of the people in two levels; `None` for one level."""
+    """Return the `People` of the sizes of two levels; `None` for one level."""
     return sizes.people if isinstance(sizes, Sizes) else None
 
 
@@ -116,7 +116,7 @@ def check_disjoint(data: Levels) -> None:
 
 
 def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
-    """Return the name of a file, or of copies, that both levels read; empty if none."""
+    """Describe the file, or copies of a file, that both levels read; "" if none."""
     if set(upper.identities) & set(lower.identities):
         return "one file"
     for group in copies({*upper.tables, *lower.tables}):
@@ -127,7 +127,7 @@ def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
 
 
 def _arrays(level: PyTree) -> list[tuple[Any, Any]]:
-    """Return path and array of the leaves with entries; of disk, what it reads from."""
+    """List (path, array) of a level's nonempty arrays, also those behind `OnDisk`."""
     records = level.store.arrays if isinstance(level, OnDisk) else level
     leaves = jax.tree_util.tree_leaves_with_path(records)
     kinds = np.ndarray | jax.Array
@@ -135,7 +135,7 @@ def _arrays(level: PyTree) -> list[tuple[Any, Any]]:
 
 
 def _share_memory(first: object, second: object) -> bool:
-    """Return whether two NumPy arrays have an entry in common, if that is quick."""
+    """Return whether two NumPy arrays share an entry; false if that takes too long."""
     if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray):
         return False
     most: Any = 10_000  # its type differs between stubs of NumPy's releases

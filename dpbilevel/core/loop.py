@@ -35,7 +35,7 @@ def solve(
     key: PRNGKey,
     trajectory: bool = False,
 ) -> Solution[None]:
-    """Run `solver` on `problem` and return the released solution.
+    """Run `solver` on `problem` and return the released `Solution`.
 
     A pure function of its arguments: `jax.jit(solve)` compiles once for all numbers,
     `jax.vmap` runs a batch of keys or of stacked solvers: as many runs, as many
@@ -87,7 +87,7 @@ def solve(
 
 
 def solved(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
-    """Run what `solve` runs, without counting it among the runs of this process.
+    """Return the `Solution` of `solve`, not counted among the runs of this process.
 
     It is for callers that count it themselves, and for runs on synthetic records.
     Arguments are those of `solve`.
@@ -124,7 +124,7 @@ def check_method(owner: str, problem: object, solver: Any, key: PRNGKey) -> None
 
 
 def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
-    """Run a solver that is bound to the sizes of the data; all arguments are checked.
+    """Run a solver bound to the data's sizes, without checks; return a `Solution`.
 
     Arguments are those of `solve`.
 
@@ -148,7 +148,7 @@ def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution
 def rows_of(
     solver: AbstractSolver, data: PyTree, key: PRNGKey, owner: str = "solve"
 ) -> PyTree:
-    """Return the records as steps of a bound solver read them."""
+    """Return the records as JAX arrays, padded as steps of a bound solver read them."""
     data = _checks.on_device(data)
     check_shared(key, data)
     return planned_rows(solver, data, owner)
@@ -163,10 +163,11 @@ def scan_steps(
     *,
     trajectory: bool = False,
 ) -> tuple[PyTree, PyTree | None]:
-    """Run one step per key: the loop under `solve`.
+    """Run one step per key; return the last state, and the iterates or `None`.
 
-    The solver is calibrated and bound to the data's sizes, the records are in
-    `planned_rows`. Returns the new state, and with `trajectory` the released iterates.
+    This is the loop under `solve`. The solver is calibrated and bound to the data's
+    sizes, the records are in `planned_rows`. With `trajectory` the released iterates
+    are returned.
     """
 
     def one_step(state, key):
@@ -193,7 +194,7 @@ def inner_solve(problem, solver, data, start, *, key) -> tuple[PyTree, Count]:
 def bound_to(
     problem: AbstractProblem, solver: Solver, data: PyTree, owner: str = "solve"
 ) -> Solver:
-    """Return the solver with the sizes of its plan, checked against the data.
+    """Return the solver bound to its planned sizes or, without a plan, to the data's.
 
     Only the shapes of the data are read; `owner` is named in an error.
 
@@ -223,7 +224,7 @@ def bound_to(
 
 
 def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> PyTree:
-    """Return the records in a number of rows that is public.
+    """Return the records, padded under add-or-remove-one to the rows of the plan.
 
     Under add-or-remove-one the number of records is private, and the program that reads
     them, down to the rounding of every record's gradient, depends on the shapes that it

@@ -26,7 +26,7 @@ class StaticLeaves:
     pair: bool
 
     def merge(self, value: PyTree) -> PyTree:
-        """Return `value` with these leaves, if it is like the initial point."""
+        """Put these leaves back into `value` if it is like the initial point."""
         if self.pair and isinstance(value, tuple) and value[1:] == (None,):
             return eqx.combine(value[0], self.parts[0]), None
         if jax.tree.structure(value) != self.variables:
@@ -51,7 +51,7 @@ class _OfArrays:
 def arrays_of(
     owner: str, problem: AbstractProblem, w0: PyTree
 ) -> tuple[Any, PyTree, StaticLeaves | None]:
-    """Split the leaves that are no arrays off an initial point that is a module.
+    """Return the problem on arrays, the arrays of `w0`, and other leaves or `None`.
 
     Args:
         owner: The name of the caller in an error.

@@ -42,7 +42,7 @@ def calibrate(
     precision: Precision = "grid",
     before: tuple[AbstractRelease, ...] = (),
 ) -> Plan[Solver]:
-    r"""Find the least noise at which one run of `solver` stays within `budget`.
+    r"""Return a `Plan` with the least noise at which one run stays within `budget`.
 
     Everything that decides the guarantee is public and on the host: the ledger of the
     whole run is composed for a common noise scale, and $\delta$ at the target
@@ -101,7 +101,7 @@ def calibrated(
     precision: Precision = "grid",
     before=(),
 ) -> Plan[Solver]:
-    """Return the plan of `calibrate`, without a warning of the plan's remarks."""
+    """Return the `Plan` of `calibrate`, without warning of its remarks."""
     solver_for(problem, solver, "calibrate")
     _checks.instance("calibrate", PrivacyBudget, budget=budget)
     _checks.instance("calibrate", tuple, before=before)
@@ -138,14 +138,14 @@ def calibrated(
 
 
 def _shaped(leaf: Any) -> Any:
-    """Return zeros for a shape, which take no memory."""
+    """Return NumPy zeros, which take no memory, for a shape; other leaves as is."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
-    """Return the ledger with these releases in front of its own."""
+    """Return a `Ledger` with the releases `before` in front of its own."""
     return dataclasses.replace(ledger, releases=(*before, *ledger.releases))
 
 
@@ -215,7 +215,7 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
 
 
 def _least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> float:
-    """Return the least argument, up to the tolerance, at which delta is allowed."""
+    """Return the least argument, to a tolerance, with `delta` at most `allowed`."""
     delta = functools.cache(delta)  # with sampled batches one takes a second
 
     def unsafe(scale: float) -> bool:

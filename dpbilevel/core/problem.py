@@ -21,7 +21,7 @@ class AbstractProblem(eqx.Module):
 
     @abc.abstractmethod
     def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
-        """Return the numbers of records in `data`.
+        """Return the number of records in `data`, or `Sizes` for two levels.
 
         Args:
             data: The records.
@@ -47,7 +47,7 @@ class AbstractProblem(eqx.Module):
         """
 
     def traced(self, w0: PyTree, data: PyTree) -> Self:
-        """Check `w0` and `data`; return the problem with what tracing them can tell.
+        """Check `w0` and `data`; return the problem with facts found by tracing it.
 
         Tracing tells nothing by default. Errors are those of `check`.
 
@@ -63,7 +63,7 @@ class AbstractOneLevel(AbstractProblem):
     """A problem on the records of one level, whose sizes are one number."""
 
     def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
-        """Return the length of the leading axis.
+        """Return the number of records: the length of the leading axis.
 
         Raises:
             TypeError: `people` is given, or the records are those of two levels.

@@ -90,7 +90,7 @@ class ProcessSpending:
 
     @property
     def advanced(self) -> Costs:
-        r"""Epsilon and delta by advanced composition.
+        r"""Total epsilon and delta of the runs by advanced composition.
 
         With $\tilde\delta = \sum_i \delta_i$ the total is
 
@@ -141,7 +141,7 @@ _process = _Process()
 
 
 def spent() -> ProcessSpending:
-    """Return the private runs of this process that released something, and their total.
+    """Return the private runs of this process and their total, a `ProcessSpending`.
 
     The total counts the fits of estimators and of `PrivateSearch`, `fit`, `solve`,
     `minimize`, `AskTell` and studies. Each counts in full from its first release on,
@@ -261,7 +261,7 @@ def _remember(solver: Any, sizes: Any, costs: Costs) -> None:
 
 
 def totals(runs: Sequence[Any]) -> list[str]:
-    """Return the total cost of runs, in lines of text."""
+    """Return a list of lines of text on the total cost of runs, by relation."""
     lines, groups = [], {}
     for run in sorted(runs, key=lambda run: (run.relation, run.people)):
         groups.setdefault((run.relation, run.people), []).append(run)

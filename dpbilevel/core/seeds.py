@@ -26,7 +26,7 @@ class Seedless:
     """A mixin of estimators that answers to `random_state` with advice."""
 
     def __new__(cls, *args: Any, **parameters: Any) -> Self:
-        """Make an estimator.
+        """Make an estimator; refuse `random_state`.
 
         Raises:
             TypeError: `random_state` is given.
@@ -35,7 +35,7 @@ class Seedless:
         return super().__new__(cls)
 
     def set_params(self, **parameters: Any) -> Self:
-        """Set parameters, as estimators of scikit-learn do.
+        """Set parameters and return the estimator, as scikit-learn does.
 
         Args:
             **parameters: Their values by name.

@@ -67,7 +67,7 @@ class LevelUsability:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The declared values that are probably misspelt.
+        """Names of the declared values that are probably misspelt.
 
         These are classes, groups and sources without a record beyond the noise, if
         records cannot be used because of the column of these values.
@@ -85,7 +85,7 @@ class LevelUsability:
 
     @property
     def rare(self) -> tuple[str, ...]:
-        """The declared values that no record seems to have, if the noise is small.
+        """Names of the declared values that no record seems to have, if noise is small.
 
         The noise is small enough if equal shares would be seen: an equal share is lost
         in the noise with probability 3e-5 at most.
@@ -99,7 +99,7 @@ class LevelUsability:
 
     @property
     def _lists(self) -> Iterator[tuple[str, dict[str, float], float]]:
-        """Column, shares and noise of the classes, and of the groups or sources."""
+        """Tuples (column, shares, noise): of classes, and of groups or sources."""
         if self.classes:
             yield next(iter(self.columns)), self.classes, OF_COLUMNS * self.noise_std
         if self.places:
@@ -107,7 +107,7 @@ class LevelUsability:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """The columns that are wrong in many records, the worst first.
+        """Names of the columns that are wrong in many records, the worst first.
 
         These columns exceed the noise, and half of the share of the worst column.
         """
@@ -145,7 +145,7 @@ class LevelUsability:
 
     @property
     def constant_accuracy(self) -> float | None:
-        """The share of the most frequent class among the listed ones.
+        """Share of the most frequent class among all classes; `None` without classes.
 
         It is the accuracy of the best constant answer, up to noise. `None` if the label
         is a number.
@@ -168,12 +168,12 @@ class Usability:
 
     @property
     def stops(self) -> bool:
-        """Whether a model of the records of a level is of no use."""
+        """Whether a model of the records of some level is of no use."""
         return any(level.stops for level in self.levels.values())
 
     @property
     def usable(self) -> float:
-        """The least share of usable records of a level, cut to [0, 1]."""
+        """Smallest share of usable records among the levels, cut to [0, 1]."""
         shares = (level.usable for level in self.levels.values())
         return min(max(min(shares, default=math.nan), 0.0), 1.0)
 
@@ -197,7 +197,7 @@ class Usability:
 
 
 def _unseen(shares: dict[str, float], noise: float) -> list[str]:
-    """Return the values whose share is zero up to noise."""
+    """Return a list of the names whose share is zero up to noise."""
     return [name for name, share in shares.items() if share < _DEVIATIONS * noise]
 
 
@@ -243,7 +243,7 @@ def _remark(level: LevelUsability) -> str:
 
 
 def _first(names: Iterator[str]) -> str:
-    """Return ten names as a list, and how many more there are."""
+    """Return a text with the first ten names and the number of the others."""
     shown = [*names]
     more = f" and {len(shown) - 10} more" if len(shown) > 10 else ""
     return ", ".join(shown[:10]) + more

@@ -44,7 +44,7 @@ class Plan(Generic[Solver]):
         return f"{kind}({method}, {self.report.claim})"
 
     def rows(self) -> dict[str, object]:
-        """Return the rows that a notebook shows of the plan, by name."""
+        """Return a dict of the rows that a notebook shows of the plan, by name."""
         solver = self.solver
         method = {"method": type(solver).__name__, "steps": solver.num_steps}
         return method | {"sizes": solver.sizes} | self.report.rows()
@@ -79,7 +79,7 @@ class Solution(eqx.Module, Generic[Report]):
     report: Report = eqx.field(static=True, default=None)
 
     def with_leaves(self, leaves: StaticLeaves) -> Self:
-        """Return the solution as modules, with the leaves that are no arrays."""
+        """Return a `Solution` of modules: its arrays with these other leaves."""
         parts: dict[str, Any] = {"value": leaves.merge(self.value)}
         if self.trajectory is not None:
             parts["trajectory"] = leaves.merge(self.trajectory)
@@ -122,7 +122,7 @@ class Solution(eqx.Module, Generic[Report]):
 
 
 def divergence(rejected_updates: int) -> str | None:
-    """Return the warning for the user, or `None` if no update was skipped."""
+    """Return a text that warns of a diverged run; `None` if no update was skipped."""
     if not rejected_updates:
         return None
     return (

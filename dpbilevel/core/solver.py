@@ -52,7 +52,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @property
     def basis(self) -> Basis:
-        """Grounds of the sensitivities of all releases; by default clipping."""
+        """`Basis` of the sensitivities of all releases; by default clipping."""
         return Basis.CLIPPED
 
     @abc.abstractmethod
@@ -83,14 +83,14 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
-        """Return all releases of a run on data of these sizes.
+        """Return the `Ledger` of all releases of a run on data of these sizes.
 
         Raises:
             ValueError: The solver is not calibrated.
         """
 
     def ledger_of_steps(self, problem: Problem, sizes: Any, done: int) -> Ledger:
-        """Return the releases of the first `done` steps, at least 1.
+        """Return the `Ledger` of the first `done` steps, at least 1.
 
         The default is all releases of the run, which are more than were made. A solver
         whose steps all make the same releases overrides it.
@@ -99,7 +99,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def with_noise(self, scale: Number) -> Self:
-        """Return the same solver at this noise, divided as its fields specify.
+        """Return a copy of the solver at this noise, divided as its fields specify.
 
         Args:
             scale: The noise multiplier of the single Gaussian release that a run on
@@ -109,7 +109,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """
 
     def with_sizes(self, sizes: Any) -> Self:
-        """Return the same solver, bound to these numbers of records.
+        """Return a copy of the solver, bound to these numbers of records.
 
         Args:
             sizes: `Sizes` for two levels, an integer for one.
@@ -130,7 +130,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         return self
 
     def with_precision(self, precision: Precision) -> Self:
-        """Return the same solver with every mechanism in this precision.
+        """Return a copy of the solver with every mechanism in this precision.
 
         Args:
             precision: `"grid"` or `"float"`, as in `Gaussian`.
@@ -140,7 +140,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     def forecast(
         self, problem: Problem, sizes: Any, w0: PyTree
     ) -> tuple[ForecastRow, ...]:
-        """Return rows of the report's forecast on noise and steps; by default none.
+        """Return a tuple of `ForecastRow`s on noise and steps; by default empty.
 
         Args:
             problem: The problem.
@@ -150,7 +150,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         return ()
 
     def with_neighbours(self, neighbours: Neighbours) -> Self:
-        """Return the same solver with every mechanism under this relation.
+        """Return a copy of the solver with every mechanism under this relation.
 
         Args:
             neighbours: The relation.
@@ -163,11 +163,11 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Return the number of coordinates of each release, by name in the ledger."""
+        """Return a dict of each release's number of coordinates, by its name."""
 
 
 def _with(part: Any, **changes: Any) -> Any:
-    """Return a part of a solver whose fields of these names have these values."""
+    """Return a copy of a solver's part with these fields replaced, at any depth."""
     if isinstance(part, tuple):
         parts = tuple(_with(inner, **changes) for inner in part)
         same = all(new is old for new, old in zip(parts, part, strict=True))
@@ -205,7 +205,7 @@ class AbstractGaussianSolver(AbstractSolver[Problem, State]):
 
     @property
     def release_noise(self) -> Gaussian:
-        """Mechanism of one release."""
+        """Gaussian mechanism of one release."""
         return Gaussian(self.noise_multiplier, self.neighbours, self.precision)
 
 
@@ -231,12 +231,12 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
 
     @property
     def run_noise(self) -> Gaussian:
-        """Mechanism of the single release on full batches that a run amounts to."""
+        """Gaussian mechanism of the one full-batch release that a run amounts to."""
         return self.release_noise.scaled(self.num_releases**-0.5)
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """Return one of the equal releases of a step.
+        """Declare one of the equal releases of a step.
 
         Args:
             problem: The problem.
@@ -247,12 +247,12 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
         """
 
     def counted_release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """Return the release with the number of times that a run makes it."""
+        """Return the declared `release`, with its `count` in a whole run."""
         release = self.release(problem, sizes)
         return dataclasses.replace(release, count=self.num_releases)
 
     def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
-        """Return the assumptions of the guarantee besides clipping; by default none.
+        """Return texts on what is assumed besides clipping; by default none.
 
         Args:
             problem: The problem.

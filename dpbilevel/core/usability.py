@@ -64,7 +64,7 @@ class Columns:
 
     @property
     def lists(self) -> tuple[tuple[tuple[str, ...], float], ...]:
-        """Values and length of the blocks of classes, and of groups or sources."""
+        """Pairs (names, block length): of the classes, and of the groups or sources."""
         few = self.places if len(self.places) <= _MOST_PLACES else ()
         return (self.classes, _BLOCK), (few, _PLACES)
 
@@ -83,7 +83,7 @@ class Columns:
         label: Int[np.ndarray, " n"] | None = None,
         place: Int[np.ndarray, " n"] | None = None,
     ) -> Float[np.ndarray, "n w"]:
-        """Return one row of indicators for each record, centred to be short.
+        """Return an array with one row of centred indicators for each record.
 
         Args:
             unusable: Whether the cell of each column leaves its record without
@@ -132,7 +132,7 @@ class RecordsCheck:
         neighbours: Neighbours = Neighbours.REPLACE_ONE,
         precision: Precision = "grid",
     ) -> "RecordsCheck":
-        """Return the check at a hundredth of the squared budget of every person.
+        """Plan a `RecordsCheck` for a hundredth of every person's squared budget.
 
         Args:
             columns: The declarations by role: `"records"` for one level; `"upper"` and
@@ -154,7 +154,7 @@ class RecordsCheck:
 
     @property
     def _by_role(self) -> dict[str, Release]:
-        """The releases by the role of the records that each of them reads."""
+        """Dict of the releases by the role of the records that each of them reads."""
         return {release.queries[0].role: release for release in self.releases}
 
     @property
@@ -176,7 +176,7 @@ class RecordsCheck:
         key: PRNGKey,
         owner: str = "solve",
     ) -> Usability:
-        """Release the fractions of usable records.
+        """Release the fractions of usable records, as a `Usability`.
 
         Args:
             indicators: The rows of `Columns.indicators`, by role; under replace-one as
@@ -201,7 +201,7 @@ class RecordsCheck:
     def means(
         self, indicators: Mapping[str, Any], key: PRNGKey, owner: str = "solve"
     ) -> dict[str, Float[Array, " w"]]:
-        """Release the mean of the indicators of each level that is checked.
+        """Release a dict, by role, of the mean of each checked level's indicators.
 
         Arguments and errors are those of `release`.
         """
@@ -216,7 +216,7 @@ class RecordsCheck:
 def released_mean(
     release: Release, rows: Any, *, key: PRNGKey, owner: str = "solve"
 ) -> Float[Array, " w"]:
-    """Make a release that reads the mean of one level's rows.
+    """Release the noisy mean of one level's rows.
 
     Args:
         release: The release, of one query.
@@ -268,7 +268,7 @@ _NAMES[RECORDS] = "usable records"
 
 @functools.partial(jax.jit, static_argnums=0)
 def _released(query: Query, mechanism: Gaussian, rows, *, key) -> Float[Array, " w"]:
-    """Make the release of one query; compiled once for all multipliers."""
+    """Release the noisy mean that a query reads; compiled once for all multipliers."""
     upper, lower = (rows if role == query.role else None for role in LEVELS)
     data = rows if query.role == RECORDS else Levels(upper, lower)
     release = Release(_NAMES[query.role], 1, (query,), mechanism)
@@ -280,7 +280,7 @@ def _itself(row: Float[Array, " w"]) -> Float[Array, " w"]:
 
 
 def _level(columns: Columns, released, noise_std: float) -> LevelUsability:
-    """Return the shares that a mean of rows of `Columns.indicators` represents."""
+    """Convert a mean of rows of `Columns.indicators` to a `LevelUsability`."""
     means, count = np.asarray(released, float), len(columns.names)
     wrong, rest = means[1 : 1 + count] / _BLOCK, means[1 + count :]
     shares = []

@@ -19,7 +19,7 @@ class Neighbours(enum.Enum):
 
     @property
     def contributions(self) -> float:
-        """Number of records' contributions that two neighbours differ by."""
+        """Number of record contributions by which two neighbours differ."""
         return 2.0 if self is Neighbours.REPLACE_ONE else 1.0
 
 

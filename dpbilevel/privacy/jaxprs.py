@@ -11,7 +11,7 @@ Compute = Callable[[Any, list[Any]], Sequence[Any]]  # (equation, operands)
 
 
 def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
-    """Return the results of a jaxpr.
+    """Evaluate a jaxpr; return the list of its results.
 
     Args:
         jaxpr: The jaxpr.
@@ -30,13 +30,13 @@ def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
 
 
 def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Return the results of an equation's primitive with these parameters."""
+    """Bind an equation's primitive with these parameters; return a list of results."""
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
 
 
 def retraced(value: Any, compute: Compute) -> Any:
-    """Return a parameter of an equation with each jaxpr in it computed by `compute`."""
+    """Return an equation's parameter with each jaxpr in it traced anew by `compute`."""
     if isinstance(value, tuple):
         items = [retraced(v, compute) for v in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
@@ -55,13 +55,13 @@ def _with(jaxpr: Any, compute: Compute, consts: Sequence[Any], *args: Any) -> li
 
 
 def traced(fun: Callable, variables: Sequence[Any]) -> Any:
-    """Return the jaxpr of a function of arrays with the types of these variables."""
+    """Return the closed jaxpr of a function of arrays typed like these variables."""
     avals = [v.aval for v in variables]
     return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in avals))
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """Return the arrays that a jaxpr, or one inside of it, closes over."""
+    """Return a list of the arrays that a jaxpr, or one inside of it, closes over."""
     found = [*getattr(jaxpr, "consts", ())]
     for eqn in jaxpr.eqns:
         found += [v.val for v in eqn.invars if isinstance(v, core.Literal)]
@@ -75,6 +75,6 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Return the jaxprs among the parameters of an equation, without constants."""
+    """Return a list of the jaxprs among an equation's parameters, without constants."""
     values = jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr)
     return [getattr(v, "jaxpr", v) for v in values if _is_jaxpr(v)]

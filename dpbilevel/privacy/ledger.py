@@ -75,7 +75,7 @@ class AbstractRelease(abc.ABC):
         return ()
 
     def repeated(self, count: int) -> tuple[Self, ...]:
-        """Return the releases of `count` runs.
+        """Return a tuple of releases that stand for this one in `count` runs.
 
         Numbered batches begin anew in every run, so a record of the first batches is
         charged in each of them: such runs are not counted as one long run, unless each
@@ -97,7 +97,7 @@ class AbstractRelease(abc.ABC):
 
     @property
     def neighbours(self) -> Neighbours:
-        """The relation that the noise refers to."""
+        """Neighbouring relation that the noise refers to."""
         return self.mechanism.neighbours
 
     @property
@@ -115,7 +115,7 @@ class AbstractRelease(abc.ABC):
         del budget
 
     def row(self) -> LedgerRow:
-        """Return the row of the report: what is read, and by what mechanism."""
+        """Return a `LedgerRow`: what is read, and by what mechanism."""
         factor = self.neighbours.contributions
         roles = {
             q.role: RoleRow(q.size, repr(q.sampling), factor * q.contribution)
@@ -127,7 +127,7 @@ class AbstractRelease(abc.ABC):
 
     @abc.abstractmethod
     def forecast(self, coordinates: int | None) -> ForecastRow:
-        """Return how the noise compares with the signal, as a row of the report.
+        """Return a `ForecastRow`: how the noise compares with the signal.
 
         Args:
             coordinates: Number of coordinates of a release, if known.
@@ -135,7 +135,7 @@ class AbstractRelease(abc.ABC):
 
     @abc.abstractmethod
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        """Yield the events of all `count` releases, with the kind of person charged."""
+        """Yield pairs (kind of person, event) that account for all `count` releases."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Ledger:
 
     @property
     def neighbours(self) -> Neighbours:
-        """The relation of every release."""
+        """Neighbouring relation of every release."""
         return next((r.neighbours for r in self.releases), Neighbours.REPLACE_ONE)
 
     @property
@@ -185,7 +185,7 @@ class Ledger:
         return sum(release.failure for release in self.releases)
 
     def events(self) -> "dict[str, dp_accounting.DpEvent]":
-        """Return the composed event per kind of person, relative to the relation."""
+        """Return a dict of composed events by kind of person, under the relation."""
         charged = collections.defaultdict(list)
         for release in self.releases:
             for person, event in release.charges(self.people):
@@ -238,7 +238,7 @@ class Ledger:
         return min(here, float(smaller.fun), most)
 
     def epsilons(self, delta: float) -> dict[str, float]:
-        r"""Return the smallest $\varepsilon$ at `delta` per kind of person.
+        r"""Return a dict of the smallest $\varepsilon$ at `delta`, by kind of person.
 
         Infinite where a release is unproved. As `epsilon`, but `delta` may be 0.
         """
@@ -266,13 +266,13 @@ class Ledger:
         return Ledger(self.releases + other.releases, self.people, tuple(assumptions))
 
     def repeat(self, count: int) -> "Ledger":
-        """Return the ledger of `count` such runs."""
+        """Return the ledger of `count` repetitions of this run."""
         _checks.count("Ledger.repeat", count=count)
         releases = tuple(part for r in self.releases for part in r.repeated(count))
         return dataclasses.replace(self, releases=releases)
 
     def part(self, done: int, steps: int) -> "Ledger":
-        """Return the releases of the first `done` of `steps` equal steps.
+        """Return the ledger of the first `done` of `steps` equal steps.
 
         A release that is not made equally often in every step counts in full.
         """
@@ -290,7 +290,7 @@ class Ledger:
         return dataclasses.replace(self, releases=releases)
 
     def _full_batch_mu(self, event) -> float:
-        """Return a mu that holds whatever overflows, infinite if none is known.
+        """Return an event's mu on full batches; infinite if the cost may be larger.
 
         The rows that a batch leaves out depend on no record. A full batch therefore
         also bounds the cost of batches that overflow, but not of draws that are off.
@@ -300,7 +300,7 @@ class Ledger:
         return profiles.full_batch_mu(event)
 
     def _epsilon(self, event, delta) -> float:
-        """Solve for epsilon with the slack, which itself grows with epsilon."""
+        """Return an event's smallest epsilon at delta, failures of batches included."""
         most = gaussian_epsilon(self._full_batch_mu(event), delta)
 
         def slack(epsilon: float) -> float:

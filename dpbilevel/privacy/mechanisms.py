@@ -42,7 +42,7 @@ class AbstractMechanism(_checks.Checked):
 
     @abc.abstractmethod
     def event(self, fraction: float = 1.0) -> "dp_accounting.DpEvent":
-        """Return the event of one release for a person who moves the value by less.
+        """Return the event of a release for a person who moves the value by `fraction`.
 
         Its parameters refer to the sensitivity under `neighbours`, so it must be
         composed by an add-or-remove accountant, which does not double it.
@@ -83,7 +83,7 @@ class AbstractNoise(AbstractMechanism):
 
     @abc.abstractmethod
     def part(self, share: float) -> "dp_accounting.DpEvent":
-        """Return the event of one of several releases that amount to this one.
+        """Return the event of one of several releases that together amount to one.
 
         A person with a record in each role is charged one part a role. Independent
         releases with these events must be at least as revealing as one release of the
@@ -186,7 +186,7 @@ class Gaussian(AbstractNoise):
 
     @override
     def part(self, share: float) -> "dp_accounting.GaussianDpEvent":
-        """Return the event of a release with its share of the noise's variance."""
+        """Return the Gaussian event of multiplier `multiplier / share**0.5`."""
         return self.event(share**0.5)
 
     @override

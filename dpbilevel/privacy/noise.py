@@ -117,7 +117,7 @@ def number_of(name: str) -> int:
 
 
 def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
-    """Return one key per name; `key` is used up.
+    """Return an array with one key per name; `key` is used up.
 
     A key is either drawn from or derived from, once: all that is needed of it is
     derived in one call. `jax.debug_key_reuse(True)` sees any second use, which it would
@@ -166,7 +166,7 @@ def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
 
 
 def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
-    """Return the key of all later steps, and the keys of the next ones.
+    """Return the key for all later steps, and an array of keys for the next `count`.
 
     Both follow from `key` step by step, so that a run in chunks draws what a run in one
     piece draws, and the key of the steps to come does not tell those of the steps done.

@@ -56,7 +56,7 @@ class Query:
         contribution: float | Float[Array, ""],
         sampling: AbstractSampling = FullBatch(),
     ) -> Self:
-        """Return the query of a clipped mean with this contribution of one record."""
+        """Make the query of a clipped mean with this contribution of one record."""
         return cls(role, size, contribution * sampling.denominator(size), sampling)
 
     @property
@@ -74,7 +74,7 @@ class Query:
         neighbours: Neighbours = Neighbours.REPLACE_ONE,
         index: Index = None,
     ) -> Bounded:
-        """Return the clipped mean of a per-record function on a fresh batch.
+        """Return a `Bounded` clipped mean of a per-record function on a fresh batch.
 
         Args:
             fun: Maps one record to a pytree.
@@ -110,7 +110,7 @@ class AbstractCertifiedQuery(abc.ABC):
 
     @abc.abstractmethod
     def costs(self, precision: Precision) -> Costs:
-        """Return what the ledger lists: the largest contribution of each role.
+        """Return the `Costs` that the ledger lists: each role's largest contribution.
 
         Args:
             precision: As for `read`.
@@ -130,7 +130,7 @@ class AbstractCertifiedQuery(abc.ABC):
         key: PRNGKey | None,
         index: Index = None,
     ) -> Bounded:
-        """Return the value, sealed with its contribution at the point.
+        """Return the value as `Bounded`, sealed with its contribution at the point.
 
         That is a multiple of the listed ones, the same for every role and at least what
         a record of any role contributes there: disjoint people are charged by the

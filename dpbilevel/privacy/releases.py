@@ -59,7 +59,7 @@ class AbstractNoisyRelease(AbstractRelease):
     def apply(
         self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> PyTree:
-        """Make one of these releases: read the records and add the noise.
+        """Make one of these releases: return what is read from the records plus noise.
 
         Args:
             what: The per-record function of each query, by its role.
@@ -114,7 +114,7 @@ class AbstractNoisyRelease(AbstractRelease):
     def read(
         self, what: Any, data: PyTree, *, key: PRNGKey | None, index: Index = None
     ) -> Bounded:
-        """Return the sum of one clipped mean per query, sealed.
+        """Return the sum of one clipped mean per query, sealed as `Bounded`.
 
         Joint queries read one batch: the sum of their functions is clipped once, at the
         sum of their clip norms, the same bound with less distortion.
@@ -202,7 +202,7 @@ class AbstractNoisyRelease(AbstractRelease):
 
 
 def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
-    """Return two queries of the same records as one, of the sum of their functions."""
+    """Join two queries of the same records in one that reads the functions' sum."""
     (query, fun), (other, gun) = first, last
     both = dataclasses.replace(other, clip_norm=query.clip_norm + other.clip_norm)
     return both, lambda record: optax.tree.add(fun(record), gun(record))
@@ -282,7 +282,7 @@ class Release(AbstractNoisyRelease):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Number of times that a record is charged, if not every time."""
+        """Texts on how often a record is charged, if not at every release."""
         notes = (
             (query.sampling.per_epoch, query.sampling.charged(self.count, query.size))
             for query in self.queries
@@ -307,7 +307,7 @@ class Release(AbstractNoisyRelease):
     def _events(
         self, people: People
     ) -> "Iterator[tuple[str, Query, dp_accounting.DpEvent]]":
-        """Yield the event of one release on a given batch, by person and query."""
+        """Yield (person, query, event) of one release on a given batch."""
         if self.joint:
             yield PERSON, self.queries[0], self.mechanism.event()  # one batch has both
             return

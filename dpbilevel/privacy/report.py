@@ -88,7 +88,7 @@ class PrivacyReport:
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyReport":
-        """Return the report that `to_json` wrote.
+        """Make a `PrivacyReport` from the text that `to_json` returned.
 
         Args:
             text: The JSON text.
@@ -128,7 +128,7 @@ class PrivacyReport:
         return f"PrivacyReport({self.claim})"
 
     def rows(self) -> dict[str, object]:
-        """Return the rows that a notebook shows of the report, by name."""
+        """Return a dict of the rows that a notebook shows of the report, by name."""
         return {
             "guarantee": self.claim,
             "releases": sum(row.count for row in self.ledger),
@@ -167,7 +167,7 @@ def describe(
     dimensions: dict[str, int] | None = None,
     forecast: tuple[ForecastRow, ...] = (),
 ) -> PrivacyReport:
-    """Return the report of a calibrated ledger.
+    """Return the `PrivacyReport` of a calibrated ledger.
 
     Args:
         ledger: All releases with their noise.
@@ -238,7 +238,7 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
 
 
 def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
-    """Return the largest number of records, if their number is private."""
+    """Return a tuple: a text on the most records if their number is private."""
     if ledger.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
         return ()
     sizes = {role: n for r in ledger.releases for role, n in r.sizes.items()}
@@ -250,7 +250,7 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
 
 
 def large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
-    """Return a remark on a delta that is not below one over the number of records."""
+    """Return a tuple: a remark if delta is not below one over the number of records."""
     sizes = [n for release in ledger.releases for n in release.sizes.values()]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()
@@ -268,13 +268,13 @@ _STATUS = {
 
 
 def rounded_up(value: float, digits: int = 6) -> str:
-    """Return the value in few digits, rounded up, so that no claim is too small."""
+    """Return the value as text in few digits, rounded up: no claim is too small."""
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
 
 
 def _known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields that are not `None`."""
+    """Return a dict of the fields that are not `None`."""
     return {name: value for name, value in pairs if value is not None}
 
 

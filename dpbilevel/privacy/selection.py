@@ -89,7 +89,7 @@ class Selection(AbstractNoisyRelease):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The law of the number of repetitions, and the privacy of one run."""
+        """Texts on the law of the number of repetitions, and the privacy of one run."""
         law = (
             f"{self.name}: the best of K, {self.repetitions}; drawn once, never shown, "
             f"and above the {self.runs} runs made with probability {self.failure:.3g}, "
@@ -106,7 +106,7 @@ class Selection(AbstractNoisyRelease):
         return law, f"{self.name}: a run is {trainings}, together {run}"
 
     def run_mus(self, people: People) -> dict[str, float]:
-        r"""Return the largest $\mu$ of one run over the trainings, by kind of person.
+        r"""Return a dict of one run's largest $\mu$ in a training, by kind of person.
 
         Args:
             people: Who may have records where.

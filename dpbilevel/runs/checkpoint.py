@@ -91,7 +91,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
 
 
 def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
-    """Return the checkpoint of a folder.
+    """Read the `Checkpoint` in a folder.
 
     Raises:
         ValueError: There is none, or it is damaged or of another program.
@@ -103,7 +103,7 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
 
 
 def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint:
-    """Return the checkpoint that a file holds.
+    """Parse the content of a file into a `Checkpoint`.
 
     Raises:
         ValueError: The content is damaged or of another program.
@@ -185,20 +185,20 @@ def replace_json(file: Path, page: dict[str, Any]) -> None:
 
 
 def npz(arrays: dict[str, Any]) -> bytes:
-    """Return arrays as a file in NumPy's format."""
+    """Return the bytes of an `.npz` file that holds these arrays by name."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     return buffer.getvalue()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that a run's bits depend on."""
+    """Return a dict of the versions of the packages that a run's bits depend on."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
 
 
 def software() -> dict[str, str | bool]:
-    """Return all that a run's bits depend on besides its arguments."""
+    """Return a dict of all that a run's bits depend on besides its arguments."""
     settings: Any = jax.config  # without the names of all settings for type checkers
     return {
         **versions(),
@@ -238,7 +238,7 @@ def first_checkpoint(
     fingerprint: dict[str, Any],
     with_start: bool,
 ) -> Checkpoint:
-    """Return a run before its first step.
+    """Return the `Checkpoint` of a run before its first step.
 
     `fingerprint` holds the facts that must not change between the parts of the run.
     With `with_start` the initial point is row 0 of its path.
@@ -252,7 +252,7 @@ def first_checkpoint(
 def after(
     saved: Checkpoint, key: PRNGKey, steps: int, state: PyTree, rows: PyTree
 ) -> Checkpoint:
-    """Return the run after further steps.
+    """Return the `Checkpoint` of a run after further steps.
 
     Args:
         saved: The run before these steps.
@@ -270,7 +270,7 @@ def after(
 def resume_run(
     folder: Path, saved: Checkpoint, first: Checkpoint, records: str = "the records"
 ) -> Checkpoint:
-    """Return an interrupted run, checked to be the same as at its beginning.
+    """Return the `Checkpoint` read from a folder, checked to be of this run.
 
     Args:
         folder: Its folder.
@@ -314,7 +314,7 @@ def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> N
 def solution_of(
     problem: AbstractProblem, solver: AbstractSolver, saved: Checkpoint
 ) -> Solution:
-    """Return what a run released, by its last checkpoint, as NumPy arrays."""
+    """Return the `Solution` of a run by its last checkpoint, in NumPy arrays."""
     state = jax.tree.map(jnp.asarray, saved.state)
     value = _on_host(solver.answer(problem, state))
     return Solution(value, saved.path, int(rejected_updates(state)))
@@ -325,7 +325,7 @@ def _on_host(tree: PyTree) -> PyTree:
 
 
 def _differences(then: Any, now: Any, name: str) -> list[str]:
-    """Return the differences between two nested values, in words."""
+    """Return a list of texts on the differences between two nested values."""
     if isinstance(then, dict) and isinstance(now, dict):
         return [
             difference

@@ -37,7 +37,7 @@ def fit(
     callback: Callable[[Run], object] | None = None,
     every: int | None = None,
 ) -> Solution[PrivacyReport]:
-    """Plan and run in one call: `calibrate` on the sizes of the data, then `solve`.
+    """Plan for the data's sizes (`calibrate`) and run (`solve`); return a `Solution`.
 
     Tracing finds here which records' losses read `x`. If none does, the outer step is
     public and costs no budget, without a declaration.

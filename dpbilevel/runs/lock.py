@@ -104,7 +104,7 @@ def in_use(folder: Path) -> bool:
 
 
 def _holder(file: Path) -> str:
-    """Return the number of the process that wrote a lock file, for a message."""
+    """Return a text that names the process that wrote a lock file, or ""."""
     with contextlib.suppress(OSError):
         return f" (process {file.read_text(errors='replace').strip()})"
     return ""
@@ -138,7 +138,7 @@ def on_process_zero(action: Callable[[], bytes | None]) -> bytes | None:
 
 
 def _broadcast(content: bytes) -> bytes:
-    """Return the bytes of process 0 in all processes."""
+    """Send bytes from process 0 to all processes; return them in each."""
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     own = np.zeros(size, np.uint8)  # those of other processes are ignored
     if jax.process_index() == 0:

@@ -10,7 +10,9 @@ from .interrupts import uninterruptible
 def step_bar(
     num_steps: int, what: str, *, shown: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Make a bar that appears when it is first set; a shown bar needs tqdm.
+    """Yield a function that sets a progress bar; a shown bar needs tqdm.
+
+    The bar appears when it is first set.
 
     Args:
         num_steps: Number of steps, or 0 if it is not known yet.

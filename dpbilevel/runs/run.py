@@ -144,7 +144,7 @@ def start(
     key: PRNGKey,
     trajectory: bool = False,
 ) -> Run:
-    """Return a run before its first step, for `advance`.
+    """Return a `Run` before its first step, for `advance`.
 
     Steps by `advance` are those of `solve` with the same key, bit for bit on the same
     device, however they are divided.
@@ -190,7 +190,7 @@ def start(
 
 
 def _checked(owner, problem, plan, data, w0, key, trajectory) -> Run:
-    """Return a run before its first step, whose arguments are checked here."""
+    """Return a `Run` before its first step; its arguments are checked here."""
     _checks.instance(owner, Plan, plan=plan)
     problem, w0, leaves = arrays_of(owner, problem, w0)
     check_run(owner, problem, plan.solver, data, w0, key)
@@ -199,7 +199,7 @@ def _checked(owner, problem, plan, data, w0, key, trajectory) -> Run:
 
 
 def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run:
-    """Return a run before its first step, whose arguments are checked and counted."""
+    """Return a `Run` before its first step; arguments are checked before the call."""
     solver = plan.solver
     data = rows_of(solver, data, key, owner)
     state = solver.init(problem, w0)
@@ -215,7 +215,7 @@ def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run
 
 
 def advance(run: Run, steps: int | None = None) -> Run:
-    """Return the run after further steps; by default after all that are left.
+    """Return the `Run` after further steps; by default after all that are left.
 
     One program is compiled, for any number of steps.
 
@@ -245,7 +245,7 @@ def advance(run: Run, steps: int | None = None) -> Run:
 def run_watched(
     run: Run, count: Callable[[], None], *, progress, callback, every
 ) -> Run:
-    """Return the run at its end, or where `callback` ended it; arguments as in `fit`.
+    """Advance a `Run` to its end, or until `callback` ends it; arguments as in `fit`.
 
     `count` is called before `callback` sees anything.
 
@@ -276,7 +276,7 @@ def run_watched(
 def resume(
     folder: str | Path, problem: AbstractProblem, plan: Plan, data: PyTree, w0: PyTree
 ) -> Run:
-    """Return the run that `Run.save` wrote into a folder.
+    """Return the `Run` that `Run.save` wrote into a folder.
 
     It goes on with the noise that it would have had: the same release, bit for bit on
     the same device.
@@ -306,7 +306,7 @@ def resume(
 
 @jax.jit
 def _steps(problem, solver, data, state, path, key, done, count):
-    """Make `count` steps: a loop of any length, so one program serves all of them."""
+    """Make `count` steps; return state, path and key. One program serves any count."""
 
     def one_step(i, carry):
         state, path, key = carry
@@ -329,7 +329,7 @@ def _arguments(run: Run) -> tuple[Any, ...]:
 
 
 def _fingerprint(run: Run) -> dict[str, Any]:
-    """Return all that decides the bits of a run. SECRET: it holds a hash of records."""
+    """Return a dict of all that decides a run's bits. SECRET: a hash of records."""
     stored = jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk))
     traced = _steps.trace(*_arguments(run), 1)
     program = traced.lower().as_text().encode()

@@ -166,10 +166,11 @@ class TotalSpent:
 
 
 def spent(folder: Path | str) -> TotalSpent:
-    """Add up all runs of searches and of the command line in a folder or below it.
+    """Return a `TotalSpent` of all recorded runs in a folder and below it.
 
-    Links are followed. A folder that was deleted or copied elsewhere is not seen: keep
-    all runs on the same records below one folder, and delete none.
+    Searches and the command line record their runs. Links are followed. A folder that
+    was deleted or copied elsewhere is not seen: keep all runs on the same records below
+    one folder, and delete none.
 
     Raises:
         ValueError: There is no such folder.
@@ -232,7 +233,7 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
 
 
 def read(folder: Path) -> RunLog:
-    """Return the record of a folder, without runs if it has none; raise `OSError`."""
+    """Return the `RunLog` of a folder, empty without a record; may raise `OSError`."""
     try:
         lines = (folder / NAME).read_bytes().splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -336,7 +337,7 @@ def finish(folder: Path, number: int) -> None:
 
 
 def _runs(folder: Path, number: int) -> tuple[Run, ...]:
-    """Return the last run of that number, if it is on record."""
+    """Return a tuple: the last run of a number; empty if it is not on record."""
     return tuple(run for run in read(folder).runs if run.number == number)[-1:]
 
 

@@ -91,7 +91,7 @@ class _Term:
             return np.log(root) / self.mu
 
     def cells(self, edges):
-        r"""Return probability and part of the mean of each cell between `edges` in z.
+        r"""Return two arrays: each cell's probability and its part of the mean.
 
         The mean of $e^{\mu z - \mu^2/2}$ over a cell is the probability of the cell for
         a law that is moved by $\mu$.
@@ -106,17 +106,18 @@ class _Term:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation."""
+        """Standard deviation of the term."""
         spread, shared = math.expm1(self.mu**2), math.expm1(-(self.mu**2))
         alone = (self.up - self.down) ** 2 * spread
         return math.sqrt(alone + 2 * self.up * self.down * (spread - shared))
 
 
 def divergence(way: Way, mu: float, batches: int, epsilon: float) -> float:
-    r"""Return an upper bound on $H_a$ at $a = e^\varepsilon$, mostly within 0.01.
+    r"""Return an upper bound on a pass's hockey-stick divergence at $\varepsilon$.
 
-    Never more than the profile of one Gaussian release, which the convexity of the
-    divergence in pairs of laws bounds it by, and that one where $\mu > 4$.
+    The divergence is $H_a$ at $a = e^\varepsilon$, and the bound is mostly within 0.01.
+    The bound is never more than the profile of one Gaussian release, by the convexity
+    of the divergence in pairs of laws. It is that profile if $\mu > 4$.
 
     Args:
         way: The worst pair: `replace`, or `remove` and `add` for its two directions.
@@ -156,7 +157,7 @@ def _of_the_sum(term: _Term, batches: int) -> float:
 
 
 def _above_cells(values, masses):
-    """Return the values and logarithms of masses of sixteen cells at a time, raised."""
+    """Merge each sixteen cells into their highest; return values and logs of masses."""
     starts = np.arange(0, len(values), 16)
     tops = values[np.minimum(starts + 15, len(values) - 1)]
     return tops, _log(np.add.reduceat(masses, starts))
@@ -181,7 +182,7 @@ def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
 
 
 def _discretized(term: _Term, batches: int):
-    r"""Return step, first multiple and probabilities of a grid, and the mean cut off.
+    r"""Return a term on a grid: step, first multiple, probabilities, mean cut off.
 
     With $w' = \min(w, b)$ it holds that $(\sum w_i)_+ \le (\sum w'_i)_+ + \sum (w_i -
     b)_+$, with equality where the sum is positive whenever a term exceeds $b$. A term
@@ -212,7 +213,7 @@ def _discretized(term: _Term, batches: int):
 
 
 def _spread(weights, values) -> float:
-    """Return the variance; not by linear algebra, whose threads wait for others."""
+    """Return a weighted variance; no linear algebra, whose threads wait for others."""
     return float(np.sum(weights * (values - np.sum(weights * values)) ** 2))
 
 
@@ -244,7 +245,7 @@ def _saddle(values, logs) -> float:
 
 
 def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
-    r"""Return points $(a, H_a)$ of the profile of a pass.
+    """Return two arrays, $a$ and $H_a$: points of the privacy profile of a pass.
 
     Straight lines between them are above the profile, which is convex.
 
@@ -265,7 +266,7 @@ def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=8)
 def _at_positive_losses(way: Way, mu: float, batches: int):
-    r"""Return points $a \ge 1$ and $H_a$, until it vanishes."""
+    r"""Return two arrays, $a \ge 1$ and $H_a$, up to where $H_a$ vanishes."""
     level = divergence(way, mu, batches, 0.0)
     scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
     losses, found = [0.0], [level]
@@ -276,9 +277,10 @@ def _at_positive_losses(way: Way, mu: float, batches: int):
 
 
 def _both_sides(one, other):
-    r"""Return the lower hull of all points, with $H_{1/a} = 1 - 1/a + H'_a / a$.
+    """Join points of losses of both signs; return $a$ and $H_a$ of their lower hull.
 
-    A convex function below all points is below their hull.
+    Points at negative losses are $H_{1/a} = 1 - 1/a + H'_a / a$. A convex function
+    below all points is below their hull.
     """
     (ratios, found), (a, reverse) = one, other
     ratios = np.concatenate([[0.0], 1 / a[:0:-1], ratios])

@@ -14,8 +14,10 @@ _LARGEST = 700.0  # beyond this epsilon nothing is private
 
 
 def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
-    r"""Return the profile of $\mu$-GDP: $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon
-    \Phi(-\varepsilon/\mu - \mu/2)$.
+    r"""Return the least $\delta$ at $\varepsilon$ of $\mu$-GDP.
+
+    It is $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon \Phi(-\varepsilon/\mu -
+    \mu/2)$.
 
     Args:
         mu: $\mu \ge 0$.
@@ -24,7 +26,7 @@ def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
     References:
         Balle and Wang, "Improving the Gaussian mechanism for differential privacy",
         ICML 2018, Theorem 8.
-    """  # noqa: D205
+    """
     if mu == 0:
         return np.maximum(0.0, -np.expm1(epsilon))
     if math.isinf(mu):
@@ -57,13 +59,13 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def normal_masses(edges: np.ndarray) -> np.ndarray:
-    """Return the standard normal mass between neighbours, accurate in both tails."""
+    """Return standard normal masses between neighbouring edges, exact in both tails."""
     below, above = scipy.special.ndtr(edges), scipy.special.ndtr(-edges)
     return np.where(edges[:-1] > 0, -np.diff(above), np.diff(below))
 
 
 def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
-    r"""Return the event of the worst $\varepsilon$-DP release without $\delta$.
+    r"""Return the randomized-response event that dominates an $\varepsilon$-DP release.
 
     Binary randomized response dominates every such mechanism.
 
@@ -81,32 +83,33 @@ def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
 def is_pure(
     part: "dp_accounting.DpEvent",
 ) -> "TypeIs[dp_accounting.RandomizedResponseDpEvent]":
-    """Return whether a part of a composition is a release without delta."""
+    """Return whether an event is one pure release, that is, without delta."""
     kind = dp_accounting.RandomizedResponseDpEvent
     return isinstance(part, kind) and part.num_buckets == 2
 
 
 def pure_epsilon(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
-    """Return the epsilon behind the coin, never less than the one it was made from."""
+    """Return the epsilon of a `pure_event`, never below the one it was made from."""
     coin = part.noise_parameter
     # The summand covers the rounding of the coin and of the logarithm.
     return math.log((2 - coin) / coin) + 2.0**-50 if coin > 0 else math.inf
 
 
 def pure_delta(total: float, epsilon: Profile) -> Profile:
-    r"""Return the profile of a single release without delta: $\bigl(e^{\varepsilon_0} -
-    e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
+    r"""Return the least $\delta$ at $\varepsilon$ of a pure $\varepsilon_0$-DP release.
+
+    It is $\bigl(e^{\varepsilon_0} - e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
 
     Args:
         total: $\varepsilon_0$.
         epsilon: $\varepsilon \ge 0$; one or an array.
-    """  # noqa: D205
+    """
     gap = -np.expm1(np.minimum(epsilon - total, 0.0))
     return gap / (1 + np.exp(-total))
 
 
 def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
-    r"""Return the profile of a release without delta together with Gaussian ones.
+    r"""Return the $\delta$ at $\varepsilon$ of one pure release and Gaussian ones.
 
     The privacy loss of randomized response is $\pm \varepsilon_0$, and losses add up:
     $$\delta(\varepsilon) = \frac{e^{\varepsilon_0} \delta_\mu(\varepsilon -

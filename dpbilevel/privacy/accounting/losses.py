@@ -35,7 +35,7 @@ class AbstractLoss(abc.ABC):
 
     @abc.abstractmethod
     def cells(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the masses of `P` and `Q` between neighbouring edges.
+        """Return two arrays: masses of `P` and of `Q` between neighbouring edges.
 
         Args:
             edges: Increasing losses; zero may be among them.
@@ -46,14 +46,16 @@ class AbstractLoss(abc.ABC):
 
     @abc.abstractmethod
     def ends(self, reach: float) -> tuple[float, float]:
-        """Return the losses at which the tails are cut off.
+        """Return the lowest and the highest loss; the tails beyond them are cut off.
 
         Args:
             reach: Distance from the mean, in standard deviations.
         """
 
     def pieces(self, reaches: np.ndarray):
-        """Return about a thousand pieces of the laws, for choices and not for results.
+        """Return masses, losses, counts and tails of about a thousand pieces of laws.
+
+        They serve for choices and not for results.
 
         Args:
             reaches: As in `ends`.
@@ -74,7 +76,9 @@ class AbstractLoss(abc.ABC):
         return mass[kept], loss, np.cumsum(kept)[last], beyond[last + 1]
 
     def discretized(self, step: float, reach: float):
-        """Return a loss on multiples of `step` that is never more private.
+        """Return the loss on a grid: first multiple, masses, and that of infinity.
+
+        The loss on multiples of `step` is never more private.
 
         Args:
             step: The distance of neighbouring losses.
@@ -120,7 +124,7 @@ class Shifted(AbstractLoss):
         return (second, first) if self.reverse else (first, second)
 
     def _inverse(self, losses):
-        """Return the places at which the loss of the first law has these values."""
+        """Return the points at which the privacy loss has these values."""
         # Let t = e^{s x}: p' t^2 + c t - e^l q' = 0.
         half, ratio = math.exp(-(self.shift**2) / 2), np.exp(losses)
         up, down = self.up * half, ratio * self.down * half
@@ -254,7 +258,7 @@ class Allocated(AbstractLoss):
 
     @functools.cached_property
     def _atoms(self) -> Atoms:
-        """The corners of straight lines above the profile, which is convex."""
+        """`Atoms` of a piecewise linear upper bound on the convex profile."""
         ratios, found = allocation_loss.profile(self.way, self.shift, self.batches)
         slopes = np.append(np.diff(found) / np.diff(ratios), 0.0)
         other = np.maximum(np.diff(slopes, prepend=-1.0), 0.0)

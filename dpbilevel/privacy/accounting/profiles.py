@@ -26,7 +26,7 @@ _LARGEST_EPSILON = 700.0  # beyond it nothing is private
 
 
 def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
-    r"""Return the $\mu$ of Gaussian differential privacy, if there is an exact one.
+    r"""Return the exact $\mu$ of an event in Gaussian DP; `None` if there is none.
 
     $\sqrt{\sum_k m_k^{-2}}$ for compositions of unsampled Gaussians, else `None`.
     """
@@ -35,7 +35,7 @@ def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
 
 
 def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
-    """Return the epsilon of every part, or `None` if a part has a delta."""
+    """Return a list of the epsilon of every part; `None` if a part has a delta."""
     parts = _flatten(event)
     releases = [(part, count) for part, count in parts if is_pure(part)]
     if len(releases) < len(parts):
@@ -56,7 +56,7 @@ def is_exact(event: "dp_accounting.DpEvent") -> bool:
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
-    r"""Return the $\delta$ of an output within total variation of a private one.
+    r"""Return the $\delta$ of an output at a total variation from a private one.
 
     With $P, Q$ the laws on two neighbours and $P^*, Q^*$ those of an $(\varepsilon,
     \delta)$-DP mechanism, each within $\eta$ of its own,
@@ -97,7 +97,7 @@ def delta(
 def profile(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
 ) -> Callable[[float], float]:
-    r"""Return the function from $\varepsilon \ge 0$ to what `delta` returns.
+    r"""Return the function from $\varepsilon \ge 0$ to the least $\delta$ of `event`.
 
     Args:
         event: A composition.
@@ -134,9 +134,7 @@ def profile(
 def epsilon(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, delta: float
 ) -> float:
-    r"""Return the smallest $\varepsilon$ at which `event` is $(\varepsilon,
-    \delta)$-DP.
-    """  # noqa: D205
+    r"""Return the least $\varepsilon$ at which `event` is DP with this $\delta$."""
     mu = gaussian_mu(event)
     if mu is not None:
         return gaussian_epsilon(mu, delta)
@@ -195,7 +193,7 @@ def full_batch_mu(event: "dp_accounting.DpEvent") -> float:
 def compositions(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
 ) -> tuple[Composition, ...]:
-    """Return the losses of an event, in one or both directions of the relation.
+    """Return a `Composition` of an event's losses for each direction of the relation.
 
     Args:
         event: A composition.
@@ -203,7 +201,7 @@ def compositions(
         rough: Whether a pass may be replaced by as many Poisson batches.
 
     Returns:
-        The losses, or `None` if they are too large to be discretized.
+        The compositions; none if losses are too large to be discretized.
 
     Raises:
         ValueError: An event that this library does not account for.
@@ -227,7 +225,7 @@ _composition = functools.lru_cache(maxsize=16)(Composition)
 
 
 def _in_poisson_batches(part, count: int):
-    """Return Poisson batches of about the same cost, which are faster to compute."""
+    """Replace a pass by Poisson batches of about its cost; return event and count."""
     if not isinstance(part, RandomAllocationEvent) or part.batches == 1:
         return part, count
     batch = dp_accounting.PoissonSampledDpEvent(1 / part.batches, part.event)
@@ -235,7 +233,7 @@ def _in_poisson_batches(part, count: int):
 
 
 def _shift(part) -> float:
-    """Return the distance of the means of a full batch, in standard deviations."""
+    """Return the distance of neighbours' means on a full batch, over the noise."""
     if is_pure(part):  # large if epsilon is large
         return pure_epsilon(part) / _LARGEST_SHIFT
     base = getattr(part, "event", None)
@@ -246,7 +244,7 @@ def _shift(part) -> float:
 
 
 def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
-    """Return the loss of one release, of both directions if they differ."""
+    """Return a tuple of the losses of one release, two if directions differ."""
     match part:
         case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
             ratio = math.exp(-pure_epsilon(part))
@@ -285,7 +283,7 @@ def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]"
 
 
 def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
-    """Return the mu of all unsampled Gaussians together, and the other parts."""
+    """Return mu of all unsampled Gaussians together, and a list of the other parts."""
     ratios, others = [], []
     for part, count in _flatten(event):
         if isinstance(part, dp_accounting.GaussianDpEvent):
@@ -297,7 +295,7 @@ def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
 
 
 def _profile_of_selections(parts) -> Callable[[float], float]:
-    """Return the profile by divergences, or a single selection's own if lower."""
+    """Return a function from epsilon to delta, for events with private selections."""
     together = renyi_profile(parts)
     part, count = parts[0]
     if len(parts) > 1 or count > 1 or part.event.noise_multiplier == 0:
@@ -308,7 +306,7 @@ def _profile_of_selections(parts) -> Callable[[float], float]:
 
 
 def _draw_and_gaussians(event) -> bool:
-    """Return whether an event is one release without delta and unsampled Gaussians."""
+    """Return whether an event composes one pure release and unsampled Gaussians."""
     mu, others = _split(event)
     one = [count for part, count in others if is_pure(part)] == [1]
     return one and len(others) == 1 and 0 < mu < math.inf

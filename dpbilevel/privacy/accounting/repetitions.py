@@ -163,7 +163,7 @@ class BestOf:
         self._shifts, self._mu = np.log(scales[1:]), mu
 
     def delta(self, epsilon: float) -> float:
-        r"""Return $\delta$ at $\varepsilon \ge 0$."""
+        r"""Return an upper bound on the selection's $\delta$ at $\varepsilon \ge 0$."""
         found: Profile = gaussian_delta(self._mu, epsilon - self._shifts)
         total = float(self._weights @ found)
         return min(1.0, total) if np.isfinite(total) else 1.0
@@ -172,7 +172,7 @@ class BestOf:
 def renyi_profile(
     parts: "list[tuple[dp_accounting.DpEvent, int]]",
 ) -> Callable[[float], float]:
-    r"""Return $\delta$ at $\varepsilon \ge 0$ by the divergences of a composition.
+    r"""Return a function from $\varepsilon \ge 0$ to $\delta$, by Renyi divergences.
 
     Args:
         parts: Gaussian releases and selections among such, each with how often it
@@ -200,7 +200,7 @@ def is_selection(
 
 
 def _curve(part: "dp_accounting.DpEvent") -> _Curve:
-    """Return the divergences of one part."""
+    """Return an array of a part's Renyi divergences, one for each order."""
     base = part.event if is_selection(part) else part
     if not isinstance(base, dp_accounting.GaussianDpEvent):
         raise ValueError(
@@ -219,14 +219,14 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
 
 
 def _weight(law: Repetitions, mu: float) -> _Curve:
-    """Return the supremum in the module's docstring."""
+    r"""Return an array of $\sup_p w(p)$ at each order; the module defines $w$."""
     if math.isinf(law.shape):
         return law.mean * gaussian_delta(mu, np.log(_RATIOS))
     return (1 + law.shape) * _largest_log_ratio(law.gamma, mu)
 
 
 def _largest_log_ratio(gamma: float, mu: float) -> _Curve:
-    r"""Return the supremum of $\log(u' u^{-a} \gamma^{a - 1})$, from above.
+    r"""Return an array of upper bounds on $\sup_p \log(u' u^{-a} \gamma^{a - 1})$.
 
     A concave function of $p$ over a convex one has a single peak, and beside it every
     value is bounded by $u'$ at the right end of its bracket and $u$ at the left.

@@ -55,7 +55,7 @@ class Composition:
         self._laws: dict[tuple[int, int], _Law] = {}
 
     def delta(self, epsilon: float, *, rough: bool = False) -> float:
-        r"""Return an upper bound on the divergence at $\varepsilon \ge 0$.
+        r"""Return an upper bound on $\delta$ at $\varepsilon \ge 0$.
 
         Args:
             epsilon: $\varepsilon$.
@@ -83,7 +83,7 @@ class Composition:
         return self._laws[best].delta(epsilon)
 
     def _width(self, reach: int, place: int) -> float:
-        """Return the spread of the tilted law, times the root of two pi."""
+        r"""Return $\sqrt{2 \pi}$ times the standard deviation of the tilted law."""
         near = slice(_TILTS + place, _TILTS + place + 3)
         tilts, logs = self.tilts[near], self.logs[reach, near]
         up, down = np.diff(logs) / np.diff(tilts)
@@ -91,7 +91,7 @@ class Composition:
         return math.sqrt(2 * math.pi * max(1e-300, variance))
 
     def _law(self, reach: int, place: int, height: float, epsilon: float) -> "_Law":
-        """Return the law for deltas of about the exponential of `height`."""
+        """Return a `_Law` that is accurate for deltas of about `exp(height)`."""
         place += _TILTS + 1
         logs, tilt, log = self.logs[reach], self.tilts[place], self.logs[reach, place]
         less, more = self.tilts[:place], self.tilts[place + 1 :]
@@ -150,7 +150,7 @@ class _Law:
         self._relative = 1 + counts.sum() * 2.0**-46
 
     def delta(self, epsilon: float) -> float:
-        """Return the divergence, rounded up."""
+        """Return an upper bound on delta at `epsilon`."""
         ends = np.searchsorted(self.grid, (epsilon, epsilon + _FAR * 2 / self.tilt))
         losses, law = (v[slice(*ends)] for v in (self.grid, self.law))
         weights = np.exp(np.minimum(self._log - self.tilt * losses, 700.0))
@@ -168,7 +168,7 @@ def _norm(values) -> float:
 
 
 def _weighed(logs, masses) -> tuple[float, np.ndarray]:
-    """Return the logarithm of a sum of masses with factors, and the fractions of it."""
+    """Return the log of the sum of `masses * exp(logs)`, and each term's fraction."""
     top = float(np.max(logs))
     weights = masses * np.exp(logs - top)
     total = float(weights.sum())

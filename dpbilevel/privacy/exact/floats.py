@@ -142,7 +142,7 @@ def _magnitude_bits(value: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
-    """Add `value` to a total, and its rounding error to the correction.
+    """Add `value` to a pair (total, correction), which keeps the rounding error.
 
     References:
         Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
@@ -159,7 +159,7 @@ def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]
 
 
 def folded(totals: PyTree, corrections: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the sum of all rows of totals, and its correction."""
+    """Sum the rows of totals and corrections into one pair (total, correction)."""
     zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
     total = zero, jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
     if jax.tree.leaves(totals):

@@ -39,7 +39,7 @@ class Grid(eqx.Module):
     dtypes: tuple = eqx.field(static=True)
 
     def __add__(self, other: "Grid") -> "Grid":
-        """Return the sum on the finer of the two grids, exact below 2^60 counts.
+        """Return the sum as a `Grid` with the finer step, exact below 2^60 counts.
 
         Of steps more than 2^30 apart no grid holds both: the contribution of the sum is
         then 0, and noise is released alone.
@@ -60,13 +60,13 @@ class Grid(eqx.Module):
         return Grid(counts, exponent, contribution, self.dtypes)
 
     def values(self) -> PyTree:
-        """Return the values as floats, each rounded once. NON-PRIVATE."""
+        """Return a pytree of the values as floats, each rounded once. NON-PRIVATE."""
         return self._in_steps(self.counts, self.exponent, jnp.int32(2**FRACTION_BITS))
 
     def _in_steps(
         self, counts: PyTree, exponent: Int[Array, ""], numerator: Int32[Array, ""]
     ) -> PyTree:
-        """Return the leaves to release, in steps of 2**exponent * 2**15 / numerator."""
+        """Return float leaves: counts times 2**exponent * 2**15 / numerator."""
         leaves, treedef = _flatten(counts)
 
         def value(leaf, dtype):
@@ -78,7 +78,7 @@ class Grid(eqx.Module):
     def with_noise(
         self, std: float | Float[Array, ""], passes: Bool[Array, ""], *, key: PRNGKey
     ) -> PyTree:
-        r"""Return the value plus Gaussian noise, both integers of one step.
+        """Return a pytree of floats: the value plus Gaussian noise on one integer grid.
 
         The step follows from the noise: it is the standard deviation, rounded up by at
         most $10^{-4}$ of it, over $2^{10 + h}$ with a public $h$. The noise is then the
@@ -129,7 +129,7 @@ class Grid(eqx.Module):
 
 
 def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
-    r"""Return a floating-point value rounded to a grid as a whole.
+    r"""Round floating-point leaves to a `Grid`: integers times one power of two.
 
     Two values end up at most $\sqrt d \cdot 2^{-24}$ of the sensitivity further apart.
 
@@ -159,5 +159,5 @@ def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
 
 
 def _inverse_mantissa(value: Float[Array, ""]) -> Int32[Array, ""]:
-    r"""Return an $m$ in $[2^{14}, 2^{15}]$ with $m v \le 2^{15 + e}$."""
+    r"""Return an integer $m \in [2^{14}, 2^{15}]$ with $m v \le 2^{15 + e}$."""
     return 2 ** (2 * FRACTION_BITS) // upper_mantissa(value, FRACTION_BITS)

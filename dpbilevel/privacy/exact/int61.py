@@ -47,7 +47,7 @@ class Limbs(eqx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the integers."""
+        """Shape of the array of integers."""
         return self.high.shape
 
     @property
@@ -56,20 +56,20 @@ class Limbs(eqx.Module):
         return self.high.size
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        """Return the integers on the host, by default in int64."""
+        """Return the integers as a NumPy array, by default in int64."""
         high, low = (np.asarray(v, np.int64) for v in (self.high, self.low))
         return np.asarray(high * 2**_BITS + low, dtype or np.int64)
 
     def __add__(self, other: "Limbs") -> "Limbs":
-        """Return the sum, cut to the range."""
+        """Return the sum as `Limbs`, cut to $[-2^{60}, 2^{60})$."""
         return _cut(self.plus(other))
 
     def plus(self, other: "Limbs") -> "Limbs":
-        """Return the sum, which must be in range."""
+        """Return the sum as `Limbs`; it must be in range, which is not checked."""
         return _carried(self.high + other.high, self.low + other.low)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
-        r"""Return $\lfloor 2^p k + 1/2 \rfloor$ for $|p| \le 30$, cut to the range."""
+        r"""Return `Limbs` $\lfloor 2^p k + 1/2 \rfloor$, $|p| \le 30$, cut to range."""
         places = places.astype(jnp.int32)
         behind = jnp.maximum(-places, 0)
         low = self.low + ((1 << behind) >> 1)  # half a step
@@ -78,7 +78,7 @@ class Limbs(eqx.Module):
         return Limbs(high >> behind, low).finer(jnp.maximum(places, 0))
 
     def finer(self, places: Int[Array, ""]) -> "Limbs":
-        r"""Return $2^p k$ for public $0 \le p \le 30$, cut to the range."""
+        r"""Return `Limbs` $2^p k$ for public $0 \le p \le 30$, cut to the range."""
         places = places.astype(jnp.int32)
         sign = self.high >> 31
         extreme = Limbs(sign ^ _MASK, ~sign & _MASK)
@@ -86,12 +86,12 @@ class Limbs(eqx.Module):
         return where(fits, self.doubled(places), extreme)
 
     def doubled(self, times: Int32[Array, ""]) -> "Limbs":
-        r"""Return $2^p k$ for public $0 \le p \le 30$, which must be in range."""
+        r"""Return `Limbs` $2^p k$ for public $0 \le p \le 30$, assumed in range."""
         high = (self.high << times) + (self.low >> (_BITS - times))
         return Limbs(high, (self.low << times) & _MASK)
 
     def times_fraction(self, numerator: Int32[Array, ""]) -> "Limbs":
-        r"""Return $\lfloor k m / 2^{15} + 1/2 \rfloor$, $m$ public in $[0, 2^{15}]$."""
+        r"""Return `Limbs` $\lfloor k m/2^{15} + 1/2 \rfloor$, public $m \le 2^{15}$."""
         # Every part has 15 bits, the last one 16 and a sign: products fit in 32.
         first = (self.low & _HALF_MASK) * numerator + 2 ** (_HALF - 1)
         second = (self.low >> _HALF) * numerator + (first >> _HALF)
@@ -100,7 +100,7 @@ class Limbs(eqx.Module):
         return Limbs(high, (second & _HALF_MASK) + ((third & _HALF_MASK) << _HALF))
 
     def astype(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """Return the nearest number of float32 or float64, ties to even."""
+        """Convert to the nearest float32 or float64 numbers, ties to even."""
         if jnp.dtype(dtype) == jnp.float64:
             return self.high.astype(dtype) * 2.0**_BITS + self.low.astype(dtype)
         negative = self.high < 0
@@ -121,7 +121,7 @@ def is_limbs(leaf: Any) -> bool:
 
 
 def split(values: Array, size: int, fill: int = 0) -> Array:
-    """Return the rows in groups of at most `size`, the last one filled up."""
+    """Return an array of groups of at most `size` rows, the last one filled up."""
     size = min(size, max(len(values), 1))
     padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
     padded = jnp.pad(values, padding, constant_values=fill)
@@ -129,27 +129,27 @@ def split(values: Array, size: int, fill: int = 0) -> Array:
 
 
 def zeros(shape: tuple[int, ...]) -> Limbs:
-    """Return zeros of this shape."""
+    """Return `Limbs` of this shape that are all zero."""
     return Limbs(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
 
 
 def zeros_like(value: Limbs) -> Limbs:
-    """Return zeros of the same shape."""
+    """Return `Limbs` of the shape of `value` that are all zero."""
     return jax.tree.map(jnp.zeros_like, value)
 
 
 def where(condition: Bool[Array, "..."], yes: Limbs, no: Limbs) -> Limbs:
-    """Return integers of `yes` where the condition holds, else of `no`."""
+    """Return `Limbs`: those of `yes` where the condition holds, else of `no`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def from_int32(value: Int32[Array, "..."]) -> Limbs:
-    """Return the same integers."""
+    """Convert int32 integers to `Limbs`, exactly."""
     return Limbs(value >> _BITS, value & _MASK)
 
 
 def from_float(value: Float[Array, "..."]) -> Limbs:
-    """Return the nearest integers, ties to even; those out of range are cut."""
+    """Round floats to the nearest `Limbs`, ties to even; cut those out of range."""
     magnitude = jnp.minimum(jnp.abs(jnp.round(value)), 2.0 ** (2 * _BITS))
     # Both parts are exact: they are made of the bits of one number.
     high = jnp.floor(magnitude * 2.0**-_BITS)
@@ -159,7 +159,7 @@ def from_float(value: Float[Array, "..."]) -> Limbs:
 
 
 def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
-    """Return the sum over the leading axis, exact for any counts of 32 bits.
+    """Sum int32 counts over the leading axis into `Limbs`, exactly.
 
     Raises:
         ValueError: There are more than 2^29 rows.
@@ -171,7 +171,7 @@ def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
 
 
 def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
-    """Return the sum of the nearest integers over the leading axis; of at most 2^32.
+    """Round floats of at most 2^32 and sum them over the leading axis into `Limbs`.
 
     Raises:
         ValueError: There are more than 2^28 rows.
@@ -194,7 +194,7 @@ def sum_at(
     indices: Int[Array, "n places"],
     counts: Int32[Array, "n places ..."],
 ) -> Limbs:
-    """Return sums of counts over equal indices of a leading axis; others are dropped.
+    """Scatter-add counts by index into zero `Limbs` of `shape`; drop indices beyond.
 
     Counts are of at most 2^31 in absolute value, indices from 0 on.
     """
@@ -215,7 +215,7 @@ def sum_at(
 
 
 def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
-    """Return the sum along axes of a mesh or of a `jax.vmap`, exact before it is cut.
+    """Sum `Limbs` along axes of a mesh or of a `jax.vmap`, exactly before the cut.
 
     One all-reduce of three integers of 32 bits for each number.
 
@@ -255,7 +255,7 @@ def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:
 
 
 def _sum(value: Limbs) -> Limbs:
-    """Return the sum over a leading axis of at most 2^15 sums of groups."""
+    """Sum `Limbs` over a leading axis of at most 2^15 sums of groups."""
     first = jnp.sum(value.low & _HALF_MASK, axis=0, dtype=jnp.int32)
     second = jnp.sum(value.low >> _HALF, axis=0, dtype=jnp.int32)
     high = jnp.sum(value.high, axis=0, dtype=jnp.int32) + (second >> _HALF)
@@ -264,7 +264,7 @@ def _sum(value: Limbs) -> Limbs:
 
 
 def _carried(high: Int32[Array, "..."], low: Int32[Array, "..."]) -> Limbs:
-    """Return limbs from a low one below 2^31 and a high one that fits its carry."""
+    """Return `Limbs` from a low part below 2^31 and a high part that fits its carry."""
     return Limbs(high + (low >> _BITS), low & _MASK)
 
 

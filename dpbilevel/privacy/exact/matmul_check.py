@@ -122,7 +122,7 @@ class ProductError:
 
 
 def highest(subscripts: str, left: Array, right: Array) -> Array:
-    """Return the product in the library's precision, whatever the default is."""
+    """Return the einsum of two arrays in highest precision, whatever the default."""
     return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -131,7 +131,7 @@ def product_errors(
     products: tuple[Product, ...] = PRODUCTS,
     multiply: Multiply = highest,
 ) -> Iterator[ProductError]:
-    """Yield the largest error of each kind of product on the default device.
+    """Yield a `ProductError` for each kind of matrix product on the default device.
 
     The factors are fixed numbers whose last bits matter: patterns that reduced
     precision rounds in one direction, random ones, exponents far apart, sums that
@@ -195,13 +195,13 @@ def check_products(owner: str) -> None:
 
 @functools.cache
 def _worst(device: Any, dtype: str) -> ProductError:
-    """Return the worst product of the short form."""
+    """Return the largest `ProductError` of the short form of the check."""
     errors = apart(device, lambda: [*product_errors(dtype, _BEFORE_SUMS)])
     return max(errors, key=lambda error: error.ratio)
 
 
 def apart(device: Any, fun: Callable[[], Any]) -> Any:
-    """Return what a function computes on a device, without the caller's contexts.
+    """Call a function on a device, without the caller's contexts; return its result.
 
     A thread of its own has none of them: no program that is being traced, no mesh.
     """
@@ -215,12 +215,12 @@ def apart(device: Any, fun: Callable[[], Any]) -> Any:
 
 
 def dtypes() -> tuple[str, ...]:
-    """Return float32, and float64 if it is enabled."""
+    """Return a tuple of dtype names: float32, and float64 if it is enabled."""
     return ("float32", "float64") if jax.config.jax_enable_x64 else ("float32",)
 
 
 def _ratios(computed, left, right) -> list[float]:
-    """Return the largest error over the bound, for each matrix of the batch."""
+    """Return a list of the largest error over the bound, one for each matrix."""
     info = np.finfo(left.dtype)
     if left.dtype == np.float64:  # slow to add exactly: some entries stand for all
         rows, columns = (_spread(v.shape[2], 8) for v in (left, right))
@@ -236,7 +236,7 @@ def _ratios(computed, left, right) -> list[float]:
 
 
 def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
-    """Return errors, never too small, and sums of absolute values, in float64."""
+    """Return two arrays: errors, rounded up, and sums of the terms' absolute values."""
     rows, columns = left.swapaxes(1, 2).astype(float), right.astype(float)
     magnitudes = np.abs(rows) @ np.abs(columns)
     if left.dtype == np.float32:
@@ -252,7 +252,7 @@ def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Return at most so many indices of a range, from its first to its last."""
+    """Return an array of at most `most` indices, spread evenly over a range."""
     return np.unique(np.linspace(0, count - 1, most).astype(int))
 
 
@@ -276,26 +276,26 @@ def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
 
 
 def _equal(product: Product, info, random) -> tuple:
-    """Return factors with equal terms, so that roundings go in one direction."""
+    """Return a pair of factors with equal terms: roundings go in one direction."""
     left, right = (_significands(n, info, random) for n in (product.p, product.q))
     return np.tile(left, (product.k, 1)), np.tile(right, (product.k, 1))
 
 
 def _few(product: Product, info, random) -> tuple:
-    """Return equal terms, but few: a short sum hides no error of a factor."""
+    """Return a pair of factors with few equal terms, which hide no factor's error."""
     left, right = _equal(product, info, random)
     kept = np.isin(np.arange(product.k), _spread(product.k, _FEW))
     return left * kept[:, None], right
 
 
 def _mixed(product: Product, info, random) -> tuple:
-    """Return factors with random bits, signs and exponents."""
+    """Return a pair of factors with random bits, signs and exponents."""
     left, right = _random(product, info, random)
     return tuple(np.ldexp(v, random.integers(-3, 4, v.shape)) for v in (left, right))
 
 
 def _counterweights(product: Product, info, random) -> tuple:
-    """Return huge numbers times tiny ones: no common exponent serves for a row."""
+    """Return a pair of factors, huge times tiny: no row has a common exponent."""
     reach = info.maxexp // 2 - 4
     exponents = random.integers(-reach, reach + 1, (product.k, 1))
     left, right = _random(product, info, random)
@@ -303,7 +303,7 @@ def _counterweights(product: Product, info, random) -> tuple:
 
 
 def _cancelling(product: Product, info, random) -> tuple:
-    """Return random terms and their negatives, in random order."""
+    """Return a pair of factors whose terms are random and cancel, in random order."""
     half, order = product.k // 2, random.permutation(product.k)
     left, right = _random(product, info, random)
     left[half : 2 * half], right[half : 2 * half] = left[:half], -right[:half]
@@ -311,7 +311,7 @@ def _cancelling(product: Product, info, random) -> tuple:
 
 
 def _swamped(product: Product, info, random) -> tuple:
-    """Return a one, and terms just below half of its last bit or the whole bit."""
+    """Return a pair of factors: a term of one, and others below its last bit."""
     small = (1 - info.eps / 2) * info.eps * np.where(np.arange(product.p) % 2, 1, 0.5)
     ones = np.arange(product.k)[:, None] == np.arange(product.p) * 7 % product.k
     right = np.ldexp(1.0, np.arange(product.q) % 8)
@@ -319,7 +319,7 @@ def _swamped(product: Product, info, random) -> tuple:
 
 
 def _tiny(product: Product, info, random) -> tuple:
-    """Return factors from below the smallest normal number to well above."""
+    """Return a pair of factors from below the smallest normal number to well above."""
     left, right = _random(product, info, random)
     levels = (5 * np.arange(product.p) + 16) % 37 - 6  # the first is above
     return np.ldexp(left, levels + info.minexp), right / 2

@@ -47,7 +47,7 @@ _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 def normal_integers(
     shapes: Sequence[tuple[int, ...]], doublings: Int32[Array, ""], *, key: PRNGKey
 ) -> list[Limbs]:
-    r"""Draw independent integers of standard deviation $2^{10 + h}$, mean 0 or -1/2.
+    r"""Draw a list of `Limbs`: integers of deviation $2^{10 + h}$, mean 0 or -1/2.
 
     Args:
         shapes: The shapes of the arrays, which are parts of one flat draw.
@@ -137,12 +137,12 @@ def _from_words(
 def _joined(
     value: Int32[Array, "..."], added: Int32[Array, "..."], late: Int32[Array, ""]
 ) -> Limbs:
-    """Return values of at most 29 bits, doubled up to 28 times, plus a summand."""
+    """Return `Limbs` of `value * 2**late + added`."""
     return from_int32(value).doubled(late).plus(from_int32(added))
 
 
 def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
-    """Draw eight words for each number.
+    """Draw eight arrays of random 32-bit words, with a word for each number.
 
     For many numbers they are three blocks of a generator with long ones: a split of a
     key shows all four words of every block, and `jax.random.bits` one only. The first
@@ -164,7 +164,7 @@ def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
 
 
 def _cell(words: Sequence[UInt32[Array, " n"]]) -> Int32[Array, " n"]:
-    """Return the rounded normal: the column of the table or its alias."""
+    """Draw rounded normal integers: columns of the alias table, or their aliases."""
     # An index that is not stored is computed again for every read of the table.
     first = jax.lax.optimization_barrier(words[0])
     bits = 32 - _REACH.bit_length()
@@ -197,9 +197,10 @@ def _leading_bits(
 
 @functools.cache
 def probabilities() -> tuple[int, ...]:
-    r"""Return $P(\mathrm{round}(t Z) = a)$ for $a = -2^{14}, \ldots, 2^{14} - 1$.
+    r"""Return a tuple of $2^{96} P(\mathrm{round}(t Z) = a)$ for all cells $a$.
 
-    In units of $2^{-96}$, each rounded to an integer; they add up to one.
+    The cells are $a = -2^{14}, \ldots, 2^{14} - 1$. Each number is rounded to an
+    integer; together they are $2^{96}$.
     """
     one = 1 << _FIXED_POINT
     half = []
@@ -216,14 +217,14 @@ def probabilities() -> tuple[int, ...]:
 
 
 def _exp(places: int) -> int:
-    """Return exp(-2**-places) in fixed point."""
+    """Return exp(-2**-places) as an integer, in fixed point."""
     terms = range(_FIXED_POINT // places + 1)
     one = 1 << _FIXED_POINT
     return sum((-1) ** n * (one >> n * places) // math.factorial(n) for n in terms)
 
 
 def _cell_over_density(a: int) -> int:
-    """Return the mean of the normal density over the cell of a, over its value there.
+    """Return the mean normal density over a's cell, over that at a, in fixed point.
 
     The even terms of its Taylor series, in Hermite polynomials over powers of t.
     """
@@ -238,7 +239,7 @@ def _cell_over_density(a: int) -> int:
 
 @functools.cache
 def _alias_table() -> UInt32[np.ndarray, "columns 3"]:
-    """Return the alias and the 81 bits of the bound of every column.
+    """Return an array of words: each column's alias and the 81 bits of its bound.
 
     Every column stands for one value with at most its probability, and for one other,
     its alias, with the rest.

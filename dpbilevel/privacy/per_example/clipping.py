@@ -38,7 +38,7 @@ class Basis(enum.Enum):
     UNPROVED = "unproved"  # that a sampler cut short is near its target
 
     def worse(self, other: "Basis") -> "Basis":
-        """Return the weaker of two: the basis of both together."""
+        """Return the weaker of two `Basis` values, which holds for both together."""
         order = list(Basis)
         return max(self, other, key=order.index)
 
@@ -68,7 +68,7 @@ class Bounded(eqx.Module):
 
     @property
     def precision(self) -> Precision:
-        """Arithmetic of the value: floating point, or a grid."""
+        """Name of the arithmetic of the value: `"float"` or `"grid"`."""
         return "grid" if isinstance(self.raw, Grid) else "float"
 
     @property
@@ -96,7 +96,7 @@ class Bounded(eqx.Module):
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
     def __add__(self, other: "Bounded") -> "Bounded":
-        """Return the sum; a person may have a record in both, so contributions add.
+        """Add two sealed values, and their bounds: a person may have a record in both.
 
         Raises:
             ValueError: The values differ in structure, shape or precision.
@@ -119,7 +119,7 @@ class Bounded(eqx.Module):
 
 
 def unsealed(bounded: Bounded) -> PyTree:
-    """Return the value in floating point, without its seal. NON-PRIVATE.
+    """Return the floating-point value of a `Bounded`, without its seal. NON-PRIVATE.
 
     For a value that is computed from it and sealed with a bound of its own; the places
     that do so are listed in docs/architecture.md.
@@ -139,7 +139,7 @@ def clipped_mean(
     precision: Precision = "grid",
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> Bounded:
-    r"""Return the clipped mean of a per-record function, with its sensitivity.
+    r"""Return the clipped mean of a per-record function, sealed in a `Bounded`.
 
     $$
     \frac{1}{m} \sum_{i=1}^{n} \mathrm{mask}_i \,
@@ -331,7 +331,7 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
 
 
 def one_record(records: PyTree) -> PyTree:
-    """Return the shapes and dtypes of one record of `records`."""
+    """Return one record as `jax.ShapeDtypeStruct` leaves, without values."""
     shapes = _shapes(shapes_of(records))
     return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), shapes)
 
@@ -343,7 +343,7 @@ def _shapes(tree: PyTree) -> PyTree:
 
 
 def _widened(value: PyTree) -> PyTree:
-    """Return the shapes in the dtypes of norms and sums."""
+    """Return the shapes with dtypes widened to those of norms and sums."""
 
     def widened(v):
         floating = jnp.issubdtype(v.dtype, jnp.floating)

@@ -76,7 +76,7 @@ class Factored(eqx.Module):
         return self.places == 1 and self.widths[1] == 1
 
     def folded(self, product: Float[Array, "*n p q"]) -> Array:
-        """Return sums of products of rows of the factors, as arrays of this shape."""
+        """Reshape products of the factors' rows, (*n, p, q), to arrays of `shape`."""
         order = self.left_axes + self.right_axes
         lead = product.shape[:-2]
         array = product.reshape([*lead, *(self.shape[axis] for axis in order)])
@@ -84,29 +84,29 @@ class Factored(eqx.Module):
         return jnp.transpose(array, [*range(len(lead)), *axes])
 
     def dense(self) -> Array:
-        """Return the array of one record."""
+        """Return the dense array of these factors, for one record."""
         # The sum is in float32 at least, and is not rounded to fewer bits.
         dtype = accumulation_dtype(self.dtype)
         left, right = self.left.astype(dtype), self.right.astype(dtype)
         return self.folded(jnp.einsum("tp,tq->pq", left, right))
 
     def turned(self) -> "Factored":
-        """Return the same array with its factors exchanged."""
+        """Return the same array as `Factored`, with its factors exchanged."""
         axes = self.right_axes, self.left_axes
         return Factored(self.right, self.left, self.shape, *axes)
 
     def times(self, change: Callable[[Array], Array]) -> "Factored":
-        """Return the array times a number, by a function that multiplies with it."""
+        """Return the `Factored` array times a number, by which `change` multiplies."""
         return dataclasses.replace(self, right=change(_widened(self.right)))
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
-        """Return the array with its axes moved: axis `i` becomes `place(i)`."""
+        """Return the `Factored` array with axes moved: axis `i` becomes `place(i)`."""
         left, right = self.left_axes, self.right_axes
         left, right = (tuple(map(place, axes)) for axes in (left, right))
         return Factored(self.left, self.right, tuple(shape), left, right, self.given)
 
     def plus(self, other: "Factored | SparseRows") -> "Factored | None":
-        """Return the sum, with all places; `None` if axes are split differently."""
+        """Return the sum as `Factored`; `None` if axes are split differently."""
         if not isinstance(other, Factored):
             return None
         if other.left_axes != self.left_axes:
@@ -118,7 +118,7 @@ class Factored(eqx.Module):
         return dataclasses.replace(self, left=left, right=right, given=False)
 
     def cheapest(self, products: bool) -> "Factored | Array":
-        """Return the factors, the longer ones left, if they are smaller than the array.
+        """Return the smaller form: `Factored`, longer factors left, or the dense array.
 
         Without `products`, of one row times a number alone.
         """
@@ -146,7 +146,7 @@ class SparseRows(eqx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the array."""
+        """Dtype of the dense array."""
         return self.rows.dtype
 
     @property
@@ -155,11 +155,11 @@ class SparseRows(eqx.Module):
         return self.count, *self.rows.shape[self.indices.ndim :]
 
     def times(self, change: Callable[[Array], Array]) -> "SparseRows":
-        """Return the array times a number, by a function that multiplies with it."""
+        """Return the `SparseRows` times a number, by which `change` multiplies."""
         return dataclasses.replace(self, rows=change(_widened(self.rows)))
 
     def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
-        """Return the sum, or `None` unless the other array is sparse too."""
+        """Return the sum as `SparseRows`; `None` unless the other is sparse too."""
         if not isinstance(other, SparseRows):
             return None
         indices = jnp.concatenate((self.indices, other.indices))
@@ -167,14 +167,14 @@ class SparseRows(eqx.Module):
         return SparseRows(indices, rows, self.count)
 
     def dense(self) -> Array:
-        """Return the array of one record."""
+        """Return the dense array of these sparse rows: one record's, zero elsewhere."""
         inside = jnp.where(self.indices < 0, self.count, self.indices)
         rows = _widened(self.rows)
         zeros = jnp.zeros(self.shape, rows.dtype)
         return zeros.at[inside].add(rows, mode="drop")
 
     def cheapest(self, products: bool) -> "SparseRows | Array":
-        """Return the rows, each index once, if they are fewer than the array's."""
+        """Return `SparseRows`, each index once, if few, or else the dense array."""
         if len(self.indices) >= self.count:
             return self.dense()
         kept = (self.indices >= 0) & (self.indices < self.count)
@@ -212,17 +212,17 @@ def _widest(*factors: Array) -> Any:
 
 
 def is_structured(leaf: Any) -> bool:
-    """Return whether a leaf of a value is not formed."""
+    """Return whether a leaf is `Factored` or `SparseRows` and not an array."""
     return isinstance(leaf, Structured)
 
 
 def relative_error(size: int, value: Factored) -> float:
-    r"""Return at least $\gamma_m$ of $m = k T + 4$ float32 roundings, $k$ records."""
+    r"""Return an upper bound on $\gamma_m$ of $m = k T + 4$ roundings, $k$ records."""
     return 1.001 * (size * value.places + 4) * 2.0**-24
 
 
 def largest_group(value: Factored) -> int:
-    """Return the group size if all other records keep their rows."""
+    """Return the most records of a group if all other records keep their rows."""
     if value.places > 1:
         return 2 ** int(math.log2(2**11 / value.places) / 2)
     return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
@@ -248,7 +248,7 @@ def products(
 def multiples(
     weights: Float[Array, " n"], value: Factored, largest: Int[Array, ""]
 ) -> Int[Array, "groups p 1"]:
-    """Return sums of the rounded multiples of rows, without a copy of them."""
+    """Return sums over groups of rows times numbers, each rounded to integers."""
     rows = jax.lax.stop_gradient(value.left[:, 0])
     numbers = weights / COARSE * jax.lax.stop_gradient(value.right[:, 0, 0])
     used, numbers = (weights > 0)[:, None], numbers[:, None]

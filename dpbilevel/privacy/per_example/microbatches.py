@@ -32,7 +32,7 @@ def pass_rows(
     *,
     on_disk: bool,
 ) -> tuple[int, int]:
-    """Return the rows of a pass over `n` records, and the rows of each chunk.
+    """Return the number of rows of a pass over `n` records, and that of each chunk.
 
     Args:
         n: The number of records.
@@ -63,7 +63,7 @@ def pass_rows(
 
 @functools.cache
 def cached_bytes() -> int:
-    """Return the bytes of records that the CPU's last cache keeps: half of its size.
+    """Return how many bytes of records the CPU's last cache keeps: half of its size.
 
     Of 32 MiB where the system does not say how large it is, and in programs of several
     processes, which must compile the same whatever their machines have.
@@ -78,7 +78,7 @@ def cached_bytes() -> int:
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
-    """Return the number of such records, with their values, in a micro-batch.
+    """Return how many records fit in a micro-batch together with their values.
 
     A power of two of at least 1, so that both fit the budget of the backend.
     """
@@ -88,7 +88,7 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
 
 
 def whole_blocks(n: int, rows: int) -> int:
-    """Return the rows of a chunk, whole blocks: `rows`, or fewer if that is all `n`.
+    """Return the number of rows of a chunk: `rows`, or fewer if blocks would be cut.
 
     Rows in blocks of 64 may be cut into parts of `n` rows that are no whole blocks. A
     row is rounded alike in every place of a chunk of 64 k rows or of a power of two.
@@ -101,7 +101,7 @@ def whole_blocks(n: int, rows: int) -> int:
 
 
 def _chunk_rows(n: int, rows: int) -> int:
-    """Return the rows of a chunk, at most `rows`: of equal ones, in whole groups."""
+    """Return the number of rows of equal chunks of at most `rows`, in whole groups."""
     if rows < GROUP:
         return max(1, min(n, rows))
     even = -(-n // max(1, -(-n // rows)))
@@ -109,7 +109,7 @@ def _chunk_rows(n: int, rows: int) -> int:
 
 
 def _memory(value: PyTree) -> int:
-    """Return the bytes of one record's value, with its part of its group's sum."""
+    """Return the number of bytes of a record's value and its part of a group's sum."""
     arrays: list[Any] = []
     for leaf in jax.tree.leaves(value, is_leaf=is_structured):
         arrays += jax.tree.leaves(leaf)

@@ -123,7 +123,7 @@ def mixed_rows(
 
 
 def _bytes(values: Mapping[str, PyTree]) -> dict[str, list[bytes]]:
-    """Return the bits of all rows but the bad one."""
+    """Return a dict, by function, of the bytes of all rows but the bad one."""
 
     def kept(array: Any) -> bytes:
         return np.delete(np.asarray(array), _PLACE, axis=0).tobytes()
@@ -159,7 +159,7 @@ def check_rows(owner: str) -> None:
 
 @functools.cache
 def _mixed(device: Any) -> tuple[str, ...]:
-    """Return the mixing operations, found without the caller's contexts."""
+    """Return `mixed_rows` of a device, computed without the caller's contexts."""
     return apart(device, mixed_rows)
 
 

@@ -67,7 +67,7 @@ def _part(leaf: Any, clip_norm: Scalar) -> _Part:
 
 
 def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
-    """Return the leaf with left factors of length one, and its norm.
+    """Return a `_Part`: the leaf with left factors of length one, and its norm.
 
     What is added later are the products of these factors, whatever function they came
     from, so that the norm is of what is added.

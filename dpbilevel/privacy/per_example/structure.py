@@ -34,7 +34,7 @@ def opened(
     shards: Shards,
     owner: str = "clipped_mean",
 ) -> tuple[Callable[..., PyTree], list[Any]]:
-    """Return `fun` as a function of its closure and a record, and the closure.
+    """Return a function of closure and record that computes `fun`, and the closure.
 
     It runs on every device that records are spread over. Under `jax.vmap` it computes
     the value of each record from that record alone. Its leaves are the arrays of `fun`
@@ -61,7 +61,7 @@ def opened(
 
 
 def rowwise(owner: str, fun: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-    """Return `fun`, a function of one record, so that `jax.vmap` mixes no records.
+    """Return `fun`, of one record, in a form that mixes no records in `jax.vmap`.
 
     It raises a `ValueError` that names `owner`, before anything is computed, if a
     primitive of `fun` may mix records.
@@ -162,7 +162,10 @@ def _is_zero(operand: Any) -> bool:
 
 
 def _product(run: _Run, eqn, operands: list[Any]):
-    """Return the form of a matrix product: the contracted axes are the places."""
+    """Return a function that makes a matrix product `Factored`, or `None`.
+
+    The contracted axes are the places.
+    """
     contracted, batched = eqn.params["dimension_numbers"]
     if batched[0] or not _is_floating(*eqn.invars):
         return None
@@ -191,16 +194,17 @@ def _at_least(side: Array, dtype: Any) -> Array:
 
 
 def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:
-    """Return the form with the longer factors left, marked if they are the record's."""
+    """Return `Factored` with longer factors left, marked if they are the record's."""
     p, q = made.widths
     made, given = (made, left_given) if p >= q else (made.turned(), right_given)
     return dataclasses.replace(made, given=given)
 
 
 def _convolution(run: _Run, eqn, operands: list[Any]):
-    """Return the form of a convolution: windows of one operand times the other.
+    """Return a function that makes a convolution `Factored`, or `None`.
 
-    That of a kernel's gradient has the places where the kernel was applied.
+    The factors are windows of one operand, and the other operand. For a kernel's
+    gradient the places are those where the kernel was applied.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -249,7 +253,7 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
 
 
 def _rows(run: _Run, eqn, operands: list[Any]):
-    """Return the form of an addition into rows of zeros."""
+    """Return a function that makes an addition to zeros `SparseRows`, or `None`."""
     table, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     count, *window = eqn.outvars[0].aval.shape
@@ -282,7 +286,10 @@ def _transposed(run: _Run, eqn, operands: list[Any]):
 
 
 def _reshaped(run: _Run, eqn, operands: list[Any]):
-    """Return the form of a reshape that splits or joins axes of one factor."""
+    """Return a function that makes a reshape `Factored`, or `None`.
+
+    The reshape may split or join axes of one factor.
+    """
     form = _form_of(operands[0])
     reordered = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
     if not isinstance(form, Factored) or reordered:
@@ -302,7 +309,10 @@ def _reshaped(run: _Run, eqn, operands: list[Any]):
 
 
 def _multiplied(run: _Run, eqn, operands: list[Any]):
-    """Return the form of a multiple of a factored value or of a record's array."""
+    """Return a function that makes a multiple `Factored` or sparse, or `None`.
+
+    It is a multiple of a factored value or of a record's array.
+    """
     for value, other in (operands, operands[::-1]):
         number = _number(other)
         if number is None:
@@ -335,7 +345,10 @@ def _negated(run: _Run, eqn, operands: list[Any]):
 
 
 def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
-    """Return the form of a sum or difference of two factored values, or one and 0."""
+    """Return a function that makes a sum `Factored` or sparse, or `None`.
+
+    It is a sum or difference of two factored values, or of one and zero.
+    """
     if not all(isinstance(v, _Lazy) or _is_zero(v) for v in operands):
         return None  # as where a bias is added to a layer
     forms = [form for v in operands if (form := _form_of(v)) is not None]

@@ -113,12 +113,12 @@ class AbstractSum(abc.ABC):
 
     @property
     def _group_places(self) -> int:
-        """Places of a group, for sums in any order: as many as their margin admits."""
+        """Number of places of a group for sums in any order, as their margin admits."""
         most = (GROUP >> k for k in range(4))
         return next((k for k in most if self._margin(k) <= MOST_ROUNDING), GROUP)
 
     def _margin(self, places: int) -> float:
-        """Return the margin of sums in any order, in groups of so many places."""
+        """Return the margin, in clip norms, of sums by groups of `places` places."""
         pairs = [(self._group_records(v, places), v) for v in self._grouped]
         worst = max((factored.relative_error(k, v) for k, v in pairs), default=0.0)
         steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
@@ -146,7 +146,7 @@ class AbstractSum(abc.ABC):
 
     @abc.abstractmethod
     def empty(self) -> PyTree:
-        """Return the running sum of no rows."""
+        """Return the running sums before any row is added: zeros."""
 
     @abc.abstractmethod
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
@@ -203,7 +203,7 @@ class GridSum(AbstractSum):
         )
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
-        """Return the sums plus the rows, rounded to whole steps."""
+        """Return the sums plus the weighted rows, each rounded to whole steps."""
         # C / m in steps, between 2**23 and 2**24; the step itself may underflow.
         contribution = self.contribution
         scale = power_of_two(-floor_log2(contribution), contribution.dtype)
@@ -282,7 +282,7 @@ class FloatSum(AbstractSum):
 
     @property
     def _counted(self) -> GridSum:
-        """Rule for the factored leaves."""
+        """`GridSum` of the leaves that are `Factored` or `SparseRows`."""
         _, counted = _split(self.value)
         return dataclasses.replace(GridSum(**vars(self)), value=counted)
 
@@ -328,17 +328,17 @@ def _is_grouped(value: Any) -> bool:
 
 
 def _coarse(value: Any) -> int:
-    """Return the number of steps of the grid that entries are rounded to."""
+    """Return the unit, in grid steps, that entries are rounded to multiples of."""
     return factored.COARSE if isinstance(value, Factored) and value.narrow else 1
 
 
 def _rows_of(value: Any) -> Any:
-    """Return the array, or the rows of a sparse one."""
+    """Return the rows of `SparseRows`, and any other value as it is."""
     return value.rows if isinstance(value, SparseRows) else value
 
 
 def _split(values: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the arrays of a value, and its factored leaves."""
+    """Split a value into its arrays and its factored or sparse leaves."""
     return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
 
 

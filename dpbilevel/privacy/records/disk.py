@@ -68,7 +68,7 @@ class OnDisk(_checks.AbstractStored):
 
     @classmethod
     def arrays(cls, records: PyTree, *, progress: Progress | None = None) -> Self:
-        """Return `OnDisk` records in NumPy arrays that are mapped from files.
+        """Make `OnDisk` records of NumPy arrays that are mapped from files.
 
         Args:
             records: A pytree of NumPy arrays that share their leading axis, such as
@@ -140,7 +140,7 @@ class OnDisk(_checks.AbstractStored):
         return self._shapes(self.rows)
 
     def padded(self, rows: int) -> Self:
-        """Return the records, followed by rows that count for nothing up to `rows`."""
+        """Return the `OnDisk` records followed by filler rows, `rows` in all."""
         return dataclasses.replace(self, rows=rows)
 
     def _shapes(self, rows: int) -> PyTree:
@@ -152,7 +152,7 @@ class OnDisk(_checks.AbstractStored):
 
 
 def shapes_of(records: PyTree) -> PyTree:
-    """Return the records, or the shapes of records on disk."""
+    """Return the shapes of `OnDisk` records; other records as they are."""
     return records.shapes if isinstance(records, OnDisk) else records
 
 
@@ -267,7 +267,7 @@ class _Chunks:
 
 
 def _soon(fun: Callable[..., Chunk], *arguments: Any) -> concurrent.futures.Future:
-    """Return the future of a function, run in a thread that ends with it."""
+    """Run a function in a new thread; return its `Future`."""
     pool = concurrent.futures.ThreadPoolExecutor(1, "dpbilevel-disk")
     try:
         return pool.submit(fun, *arguments)

@@ -53,7 +53,7 @@ def padded_rows(size: int) -> int:
 
 
 def padded(records: PyTree, rows: int) -> Padded:
-    """Return the records, filled up to `rows` rows that count for nothing."""
+    """Return `Padded` records, filled up to `rows` rows that count for nothing."""
     n = jax.tree.leaves(records)[0].shape[0]
 
     def pad(v):
@@ -73,7 +73,7 @@ def filler(dtype: jnp.dtype) -> float | int | bool:
 
 
 def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
-    """Return rows, and the mask of those that are records: `None` means all."""
+    """Return the rows of records, and a mask of real records, `None` if all are."""
     if isinstance(records, Padded):
         return records.records, records.present
     return records, None
@@ -99,7 +99,7 @@ class Shards:
 
     @property
     def known(self) -> int:
-        """Number of parts, or one if it is a guess."""
+        """Number of parts; 1 if the number is only a guess."""
         return self.count if self.mesh is not None else 1
 
     @property
@@ -108,7 +108,7 @@ class Shards:
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     def traced(self, fun: Callable, record: PyTree) -> tuple[Any, list[Any], PyTree]:
-        """Return the jaxpr of a function of one record, as each device runs it.
+        """Return jaxpr, closure and value's shapes of a function on each device.
 
         Its variables, constants first, are for what the function closes over, which
         follows, and for the record. Last are the shapes of the value.
@@ -161,7 +161,7 @@ class Shards:
         )(parts)
 
     def mapped(self, fun: Callable, *args: PyTree, rows: Sequence[bool], out: P) -> Any:
-        """Return `fun` mapped over parts; `rows` says which arguments are cut."""
+        """Call `fun` on every part; `rows` says which arguments are cut into parts."""
         specs = tuple(P(self.axes) if cut else P() for cut in rows)
         placed = [self._placed(v, spec) for v, spec in zip(args, specs, strict=True)]
         mapped = jax.shard_map(
@@ -178,7 +178,7 @@ class Shards:
 
 
 def shards_of(records: PyTree) -> Shards:
-    """Return how records are distributed over devices.
+    """Return the `Shards` of records: how their rows are spread over devices.
 
     The distribution is known from the types of arrays in a mesh of explicit axes, and
     outside of `jax.jit` from the arrays themselves. Elsewhere there are as many parts
@@ -199,7 +199,7 @@ def _count(shards: Shards) -> int:
 
 
 def _shards(leaf: Any) -> Shards | None:
-    """Return the distribution of one array; `None` if only the compiler knows it."""
+    """Return the `Shards` of an array's leading axis; `None` if only compilers know."""
     if not isinstance(leaf, jax.Array):
         return Shards()
     traced = isinstance(leaf, Tracer)
@@ -218,7 +218,7 @@ def _shards(leaf: Any) -> Shards | None:
 def taken(
     records: PyTree, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Shards]:
-    """Return the rows with these numbers, fillers for numbers beyond the last row.
+    """Return rows by number, fillers beyond the last row, with numbers and `Shards`.
 
     Spread records give a batch that is spread evenly over the same devices, in the same
     order and filled up with nothing, so that every device has a multiple of 64 rows.
@@ -280,7 +280,7 @@ def _at(v: Array, members: Int[Array, " rows"]) -> Array:
 
 
 def _bits(v: Array) -> Array:
-    """Return integers, whose sums with zero are exact for every value."""
+    """Return the bits of entries as integers, whose sums with zero are exact."""
     if v.dtype == jnp.bool_:
         return v.astype(jnp.uint8)
     if jnp.issubdtype(v.dtype, jnp.integer):

@@ -54,7 +54,7 @@ class AbstractStore(abc.ABC):
 
     @property
     def identities(self) -> list[tuple[int, ...]]:
-        """Identity of each file, the same for all its names."""
+        """Device and inode number of each file, the same for all its names."""
         return [state[:2] for state in self._states.values()]
 
     @abc.abstractmethod
@@ -63,7 +63,7 @@ class AbstractStore(abc.ABC):
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """Hash of all records, in one pass over them. SECRET.
+        """SHA-256 hash of all records, in one pass over them. SECRET.
 
         Raises:
             OSError: A file is missing or has changed.
@@ -142,7 +142,7 @@ def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
 
 
 def _file_of(array: np.ndarray) -> tuple[str, int] | None:
-    """Return the file that holds all entries of an array, and their offset."""
+    """Return file and offset of an array that is a whole mapped file; `None` if not."""
     if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap):
         return None  # an array in memory, or a part of a mapped one
     written = array.mode != "c"  # which keeps changes to itself
@@ -320,7 +320,7 @@ def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
 
 
 def _decoded(path: Path, groups: range, columns: list[str]) -> Iterator[Any]:
-    """Yield batches of rows of some row groups."""
+    """Yield pyarrow batches of the rows of some row groups."""
     parquet = _arrow("parquet")
     with contextlib.ExitStack() as end:
         with _reading(path):
@@ -368,7 +368,7 @@ def _opening(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return the identity of a file, and a time that changes with its content.
+    """Return integers that change with a file's content: identity, size and times.
 
     Only the inode change time cannot be set back by a program: after a rewrite
     `os.utime` can restore the modification time.
@@ -380,7 +380,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def copies(files: Iterable[Path]) -> list[list[Path]]:
-    """Return the groups of two or more files that have the same bytes.
+    """Return a list of groups of two or more files that have the same bytes.
 
     A file is read to its end only if another one has the same size and the same bytes
     at both ends.
@@ -398,7 +398,7 @@ def copies(files: Iterable[Path]) -> list[list[Path]]:
 
 
 def _grouped(files: list[Path], read: Callable[[Path], object]) -> list[list[Path]]:
-    """Return the groups of two or more files for which `read` returns the same."""
+    """Return a list of groups of files for which `read` returns the same."""
     found = defaultdict(list)
     for file in files:
         found[read(file)].append(file)

@@ -70,7 +70,7 @@ class AbstractSampling(_checks.Checked):
     def draw(
         self, records: PyTree, size: int, *, key: PRNGKey | None, index: Index = None
     ) -> Batch:
-        """Draw one batch.
+        """Draw one `Batch` of the records.
 
         Args:
             records: All records, with a common leading axis, or `Padded`; `FullBatch`
@@ -117,7 +117,7 @@ class AbstractSampling(_checks.Checked):
         return self
 
     def charged(self, count: int, size: int) -> int:
-        """Return the number of `count` releases of a run that a record is charged for.
+        """Return how many of `count` releases of a run a record is charged for.
 
         All of them, unless a record is known to be in few batches.
 
@@ -138,7 +138,7 @@ class FullBatch(AbstractSampling):
     needs_key: ClassVar[bool] = False
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Return all records; the key is not used."""
+        """Return a `Batch` of all records; the key is not used."""
         records, present = unpacked(records)
         return Batch(records, present, self.denominator(size))
 
@@ -268,7 +268,7 @@ def masked_batch(
     most: int,
     denominator: float,
 ) -> Batch:
-    """Return the first `most` chosen rows, with a mask.
+    """Return a `Batch` of the first `most` chosen rows, with a mask.
 
     Args:
         records: All rows.

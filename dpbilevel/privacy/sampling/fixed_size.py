@@ -73,7 +73,10 @@ class FixedSize(AbstractFixedBatch):
     """
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Draw the subset; the cost of a small one grows with its size alone."""
+        """Draw a `Batch` of `self.size` different records, uniformly.
+
+        The cost of a small batch grows with its size alone.
+        """
         self._check_fits(size)
         key = check_key(key)
         if self._is_small(size):
@@ -101,7 +104,7 @@ class FixedSize(AbstractFixedBatch):
         return self.size <= size // 4
 
     def _tries(self, size: int) -> int:
-        """Return the number of draws with enough different members, up to `failure`.
+        """Return a number of draws with enough different members, but for `failure`.
 
         While there are too few, the next one is known with probability (size - 1) / n
         at most.
@@ -115,7 +118,7 @@ class FixedSize(AbstractFixedBatch):
 def _first_distinct(
     count: int, size: int, tries: int, *, key: PRNGKey
 ) -> Int[Array, " count"]:
-    """Draw `count` different numbers below `size`, the first of `tries`."""
+    """Draw an array of `count` different numbers below `size`, the first of `tries`."""
     drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
     order = jnp.argsort(drawn, stable=True)  # of equal numbers the first drawn leads
     ordered = drawn[order]
@@ -190,7 +193,7 @@ class SinglePass(AbstractFixedBatch):
         return event
 
     def charged(self, count: int, size: int) -> int:
-        """Return one release for each pass that `count` batches begin."""
+        """Return the number of passes that `count` batches begin: a charge for each."""
         return -(-count // self.batches(size))
 
     @override
