@@ -85,7 +85,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        """Return sentences: what the guarantee rests on besides the score's own."""
+        """Return sentences on the declarations besides the score's assumptions."""
 
     @property
     @override

@@ -144,7 +144,7 @@ class AbstractDrawMechanism(AbstractMechanism):
     def event(
         self, fraction: float = 1.0, log_ratio: float = 0.0
     ) -> "dp_accounting.DpEvent":
-        r"""Return the dp-accounting event of one draw, at a part of the sensitivity.
+        r"""Return the dp-accounting event of one draw, at a fraction of sensitivity.
 
         Args:
             fraction: $s$ in (0, 1].

@@ -80,7 +80,7 @@ class Methods:
     intercept: int | None = None
 
     def descent(self) -> tuple[Candidate, ...]:
-        """Return a tuple of each `Candidate` of descent on a problem of one level."""
+        """Return a tuple of `Candidate`s: descent on a problem of one level."""
         sizes = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0
         return tuple(
             Candidate(f"NoisyGD, {n} steps", tuple(self._fit(n, s) for s in sizes), 1)
@@ -88,7 +88,7 @@ class Methods:
         )
 
     def one_level(self) -> tuple[Candidate, ...]:
-        """Return a tuple of each `Candidate` that reads one level, or pools records."""
+        """Return a tuple of `Candidate`s that read one level, or pool the records."""
         many = [self._fit(100, size) for size in (1.0, 4.0, 16.0, 64.0)]
         # From a few hundred validation records, where noise admits few steps, to many.
         upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
@@ -142,7 +142,7 @@ class Methods:
         return Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
 
     def certified(self, problem: BilevelProblem, x: PyTree) -> tuple[Candidate, ...]:
-        r"""Return a tuple of each `Candidate` that rests on the problem's certificate.
+        r"""Return a tuple of `Candidate`s that rest on the problem's certificate.
 
         Steps of size $1 / (2 \beta_\Phi)$ along hypergradients. If the set is a box,
         also a draw from 64 of its points by the hyper-objective or by the norm of the

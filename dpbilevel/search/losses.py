@@ -55,7 +55,7 @@ def clip_and_center(clip_range: Number) -> Callable[[Array], Array]:
 
 
 def loss_query(clip_range: Number, size: int) -> Query:
-    """Return the `Query` of `noisy_loss`: losses clipped to $[-B/2, B/2]$."""
+    """Return the `Query` of `noisy_loss`: centred losses in $[-B/2, B/2]$."""
     return Query(RECORDS, size, clip_range / 2)
 
 

@@ -354,7 +354,7 @@ class WalkBounds:
         return math.exp(min(self.rarity - self.gap * steps, 0.0))
 
     def tries(self, mixing: float, exhausted: float) -> float:
-        """Return the number of tries that keeps their exhaustion's effect small."""
+        """Return the number of tries that errs by at most `exhausted` if all fail."""
         misses = self._misses(mixing)
         excess = self._last_resort() - math.log(exhausted)
         return 1 + excess / misses if misses else math.inf

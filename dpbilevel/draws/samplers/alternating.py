@@ -298,7 +298,7 @@ class AlternatingSampler(AbstractSampler):
         return proximal.ProximalPlan(regularity, feasible, failure=failure, **counts)
 
     def _steps(self, plan: proximal.ProximalPlan) -> int:
-        """Return the fewest steps that forget the start, to a part of `distance`."""
+        """Return the fewest steps after which the start's effect is small enough."""
         distance = (1 if self._untimed else _MIXING) * self.distance
         return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
 

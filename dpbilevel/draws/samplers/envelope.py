@@ -155,7 +155,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return self._tangent(target, point)
 
     def move(self, target, y, common) -> PyTree:
-        r"""Return a `_Tangent`: the mean of `common` and that in the middle $p$.
+        r"""Return a `_Tangent`: a mean of `common` and the one at its middle $p$.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
@@ -224,7 +224,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return proximal.multiple(1 / (1 + self.curvature * target.step_size), mean)
 
     def _best_steps(self, plan: proximal.ProximalPlan) -> int:
-        """Return the gradient steps J, by default the best per evaluation."""
+        """Return the number J of gradient steps, by default the most efficient."""
         if self.gradient_steps is not None:
             return self.gradient_steps
         most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0

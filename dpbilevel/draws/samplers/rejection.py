@@ -172,7 +172,7 @@ class StochasticRejection(AbstractProximalOracle):
 
 
 def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
-    """Draw a mask of the stages reached: one after $a$ by chance $1/(1 + a)$."""
+    """Draw a mask of the stages reached: past stage $a$ by chance $1/(1 + a)$."""
     # P(E > log(1 + a)) = 1 / (1 + a) for an exponential E.
     bars = jnp.log1p(jnp.arange(1, stages + 1).astype(dtype))
     onward = standard_exponential((stages,), dtype, key=key) > bars
