@@ -70,7 +70,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @abc.abstractmethod
     def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
-        """Return the score of a problem at the planned sizes."""
+        """Return the `AbstractScore` of a problem at the planned sizes."""
 
     @property
     @abc.abstractmethod
@@ -81,11 +81,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def density(
         self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
-        r"""Return the mechanism, and $\mu$ of the regularized score."""
+        r"""Return the mechanism of the draw, and $\mu$ of the regularized score."""
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        """List the declarations that the guarantee rests on besides the score's."""
+        """Return sentences on the declarations besides the score's assumptions."""
 
     @property
     @override
@@ -103,7 +103,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return Basis.CONSTANTS
 
     def init(self, problem, w0) -> DrawState:
-        """Return the state at `w0`, which is public and only some samplers read.
+        """Return the public state before the draw, at `w0` projected onto the set.
 
         Raises:
             ValueError: It is of another size than planned for.
@@ -138,11 +138,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(state, x=x)
 
     def released(self, state) -> PyTree:
-        """Return the drawn `x`; no `y`."""
+        """Return the drawn $x$; for two levels the pair `(x, None)`."""
         return (state.x, None) if state.levels == 2 else state.x
 
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
-        """Return the charge of the draw. On the host.
+        """Return a `DrawPlan`, the charge of the draw, computed on the host.
 
         Raises:
             ValueError: The problem lacks constants, the solver is not calibrated, or
@@ -194,7 +194,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(self, mechanism=mechanism)
 
     def with_counts(self, problem, sizes=None) -> Self:
-        """Set the counts of the sampler, for scores of the default dtype."""
+        """Return a copy with the sampler's counts, for scores of the default dtype."""
         solver = dataclasses.replace(self, dtype=jnp.result_type(float).name)
         sizes = self.sizes if sizes is None else sizes
         potential = solver.plan(problem, sizes).potential
@@ -244,5 +244,5 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
 
 def feasible_set(problem: DrawProblem) -> AbstractSet:
-    """Return the set that is drawn from."""
+    """Return the set of a problem that $x$ is drawn from."""
     return problem.x_set if isinstance(problem, BilevelProblem) else problem.w_set

@@ -78,7 +78,7 @@ class ExponentialMechanism(AbstractDrawSolver):
 
     @property
     def basis(self) -> Basis:
-        """Constants, unless clipping enforces the range and the draw is exact."""
+        """Basis: constants, unless clipping enforces the range of an exact draw."""
         enforced = self.clip_range is not None and not self.sampler.continuous
         return Basis.CLIPPED if enforced else Basis.CONSTANTS
 
@@ -102,7 +102,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         return tuple(text for text, applies in texts.items() if applies)
 
     def score_of(self, problem, sizes) -> AbstractScore:
-        """Return the score; problems of one level have no gradient norm."""
+        """Return the `AbstractScore`; one level has no gradient norm."""
         one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
             if one_level:
@@ -261,7 +261,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return noise + mu / 2 * distance**2 + error
 
     def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
-        r"""Return $d / k$, $\mu_0$ and $t L D$ of `bound`.
+        r"""Return the terms of `bound`: $d / k$, $\mu_0$ and $t L D$.
 
         Raises:
             ValueError: As `bound`.
@@ -312,7 +312,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
 
 def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
-    r"""Return $\mu$ and the largest $k$."""
+    r"""Return $\mu$ and the largest $k$ of the theorem for one level."""
     score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
     lipschitz = score.regularity(dtype, dimension).lipschitz
     diameter = float(problem.w_set.diameter)
@@ -322,7 +322,7 @@ def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
 
 
 def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
-    r"""Return $\mu$ of Theorem B.8."""
+    r"""Return $\mu$ of the theorem for two levels."""
     score = HyperObjective(problem, "slope", sizes)
     contributions = score.contributions(jnp.result_type(float)).values()
     constants = certificate_of(problem).second_order

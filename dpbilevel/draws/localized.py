@@ -92,7 +92,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         *,
         num_rounds: int = 5,
     ) -> Self:
-        r"""Return draws with radii that shrink from $D / 2$ to what the noise allows.
+        r"""Return `LocalizedDraws` whose radii shrink from $D / 2$ as noise allows.
 
         Every round has twice the squared budget of the one before. The last round has
         $\mu = 3 G / (D \sqrt d)$, as if the slope in one direction, about $G / \sqrt
@@ -139,7 +139,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @property
     def rounds(self) -> tuple[RegularizedExponentialMechanism, ...]:
-        """Draws of all rounds, with their radii and noise, bound to the sizes.
+        """Solver of each round's draw, with its radius and noise, bound to the sizes.
 
         Raises:
             ValueError: The solver is not calibrated.
@@ -156,11 +156,11 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         return tuple(rounds)
 
     def init(self, problem, w0) -> _State:
-        """Return the first center: `w0`, projected onto the set."""
+        """Return the state at the first center: `w0`, projected onto the set."""
         return _State(self.draw.init(problem, w0).x, jnp.zeros((), jnp.int32))
 
     def step(self, problem, data, state, *, key) -> _State:
-        """Make one round: a draw about the last one."""
+        """Draw a point about the last one, and return the state after this round."""
 
         def draw(solver, center, key):
             return solver.step(problem, data, DrawState(center, center, 1), key=key).x
@@ -215,11 +215,11 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         return sum(others, first)
 
     def with_noise(self, scale: Number) -> Self:
-        """Split the squared budget over the rounds."""
+        """Return a copy whose rounds together have the noise `scale`."""
         return dataclasses.replace(self, draw=self.draw.with_noise(scale))
 
     def with_counts(self, problem, sizes=None) -> Self:
-        """Set the counts of every round's sampler, for scores of the default dtype."""
+        """Return a copy with all samplers' counts, for scores of the default dtype."""
         sizes = self.sizes if sizes is None else sizes
         rounds = [solver.with_counts(problem, sizes) for solver in self.rounds]
         draw = dataclasses.replace(self.draw, dtype=rounds[0].dtype)

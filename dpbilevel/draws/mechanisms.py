@@ -63,7 +63,7 @@ class BoundedScore(eqx.Module):
     basis: Basis = eqx.field(static=True)
 
     def sensitivity(self, neighbours: Neighbours) -> Number:
-        """Return the measure of the change between neighbours."""
+        """Return how much the score may change between neighbours, in `measure`."""
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
@@ -144,7 +144,7 @@ class AbstractDrawMechanism(AbstractMechanism):
     def event(
         self, fraction: float = 1.0, log_ratio: float = 0.0
     ) -> "dp_accounting.DpEvent":
-        r"""Return the event of one draw, for a fraction of the sensitivity.
+        r"""Return the dp-accounting event of one draw, at a fraction of sensitivity.
 
         Args:
             fraction: $s$ in (0, 1].
@@ -153,7 +153,7 @@ class AbstractDrawMechanism(AbstractMechanism):
 
     @abc.abstractmethod
     def with_multiplier(self, multiplier: Number) -> Self:
-        """Return the mechanism with the privacy of a Gaussian release.
+        """Return a copy with the privacy of a Gaussian release of this multiplier.
 
         Args:
             multiplier: The noise multiplier of that release.
@@ -172,7 +172,7 @@ class AbstractDrawMechanism(AbstractMechanism):
             )
 
     def calibrated(self) -> Number:
-        """Return the number that sets the noise.
+        """Return the number that sets the noise, checked not to be `None`.
 
         Raises:
             ValueError: There is none yet.
@@ -220,7 +220,7 @@ class Exponential(AbstractDrawMechanism):
         return pure_event(fraction * float(self.calibrated()) + 2 * log_ratio)
 
     def with_multiplier(self, multiplier: Number) -> Self:
-        r"""Set $\varepsilon = 2 / m$, of the same zero-concentrated privacy."""
+        r"""Return a copy with $\varepsilon = 2 / m$, equal as zero-concentrated DP."""
         return dataclasses.replace(self, epsilon=2 / multiplier)
 
     @override
@@ -261,7 +261,7 @@ class RegularizedExponential(AbstractDrawMechanism):
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
-        """Return a Gaussian event.
+        """Return a `GaussianDpEvent` of one draw.
 
         Raises:
             ValueError: The sampler is exact in the logarithm only, which a Gaussian
@@ -321,7 +321,7 @@ class Draw(AbstractRelease):
 
     @property
     def failure(self) -> float:
-        """Distance of the drawn distribution from the charged one, or its aim."""
+        """Total variation distance of the draws from what is charged, or its aim."""
         guarantee = self.guarantee
         distance = guarantee.distance if guarantee.proved else guarantee.aim
         return self.count * (distance + self.inexact)
@@ -382,6 +382,6 @@ class Draw(AbstractRelease):
         return dataclasses.replace(super().row(), temperature=1 / self.rate)
 
     def forecast(self, coordinates: int | None) -> ForecastRow:
-        """Return the least difference of scores that the draw can tell apart."""
+        """Return a `ForecastRow`: the least score difference that a draw can tell."""
         temperature = 1 / self.rate
         return ForecastRow(self.name, temperature=temperature, coordinates=coordinates)

@@ -49,7 +49,7 @@ class TheoremConstants:
     def of(
         cls, problem: AbstractVariationalInequality, dimension: int, records: int
     ) -> Self:
-        """Return the constants of a problem that declares them.
+        """Return the `TheoremConstants` of a problem that declares them.
 
         Raises:
             ValueError: A constant is missing, or the set is unbounded or one point.
@@ -160,19 +160,19 @@ class TheoremConstants:
 
 
 def cheapest(gap: np.ndarray, cost: np.ndarray) -> int:
-    """Return the cheapest candidate with a gap within 5 % of the least."""
+    """Return the index of the cheapest candidate with a gap near the least."""
     return int(np.argmin(np.where(gap <= 1.05 * np.min(gap), cost, np.inf)))
 
 
 def integers(most: int, count: int) -> np.ndarray:
-    """Return at most `count` integers from 1 to `most`, evenly spread in logarithms."""
+    """Return an array of up to `count` integers in [1, `most`], even in logarithms."""
     return np.unique(np.round(np.geomspace(1, max(most, 1), count)).astype(int))
 
 
 def estimated_multiplier(
     rate: np.ndarray, count: np.ndarray, budget: PrivacyBudget
 ) -> np.ndarray:
-    r"""Estimate the multiplier by the central limit, to compare candidates only.
+    r"""Estimate noise multipliers by a central limit, to compare candidates only.
 
     $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$ for $k$ releases on a fraction $q$ of records.
     """
@@ -260,7 +260,7 @@ class AbstractSaddleSolver(
 
     @classmethod
     def _constants(cls, problem, budget, sizes, dimension, passes) -> TheoremConstants:
-        """Check the arguments and return the problem as theorems see it."""
+        """Check the arguments, and return a problem's `TheoremConstants`."""
         owner = cls.__name__
         _checks.instance(owner, AbstractVariationalInequality, problem=problem)
         _checks.instance(owner, PrivacyBudget, budget=budget)
@@ -282,7 +282,7 @@ class AbstractSaddleSolver(
     def theorem_fields(
         cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
-        """Return the fields that `from_theorem` sets."""
+        """Return a dict of the solver's fields that `from_theorem` sets."""
 
     @classmethod
     @abc.abstractmethod
@@ -293,7 +293,7 @@ class AbstractSaddleSolver(
         passes: Passes,
         most_steps: int,
     ) -> Fields:
-        """Return the fields that `tuned` sets."""
+        """Return a dict of the solver's fields that `tuned` sets."""
 
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         """Return a bound on the expected gap of the answer, known before any data.

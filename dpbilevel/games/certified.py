@@ -49,7 +49,7 @@ class ResolventQuery(AbstractCertifiedQuery):
         return Costs((query,), resolvent.basis, reach)
 
     def read(self, point, data, *, precision, key, index=None) -> clipping.Bounded:
-        """Compute the resolvent at a released point of the set, and seal it.
+        """Compute the resolvent at a released point of the set, as a `Bounded`.
 
         Records are read in the dtype of the point; one with an entry that is not finite
         contributes zero.
@@ -80,7 +80,7 @@ def approximate_resolvent(
     centre: PyTree,
     precision: clipping.Precision = "float",
 ) -> PyTree:
-    """Return the value of `ResolventQuery`, not sealed. NON-PRIVATE."""
+    """Return a batch's approximate resolvent, not sealed. NON-PRIVATE."""
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)
@@ -153,7 +153,7 @@ def _less(a: PyTree, factor: Number, b: PyTree) -> PyTree:
 
 
 def _readable(records: PyTree) -> Bool[Array, " n"]:
-    """Tell which rows hold finite numbers only."""
+    """Return a mask of the rows that hold finite numbers only."""
     leaves = jax.tree.leaves(records)
     rows = [
         is_finite(v).reshape(len(v), -1).all(axis=1)

@@ -84,7 +84,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @classmethod
     def theorem_fields(cls, constants, budget, passes) -> Fields:
-        r"""Return the parameters of the paper, in whole numbers.
+        r"""Return a dict of the paper's parameters, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
         multiplier,
@@ -121,7 +121,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @classmethod
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
-        """Return batch, step size and, for several passes, steps with the least bound.
+        """Return a dict of the fields with the least bound: batch, step size, steps.
 
         The step size of several passes follows from their exact multiplier.
         """
@@ -159,13 +159,13 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return gap, constants.extragradient_stability(*path, std)
 
     def init(self, problem, w0) -> _State:
-        """Start at `w0`, projected onto the set."""
+        """Return the state at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         memory = Descent(self.step_size, problem.w_set).init(u)
         return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
     def step(self, problem, data, state, *, key) -> _State:
-        """Make two noisy, projected updates from the same point."""
+        """Make two noisy, projected updates from one point; return the state."""
         key_first, key_then = derive(key, "first", "then")
         descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t
         g = self._operator(problem, data, u, 2 * t, key=key_first)
@@ -176,7 +176,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return _State(u, w, kept, memory, t + 1)
 
     def released(self, state) -> PyTree:
-        """Return the midpoint."""
+        """Return the midpoint of the last step."""
         return state.w
 
     def adversary_view(self, state) -> PyTree:

@@ -115,7 +115,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     numbers_batches: ClassVar[bool] = True
 
     def init(self, problem, w0) -> _State:
-        """Start at `w0`: the model projected, the weights as a mixture of groups."""
+        """Return the state at `w0`: the model projected, the weights as a mixture."""
         x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept, memory = self.output.init((x, y)), Descent(1.0, problem.x_set).init(x)
         none = SkippedUpdates.none()
@@ -123,7 +123,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return _State(x, y, jnp.zeros_like(y), kept, memory, none, zero)
 
     def step(self, problem, data, state, *, key) -> _State:
-        """Make one release and one step of each player."""
+        """Make one release and one step of each player, and return the state."""
         x, y, t = state.x, state.y, state.t
         weights = y / problem.scale
         factors = weights / _shares(problem, y)  # y_g / p_g
@@ -142,11 +142,11 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return _State(x, y, losses, kept, memory, rejections, t + 1)
 
     def released(self, state) -> PyTree:
-        """Return the model and the weights, in the units of the game."""
+        """Return the model and the weights of the groups, in the game's units."""
         return state.x, state.y
 
     def adversary_view(self, state) -> PyTree:
-        """Return the pair, and the losses of the groups."""
+        """Return the model, the weights of the groups, and their released losses."""
         return state.x, state.y, state.losses
 
     @override
@@ -154,7 +154,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return self.output.answer(state.kept, (state.x, state.y))
 
     def release(self, problem, sizes) -> Release:
-        """Return the release of gradient and losses, in units of their bounds.
+        """Return the `Release` of gradient and losses, in units of their bounds.
 
         Raises:
             ValueError: No bound on losses or no step size is given or declared.
@@ -170,14 +170,14 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return {GRADIENT_AND_LOSSES: optax.tree.size(w0)}
 
     def _relative_weights(self, factors: Weights) -> tuple[Weights, Number]:
-        """Return the weights $u_g$ of records, and the largest factor."""
+        """Return the weights $u_g$ of records by group, and the largest factor."""
         largest = jnp.max(factors)
         return factors / largest, largest
 
     def _release_terms(
         self, problem: GroupGame, data, x, factors: Weights, *, index, key: PRNGKey
     ) -> tuple[PyTree, Weights]:
-        """Release the gradient and the losses, for these weights of records."""
+        """Release the weighted gradient of the model and the losses of the groups."""
         half = self._bound(problem) / 2
         units = self._units
         relative, largest = self._relative_weights(factors)
@@ -200,7 +200,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     def _ascend(
         self, problem: GroupGame, x, y: Weights, payoffs: Weights, length: Number
     ) -> Weights:
-        """Return the weights after their step, at the price of noise."""
+        """Return the weights of the groups after a step with a price for noise."""
         shares, steps = _shares(problem, y), self.num_steps
         total, bound = jnp.sum(shares), self._bound(problem)
         loss_noise = self._noise(bound / 2 / self._units[1])  # nu, over a share
@@ -211,7 +211,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return entropic_step(y, rate * payoffs, shares / total, rate * price)
 
     def _step_length(self, problem: GroupGame, x, largest: Number) -> Number:
-        r"""Return $\eta_t$, given the largest weight of a record."""
+        r"""Return the model's step size $\eta_t$, given a record's largest weight."""
         if self.step_size is not None:
             return self.step_size
         assert problem.smoothness is not None
@@ -220,7 +220,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return jnp.minimum(2 / problem.smoothness, problem.x_set.reach / walk)
 
     def _noise(self, unit: Number) -> Array:
-        """Return the deviation of the noise in what is released, in this unit."""
+        """Return the noise's standard deviation on means of terms of norm `unit`."""
         assert self.sizes is not None
         mechanism = self.release_noise
         factor = mechanism.neighbours.contributions
@@ -257,7 +257,7 @@ def _clip(gradient: PyTree, clip_norm: Number) -> PyTree:
 def entropic_step(
     y: Weights, gain: Weights, shares: Weights, price: Float[Array, ""]
 ) -> Weights:
-    r"""Make a step of mirror ascent by entropy, with a price on the largest ratio.
+    r"""Return weights after mirror ascent by entropy, with a price on large ratios.
 
     $$\arg\max_{v \in \Delta}\ \langle g, v \rangle - \mathrm{KL}(v \,\|\, y) - c
     \max_j \frac{v_j^2}{q_j^2}, \qquad v_j \propto q_j \min(r_j, m), \quad r_j =

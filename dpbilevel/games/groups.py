@@ -274,7 +274,7 @@ def group_start(
 def _game(
     owner, loss, shares, strength, radius, scale, ridge, row_norm, group
 ) -> GroupGame:
-    """Check the arguments, and build the problem, of both group games."""
+    """Check the arguments of both group games, and build the `GroupGame`."""
     shares = _checked_shares(owner, shares)
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
@@ -300,7 +300,7 @@ def _game(
 
 
 def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dict]:
-    """Return the scale of a game of a linear model, and its constants."""
+    """Return the scale of a linear model's game, and a dict of its constants."""
     if radius is None:
         raise ValueError(f"{owner}: a linear model needs radius=, a bound on |x|.")
     if not math.isfinite(model.start):
@@ -334,7 +334,7 @@ def _public(shares: np.ndarray, scale: float, ridge: float, strength) -> Callabl
 
 
 def _public_constants(shares, scale, radius, ridge, strength) -> dict[str, Any]:
-    """Return the constants of the ridge and of the chi-square penalty."""
+    """Return a dict of the constants of the ridge and the chi-square penalty."""
     corners = (np.eye(len(shares)) - shares / np.sum(shares)) / shares
     farthest = np.max(np.linalg.norm(corners, axis=1))  # a convex function of y
     bound = None

@@ -62,7 +62,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         """Return $P(w)$ without noise or budget; zeros without a public term."""
 
     def saturated_operator(self, w: PyTree) -> Callable[[PyTree], PyTree]:
-        """Return $F_i(w)$ as a function of the record, with finite values for infinity.
+        """Return a function from a record to $F_i(w)$, with finite values for infinity.
 
         An operator that overflows then counts in its direction, as a large one does. A
         clipped contribution is nonexpansive in the operator.
@@ -78,7 +78,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         return operator
 
     def constant(self, name: str) -> float:
-        """Return a declared constant.
+        """Return a declared constant by its name, as a float.
 
         Args:
             name: One of `lipschitz`, `bound`, `public_lipschitz`, `public_bound`.
@@ -231,7 +231,7 @@ class VariationalInequality(AbstractVariationalInequality):
 
 
 def matrix_game(rows: int, columns: int) -> SaddleProblem:
-    r"""Return the game of mixed strategies for the mean of payoff matrices.
+    r"""Return the `SaddleProblem` of mixed strategies for mean payoff matrices.
 
     $$\min_{x \in \Delta_m} \max_{y \in \Delta_k} \frac1n \sum_i x^\top A_i y.$$
 
@@ -282,7 +282,7 @@ def matrix_game(rows: int, columns: int) -> SaddleProblem:
 
 
 def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    """Return descent in the first variable, ascent in the second."""
+    """Return a pair of gradients with the second negated, as $y$ ascends."""
     return gradients[0], optax.tree.scale(-1, gradients[1])
 
 

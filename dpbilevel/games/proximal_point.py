@@ -112,7 +112,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @classmethod
     def theorem_fields(cls, constants, budget, passes) -> Fields:
-        r"""Return the parameters of the paper, in whole numbers.
+        r"""Return a dict of the paper's parameters, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
         batches has
@@ -137,7 +137,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @classmethod
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
-        """Return batch, strength and rounds with the least bound."""
+        """Return a dict of the fields with the least bound: batch, strength, rounds."""
         n, lipschitz = constants.records, constants.lipschitz
         strength = constants.scale * np.logspace(-2, 5, 211)
         strength = strength[strength > 1.05 * lipschitz]
@@ -176,12 +176,12 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @property
     def basis(self) -> Basis:
-        """Clipping for one step of Picard's iteration, else constants."""
+        """Basis: clipping for one step of Picard's iteration, else constants."""
         one = self.inner == "picard" and self.inner_steps == 1
         return Basis.CLIPPED if one else Basis.CONSTANTS
 
     def init(self, problem, w0) -> _State:
-        """Start at `w0`, projected onto the set; refuse one coarser than planned."""
+        """Return the state at `w0`, projected; refuse one coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
@@ -203,24 +203,24 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return state.w
 
     def answer(self, problem, state) -> PyTree:
-        """Return the point of the output rule, projected."""
+        """Return the point of the output rule, projected onto the set."""
         return problem.w_set.project(self.output.answer(state.kept, state.w))
 
     def resolvent(self, problem: AbstractVariationalInequality, n: int) -> Resolvent:
-        """Return what a round on `n` records computes, with its sensitivity."""
+        """Return the `Resolvent` that a round on `n` records computes."""
         numbers = _checks.number(self.clip_norm), _checks.number(self.strength)
         counts, batch = (self.inner_steps, self.dimension), self.sampling
         counts = *counts, batch.rows(n), batch.denominator(n)
         return Resolvent(problem, *numbers, self.inner, *counts)
 
     def release(self, problem, sizes) -> Release:
-        """Return the resolvent's release; refused if nothing proves its sensitivity."""
+        """Return the `CertifiedRelease` of a resolvent of proved sensitivity."""
         query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
         ratio, noise = self.clip_ratio(problem), self.release_noise
         return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
 
     def with_counts(self, problem, sizes=None) -> Self:
-        """Bind the solver to the default floating-point dtype."""
+        """Return a copy bound to the default floating-point dtype."""
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
 
     @override

@@ -55,12 +55,12 @@ class Resolvent:
 
     @property
     def basis(self) -> Basis:
-        """Clipping for one step of Picard's iteration, else constants."""
+        """Basis: clipping for one step of Picard's iteration, else constants."""
         return Basis.CLIPPED if self._one_step else Basis.CONSTANTS
 
     @property
     def _fullest(self) -> float:
-        """Most records of a batch, over what its sum is divided by."""
+        """Largest number of records of a batch, over the denominator of its sum."""
         return max(1.0, self.rows / self.denominator)
 
     @property
@@ -124,7 +124,7 @@ class Resolvent:
 
     @property
     def distance(self) -> Number:
-        r"""Bound on the distance from the exact one: $q^N M / \lambda$ or $\zeta$."""
+        r"""Bound on the inner solver's error: $q^N M / \lambda$ or $\zeta$."""
         if self.inner != "picard":
             return self.solve_error()
         return self.contraction**self.steps * self._largest / self.strength

@@ -57,7 +57,7 @@ class SaddleExample:
 
 
 def constant_operator(records: Float[Array, "n d"], radius: float = 1.0):
-    r"""Return $F_i(w) = z_i$ on a ball: no algorithm does better than the mean allows.
+    r"""Return a `SaddleExample`: $F_i(w) = z_i$ on a ball, as in lower bounds.
 
     The gap is $\langle \bar z, w \rangle + R \|\bar z\|$, the same weak and strong. The
     instance of the lower bounds, with entries of $z$ equal to $\pm M / \sqrt d$.
@@ -85,7 +85,7 @@ def bilinear_saddle(
     radius: float = 1.0,
     convexity: float = 0.0,
 ):
-    r"""Return $x^\top A_i y + \langle b_i, x \rangle - \langle c_i, y \rangle$.
+    r"""Return a `SaddleExample`: $x^\top A_i y + b_i^\top x - c_i^\top y$ on balls.
 
     With $\mu > 0$ the public term $\frac\mu2 (\|x\|^2 - \|y\|^2)$ makes it strongly
     convex and strongly concave.
@@ -129,7 +129,7 @@ def bilinear_saddle(
 
 
 def matrix_game(payoffs: Float[Array, "n p q"]):
-    r"""Return $x^\top A_i y$ on two simplices: a zero-sum game of mean payoffs.
+    r"""Return a `SaddleExample`: $x^\top A_i y$ on two simplices, a zero-sum game.
 
     The gap is $\max_j (\bar A^\top x)_j - \min_i (\bar A y)_i$.
 
@@ -196,7 +196,7 @@ def mean_operator(
 def saddle_gap(
     problem: AbstractSaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
 ) -> Gap:
-    r"""NON-PRIVATE. Bound the gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
+    r"""NON-PRIVATE. Return a `Gap` of $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
 
     Both problems are convex and are solved by accelerated projected gradients. By
     convexity what is missing is at most $\sup_u \langle \nabla, u - u_k \rangle$, which
@@ -240,7 +240,7 @@ def variational_gap(
     *,
     num_steps: int = 300,
 ) -> Gap:
-    r"""NON-PRIVATE. Bound $\sup_u \langle F(u), \hat w - u \rangle$, for affine $F$.
+    r"""NON-PRIVATE. Return a `Gap` of $\sup_u F(u)^\top (\hat w - u)$, for affine $F$.
 
     For an affine monotone operator the supremum is a concave problem, solved and
     bounded as in `saddle_gap`. An affine, monotone operator is assumed, which
@@ -276,7 +276,7 @@ def _smoothness(problem: AbstractVariationalInequality) -> float:
 
 
 def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
-    """Maximize a concave function; return the attained value and an upper bound."""
+    """Maximize a concave function; return a `Gap`: attained value and upper bound."""
     _checks.count("gap", num_steps=num_steps)
     gradient = jax.grad(value)
 

@@ -70,7 +70,7 @@ class AutoPlan(Plan[Any]):
         return found | super().rows()
 
     def to_toml(self) -> str:
-        """Return the settings as the tables `[solver]` and `[refit]` of a config.
+        """Return the settings as text: tables `[solver]` and `[refit]` of a config.
 
         They may be edited: `dpbilevel run` calibrates them anew to the budget of the
         config that they are put into.
@@ -242,7 +242,7 @@ def auto(
 def _trials(
     dry: DryRuns, methods, neighbours, budget, rounds, progress
 ) -> tuple[tuple[Trial, ...], tuple[float, ...], str, dict[str, str]]:
-    """Make the dry runs.
+    """Make the dry runs; return trials, constant answers, outlook and methods left out.
 
     Returns:
         The best setting of each method, the losses of the best constant answers, the
@@ -305,7 +305,7 @@ def _populations(
 
 
 def _assumptions(model: PyTree, clip_norm: float, intercept: int | None) -> str:
-    """Return what the plan assumes about the records, which nobody checks."""
+    """Return a sentence on what the plan assumes, unchecked, about the records."""
     if not is_linear(model):
         return f"Assumed: gradients of a network may be clipped at {clip_norm:g}."
     constant = "no feature is the same for all records"
@@ -321,7 +321,7 @@ def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:
 
 
 def _remark_on(problem: AbstractProblem, w0: PyTree) -> str:
-    """Return what to change about the initial point."""
+    """Return a sentence on what to change about the initial point, or no text."""
     if not isinstance(problem, PenaltyTuning):
         return ""
     least, _ = penalty_start(problem, None)

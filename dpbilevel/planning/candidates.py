@@ -49,7 +49,7 @@ def candidates(
     records: PyTree = None,
     intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """Return the candidates for a problem, by its class.
+    """Return a tuple of `Candidate`s for a problem, by its class.
 
     `candidates.register` adds those of another class.
 

@@ -53,7 +53,7 @@ class Trial:
 
 
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
-    """Return the best setting of each method, best first; one level if it is near.
+    """Return the index of each method's best setting, best first; one level if near.
 
     Settings whose mean loss is above the best constant answer on a population come
     after all others, within a method and among methods. The score orders the rest.
@@ -91,7 +91,7 @@ def improves(trial: Trial, starts: Sequence[float]) -> bool:
 
 
 def excess_of(losses: Losses, constants: Losses) -> tuple[float, ...]:
-    """Return the `excess` of a trial from losses and constant answers by run."""
+    """Return by population how far a trial's worst run is above constant answers."""
     base = np.asarray(constants)
     above = np.max(np.asarray(losses) - base, axis=0)
     return tuple((above / (np.abs(np.mean(base, axis=0)) + 1e-9)).tolist())
@@ -105,7 +105,7 @@ def reason_of(
     *,
     default: bool = True,
 ) -> str:
-    """Return in a few sentences why the first method is planned.
+    """Return a few sentences on why the first method is planned.
 
     Args:
         ranked: The best setting of each method.
@@ -150,7 +150,7 @@ def _percent(fraction: float) -> str:
 
 
 def _comparison(trial: Trial, place: int, populations: Sequence[str]) -> str:
-    """Return on which populations a method that is not planned is better or worse."""
+    """Return sentences on where a method that is not planned is better or worse."""
     pairs = list(zip(populations, trial.advantage, strict=False))
     better = ", ".join(name for name, lead in pairs if lead > _NOISE)
     if not better:
@@ -170,7 +170,7 @@ def outlook_of(
     losses: Callable[[list[AbstractSolver], PrivacyBudget], Losses],
     constants: list[float],
 ) -> str:
-    """Return from which epsilon two levels are worth it, or any method is useful.
+    """Return a sentence: from which epsilon two levels, or any method, are useful.
 
     Args:
         ranked: The best setting of each method.

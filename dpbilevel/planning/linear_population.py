@@ -69,7 +69,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         """
 
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
-        """Return rows of norm 1 with a constant last: by default as `columns` says."""
+        """Draw rows of norm 1 with a constant last: by default as `columns` says."""
         if self.columns == "categories" and columns >= _FEWEST_COLUMNS:
             return _categories(key, rows, self.blocks(columns))
         return _features(key, rows, columns, skewed=self.columns == "skewed")
@@ -91,7 +91,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def clustered_features(
         self, key: Key, rows: int, shape: tuple[int, ...]
     ) -> Float[Array, "n d"]:
-        """Return features; those of several classes cluster around their prototypes.
+        """Draw features; those of several classes cluster around their prototypes.
 
         Each block of a record is, with a chance of one half, that of a prototype.
 
@@ -113,7 +113,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def teachers(
         self, key: Key, count: int, shape: tuple[int, ...], *, aligned: bool = False
     ) -> Array:
-        """Return random linear models; of several classes the prototypes in any order.
+        """Draw linear models; of several classes the prototypes in any order.
 
         Args:
             key: A typed key.
@@ -166,7 +166,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         return jnp.mean(jnp.stack(jax.lax.fori_loop(0, 25, halve, ends)))
 
     def sources(self, key: Key, rows: int, num_sources: int) -> Int[Array, " n"]:
-        """Return the source of each training record: by default all are as likely."""
+        """Draw the index of each training record's source, uniformly by default."""
         return jax.random.randint(key, (rows,), 0, num_sources)
 
     @override
@@ -217,7 +217,7 @@ def _unit(rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
 
 
 def _features(key, rows: int, columns: int, *, skewed: bool) -> Float[Array, "n d"]:
-    """Return columns of decaying scale and a constant, rows of norm 1."""
+    """Draw rows of norm 1: features of decaying scale, and a constant last."""
     if columns == 1:
         return jax.random.rademacher(key, (rows, 1), jnp.result_type(float))
     spectrum = 1 / jnp.sqrt(jnp.arange(1, columns))
@@ -232,7 +232,7 @@ def _features(key, rows: int, columns: int, *, skewed: bool) -> Float[Array, "n 
 
 
 def _categories(key, rows: int, widths: list[int]) -> Float[Array, "n d"]:
-    """Return one-hot blocks of these widths and a constant, rows of norm 1."""
+    """Draw rows of norm 1: one-hot blocks of these widths, and a constant last."""
     # All blocks at once, padded with categories that do not occur.
     count, rank = np.asarray(widths), np.arange(max(widths))
     rarity = np.where(rank < count[:, None], -np.log(rank + 1.0), -np.inf)

@@ -80,7 +80,7 @@ class Methods:
     intercept: int | None = None
 
     def descent(self) -> tuple[Candidate, ...]:
-        """Return descent on a problem of one level."""
+        """Return a tuple of `Candidate`s: descent on a problem of one level."""
         sizes = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0
         return tuple(
             Candidate(f"NoisyGD, {n} steps", tuple(self._fit(n, s) for s in sizes), 1)
@@ -88,7 +88,7 @@ class Methods:
         )
 
     def one_level(self) -> tuple[Candidate, ...]:
-        """Return the methods that read the records of one level, or pool them."""
+        """Return a tuple of `Candidate`s that read one level, or pool the records."""
         many = [self._fit(100, size) for size in (1.0, 4.0, 16.0, 64.0)]
         # From a few hundred validation records, where noise admits few steps, to many.
         upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
@@ -113,7 +113,7 @@ class Methods:
         return (*found, Candidate("base rate", (then,), 1))
 
     def penalty_descent(self) -> Candidate:
-        """Return penalty descent, then a fit of the model at its x."""
+        """Return a `Candidate`: penalty descent, then a fit of the model at its x."""
         clip = self.clip_norm
         inner = NoisyGD(10, clip, 1 / clip**2)
         clips: Any = {"clip_norm": clip, "upper_clip_norm": 0.5 * clip}
@@ -126,7 +126,7 @@ class Methods:
         return Candidate("PenaltyBilevel, refitted", solvers, 2)
 
     def lower_first(self) -> Candidate:
-        """Return the lower level, then the upper one at its solution."""
+        """Return a `Candidate`: the lower level, then the upper at its solution."""
         solvers = tuple(
             LowerFirst(self._fit(100, lower), self._fit(30, upper))
             for lower, upper in itertools.product((8.0, 32.0), (1.0, 4.0, 16.0))
@@ -134,7 +134,7 @@ class Methods:
         return Candidate("LowerFirst", solvers, 2)
 
     def scaled_groups(self) -> Candidate:
-        """Return the scaling of groups of coefficients."""
+        """Return a `Candidate` that scales groups of coefficients."""
         # Rows are shorter without the groups that are dropped, by an unknown factor. No
         # public bound is near their curvature: descent undoes steps that are too long.
         settings = itertools.product((0.2, 0.4, 0.7), (10.0, 30.0, 100.0, 200.0))
@@ -142,7 +142,7 @@ class Methods:
         return Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
 
     def certified(self, problem: BilevelProblem, x: PyTree) -> tuple[Candidate, ...]:
-        r"""Return the methods whose sensitivities rest on the problem's certificate.
+        r"""Return a tuple of `Candidate`s that rest on the problem's certificate.
 
         Steps of size $1 / (2 \beta_\Phi)$ along hypergradients. If the set is a box,
         also a draw from 64 of its points by the hyper-objective or by the norm of the
@@ -177,7 +177,7 @@ class Methods:
         sizes: tuple[float, ...],
         scoring: ScoringModel | None = None,
     ) -> Candidate:
-        """Return the selection of sources, with steps of these sizes."""
+        """Return a `Candidate` that selects sources, with steps of these sizes."""
         # Gradients of the library's own model do not depend on the user's clip norm.
         clip = self.clip_norm if scoring is None else 1.0
 
@@ -198,7 +198,7 @@ class Methods:
         return Candidate("SelectedSources", solvers, 2)
 
     def mixture(self) -> Candidate:
-        """Return mixtures of the models of the sources."""
+        """Return a `Candidate` that mixes the models of the sources."""
         clip, vector = self.clip_norm, is_vector(self.model)
         descent = _fast if vector else _plain
 
@@ -220,7 +220,7 @@ class Methods:
         return Candidate("MixedSources", (*itertools.starmap(solver, settings),), 2)
 
     def recalibrate(self, method: Candidate) -> Candidate:
-        """Return a method for sources that spends a part of the budget on two numbers.
+        """Return a `Candidate`: a method for sources, then a fit of two numbers.
 
         Upper records say more about the two numbers than about the sources. So disjoint
         people of the upper level spend all of the squared budget, those of the lower
@@ -245,7 +245,7 @@ class Methods:
         return Candidate(f"{method.name}, recalibrated", solvers, 2)
 
     def _fit(self, steps: int, size: float) -> NoisyGD:
-        """Return descent on the model."""
+        """Return a `NoisyGD` that fits the model, with steps of this size."""
         if is_vector(self.model):
             return _fast(self.clip_norm, steps, size)
         # The curvature of several classes or a network is mostly far below any bound:
@@ -255,7 +255,7 @@ class Methods:
 
     @functools.cached_property
     def _recalibration(self) -> Recalibration | None:
-        """Fit of a few numbers of a linear model, `None` for other models."""
+        """Solver that recalibrates a linear model; `None` for other models."""
         if not is_array(self.model):
             return None
         default = Recalibration(intercept=self.intercept)
@@ -270,13 +270,13 @@ def _rounded(value: float) -> float:
 
 
 def _plain(clip_norm: float, steps: int, size: float, clip: float = _CLIP) -> NoisyGD:
-    """Return descent with steps of `size` over the square of the clip norm."""
+    """Return a `NoisyGD` with steps of `size` over the square of the clip norm."""
     step_size = _rounded(size / clip_norm**2)
     return NoisyGD(steps, _rounded(clip * clip_norm), step_size, output=TailMean())
 
 
 def _fast(clip_norm: float, steps: int, size: float, clip: float = _CLIP) -> NoisyGD:
-    """Return descent that replaces steps above the stable size by momentum."""
+    """Return a `NoisyGD` that replaces steps above the stable size by momentum."""
     plain = _plain(clip_norm, steps, min(size, _STABLE), clip)
     if size <= _STABLE:
         return plain

@@ -25,12 +25,12 @@ def is_linear(model: PyTree) -> bool:
 
 
 def is_vector(model: PyTree) -> bool:
-    """Return whether a model has one score."""
+    """Return whether a model is one vector, and so has one score."""
     return is_array(model) and jnp.ndim(model) == 1
 
 
 def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
-    """Return the index of the constant feature, `None` if the model is not linear.
+    """Return `intercept`, checked to be a feature; `None` if a model is not linear.
 
     Raises:
         ValueError: The model has no feature at this index.

@@ -172,7 +172,7 @@ class NoiseGroups(AbstractLinearPopulation):
 def populations(
     problem: AbstractProblem, records: PyTree = None, norm: float = 1.0
 ) -> tuple[AbstractPopulation, ...]:
-    """Return the default populations of a problem.
+    """Return a tuple of the default populations of a problem.
 
     Sources have `GoodOrBad`, `Shifted`, `Tables`, `MissingPositives` and `Alike`.
     Penalties have `NoiseGroups` with half, an eighth and all of the groups useful,

@@ -72,7 +72,7 @@ def race(
     constant_losses: Callable[[int], list[float]],
     progress: Callable[[int, int], None],
 ) -> tuple[list[Outcome], Losses]:
-    """Run successive halving within each method, and drop methods that are far behind.
+    """Run successive halving; return each method's `Outcome`, and constant answers.
 
     The best method of one level stays, for comparison with two levels.
 
@@ -133,7 +133,7 @@ def _stay(settings: int, number: int) -> int:
 def _survivors(
     methods: list[Candidate], losses: dict[int, Losses], constants: Losses, number: int
 ) -> tuple[list[int], dict[int, float]]:
-    """Return the settings that stay, and the best settings of dropped methods.
+    """Return a list of the settings that stay, and a dict of dropped ones' regrets.
 
     Args:
         methods: The method of each setting.
@@ -169,7 +169,7 @@ def _survivors(
 def scores(
     regrets: Float[np.ndarray, "settings populations"],
 ) -> Float[np.ndarray, " settings"]:
-    """Return the score that a method is chosen by; the smallest is best.
+    """Return the score of each setting; the smallest is best.
 
     The weighted mean of the mean regret and the worst one: the restricted Bayes rule of
     Hodges and Lehmann, "The use of previous experience in reaching statistical
@@ -187,7 +187,7 @@ def worst_regrets(losses: Sequence[Losses], constants: Losses) -> list[float]:
 def regrets(
     losses: Sequence[Losses], constants: Losses
 ) -> Float[np.ndarray, "settings populations"]:
-    """Return the regrets of settings from losses and constant answers by run."""
+    """Return the regret by setting and population, from all losses by run."""
     # The mean over the runs, because a failure counts by how much it loses.
     table = np.asarray([np.mean(runs, 0) for runs in losses])
     return regret(table, np.mean(constants, 0))
@@ -197,7 +197,7 @@ def regret(
     table: Float[np.ndarray, "settings populations"],
     starts: Sequence[float] | Float[np.ndarray, " populations"],
 ) -> Float[np.ndarray, "settings populations"]:
-    """Return the fraction of the achievable improvement that each setting lacks.
+    """Return the missing fraction of improvement, by setting and population.
 
     Args:
         table: The mean losses.
@@ -251,11 +251,11 @@ class DryRuns:
     _last: dict[int, list[SyntheticData]] = dataclasses.field(default_factory=dict)
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
-        """Calibrate a solver to a budget."""
+        """Calibrate a solver to a budget, and return the `Plan`."""
         return calibrated(self.problem, solver, budget, **self.options)
 
     def losses(self, solver: AbstractSolver, number: int) -> list[float]:
-        """Return the test losses of a calibrated solver in a run, by population."""
+        """Return a list, by population, of a calibrated solver's loss in a run."""
         found = []
         for place, drawn in enumerate(self._drawn(number), len(self.populations)):
             key = jax.random.fold_in(self._key(number), place)
@@ -267,11 +267,11 @@ class DryRuns:
     def losses_within(
         self, solvers: Sequence[AbstractSolver], budget: PrivacyBudget
     ) -> Losses:
-        """Return the losses in the first run of solvers that are calibrated anew."""
+        """Calibrate solvers; return losses of run 0 by solver and population."""
         return [self.losses(self.plan(s, budget).solver, 0) for s in solvers]
 
     def constant_losses(self, number: int) -> list[float]:
-        """Return the losses of the best constant answers in a run, by population."""
+        """Return a list, by population, of the best constant answer's loss in a run."""
         tests = [drawn.test for drawn in self._drawn(number)]
         problem = self.problem, self.w0
         return [constant_loss(*problem, test, self.intercept) for test in tests]
@@ -282,7 +282,7 @@ class DryRuns:
         neighbours: Neighbours,
         budget: PrivacyBudget,
     ) -> tuple[list[tuple[Candidate, AbstractSolver]], list[Any], dict[str, str]]:
-        """Return the settings that can be calibrated.
+        """Calibrate all settings; return those that work, solvers, and refusals.
 
         Returns:
             Method and solver of each setting, the calibrated solvers, and by method why
@@ -310,7 +310,7 @@ class DryRuns:
         return entries, solvers, {k: v for k, v in refused.items() if k not in there}
 
     def _drawn(self, number: int) -> list[SyntheticData]:
-        """Return the synthetic data of a run; those of the last run are kept."""
+        """Return a list, by population, of the `SyntheticData` of a run, kept."""
         if number not in self._last:
             self._last.clear()
             keys = jax.random.split(self._key(number), len(self.populations))

@@ -14,7 +14,7 @@ from ..privacy.mechanisms import Gaussian
 
 
 def toml_of(solver: AbstractSolver) -> str:
-    """Return the table `[solver]`, and `[refit]` if there is one.
+    """Return config text: the table `[solver]`, and `[refit]` if there is one.
 
     Args:
         solver: The solver; its noise is left out, because a config has none.
@@ -58,7 +58,7 @@ def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
 
 
 def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
-    """Yield the fields that differ from their defaults and are not in `[privacy]`."""
+    """Yield (field, value) pairs that differ from defaults, without `[privacy]`."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         same = type(field.default) is type(value) and repr(field.default) == repr(value)

@@ -49,14 +49,14 @@ class AbstractPopulation(eqx.Module):
 
     @property
     def name(self) -> str:
-        """Name in tables."""
+        """Name of the population in tables."""
         return type(self).__name__
 
     @abc.abstractmethod
     def draw(
         self, problem: AbstractProblem, w0: PyTree, sizes: Sizes | int, key: Key
     ) -> SyntheticData:
-        """Draw records of these sizes.
+        """Draw `SyntheticData`: records of these sizes, and test records.
 
         Args:
             problem: The problem.
@@ -140,7 +140,7 @@ class Classes:
         return self.values
 
     def labels(self, numbers: Int[Array, " n"]) -> Array:
-        """Return the labels of classes by their numbers; integers if all values are."""
+        """Return the labels of classes, given by numbers; integers if all are."""
         integers = all(isinstance(v, int) for v in self.listed)
         dtype = jnp.int32 if integers else jnp.result_type(float)
         return jnp.asarray(self.listed, dtype)[numbers]
@@ -187,7 +187,7 @@ class Layout:
 
     @property
     def classes(self) -> Classes:
-        """Label of a record."""
+        """`Classes` that describe the label of a record."""
         leaves = jax.tree.leaves(self.record)
         return next(leaf for leaf in leaves if isinstance(leaf, Classes))
 
@@ -236,7 +236,7 @@ class Layout:
         return jax.tree.map(filled, self.record)
 
     def linear(self) -> ScoringModel:
-        """Return a softmax regression on features of norm 1 and a constant of 0.5.
+        """Return a `ScoringModel`: softmax on features of norm 1 and a constant 0.5.
 
         A constant of 1 would have half of every clipped gradient, for the frequencies
         of the classes alone.
@@ -259,7 +259,7 @@ class Layout:
 
 
 def of_linear_model(model: PyTree) -> PyTree:
-    """Return the description of records of a linear model.
+    """Return a dict that describes the records of a linear model, by shapes.
 
     A vector has labels -1 and 1, a matrix has a column for each class.
 

@@ -167,7 +167,7 @@ class AskTell:
 
     @property
     def noisy_losses(self) -> NoisyLosses:
-        """Points whose noisy mean losses were released so far, and these losses.
+        """Pair: points whose noisy mean losses were released so far, and these losses.
 
         Shapes `(k, d)` and `(k,)`: all points of `NoisyUCB`, one of `RepeatAndSelect`
         after its end, none of solvers that release no loss.
@@ -181,7 +181,7 @@ class AskTell:
         return points.reshape(-1, path.shape[-1]), values
 
     def ask(self) -> Float[np.ndarray, "k d"]:
-        """Return the points to evaluate next, float64; none when the search is done.
+        """Return the points to evaluate next, one a row; no rows if the search is done.
 
         Until `tell` has taken losses, every call returns the same points.
 
@@ -263,7 +263,7 @@ class AskTell:
             self._release(current)
 
     def _begin(self) -> _Round:
-        """Return the next step's points, with the losses that a folder has."""
+        """Return the next step as a `_Round`, with the losses that a folder has."""
         run, saved = self._run, self._saved
         with double_precision():
             next_key, (key_ask, key_tell) = _keys(saved.key)
@@ -294,7 +294,7 @@ class AskTell:
             self._finish()
 
     def _after(self, current: _Round) -> Checkpoint:
-        """Return the run after the release of a round."""
+        """Make the release of a round, and return the `Checkpoint` after it."""
         run, saved = self._run, self._saved
         key, next_key = current.key, current.next_key
         if self._folder is not None:
@@ -331,7 +331,7 @@ class AskTell:
 
 @jax.jit
 def _keys(key):
-    """Return the key of later steps, and the keys of one step, as in `solve`."""
+    """Return the key of later steps, and one step's keys for `ask` and `tell`."""
     next_key, (step_key,) = step_keys(key, 1)
     return next_key, derive(step_key, "ask", "tell")
 

@@ -127,7 +127,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 
     @abc.abstractmethod
     def ask(self, problem: SearchProblem, state: State, *, key: PRNGKey) -> Proposal:
-        """Return the next points: a function of released and public values, and key."""
+        """Return a `Proposal` of points, from released and public values and key."""
 
     @abc.abstractmethod
     def tell(
@@ -139,7 +139,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         *,
         key: PRNGKey,
     ) -> State:
-        """Return the next state, after a release of what is needed of `losses`.
+        """Release what is needed of `losses`, and return the next state.
 
         Args:
             problem: The problem; its set and public term are read.
@@ -174,7 +174,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
     def releases(
         self, problem: SearchProblem, sizes: int
     ) -> tuple[AbstractRelease, ...]:
-        """Return the releases that a run makes of the losses.
+        """Return a tuple of `AbstractRelease`: what a run releases of the losses.
 
         Args:
             problem: The problem.
@@ -182,7 +182,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         """
 
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        """Return the releases of the losses and the declared trainings.
+        """Return a `Ledger` of the releases of losses and of the declared trainings.
 
         Raises:
             ValueError: There is no public bound on the number of trainings.
@@ -198,7 +198,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         return Ledger(releases, training.people, assumptions)
 
     def charged_trainings(self) -> int:
-        """Return the number of trainings besides `releases`: one per evaluation.
+        """Return the number of trainings that a ledger counts: one per evaluation.
 
         Raises:
             ValueError: There is no public bound on the number of evaluations.
@@ -208,7 +208,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         return self.most_evaluations
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """Return the assumptions of a guarantee for a black box."""
+        """Return the assumptions of a black box's guarantee as sentences, else `()`."""
         if not isinstance(problem, BlackBox):
             return ()
         rows = (
@@ -233,7 +233,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 
 
 def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
-    """Return all records' losses at the proposed points, zero elsewhere."""
+    """Return losses, one row a record and one column a point; zero beyond `count`."""
     records, present = unpacked(data)
     _checks.leading_axis("data", records)
 
@@ -257,7 +257,7 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
 
 
 def box_of(owner: str, problem: SearchProblem) -> Box:
-    """Return the box of a problem.
+    """Return a problem's set, checked to be a `Box` with finite ends.
 
     Raises:
         ValueError: The set is no box, or has an end at infinity.

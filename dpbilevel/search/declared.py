@@ -74,7 +74,7 @@ class DeclaredTraining:
     def gdp(
         cls, mu: float, num_records: int, people: People | str = People.OVERLAPPING
     ) -> Self:
-        r"""Return a $\mu$-GDP training under replace-one, such as one of `NoisyGD`.
+        r"""Declare that another program's training is $\mu$-GDP under replace-one.
 
         Args:
             mu: $\mu$.
@@ -92,7 +92,7 @@ class DeclaredTraining:
         num_records: int,
         people: People | str = People.OVERLAPPING,
     ) -> Self:
-        """Return a training with an event of dp-accounting, as jax_privacy gives it.
+        """Declare a training by its event of dp-accounting, as jax_privacy gives it.
 
         Args:
             event: Gaussian releases with Poisson or full batches, or compositions of
@@ -118,7 +118,7 @@ class DeclaredTraining:
         return dp_accounting.ComposedDpEvent(phases)
 
     def __str__(self) -> str:
-        """Return the phases in words."""
+        """Describe the phases of a training in words."""
         return ", then ".join(
             f"{steps} {'step' if steps == 1 else 'steps'} of noise multiplier "
             f"{multiplier:.4g} on "
@@ -172,7 +172,7 @@ class Trainings(AbstractRelease):
         )
 
     def row(self) -> LedgerRow:
-        """Return the trainings in the report, in the words of the declaration."""
+        """Return the report's `LedgerRow` of the trainings, worded as declared."""
         training, basis = self.mechanism, self.basis.value
         roles = {_TRAINING_RECORDS: RoleRow(training.num_records, "as declared")}
         source = type(training).__name__, training.precision, basis
@@ -246,7 +246,7 @@ def _phase(owner: str, phase: Any) -> tuple[float, float, int]:
 
 
 def _history(event, count: int) -> tuple[tuple[float, float, int], ...]:
-    """Return the phases of `count` repetitions of an event."""
+    """Return `count` repetitions of an event as (multiplier, rate, steps) triples."""
     match event:
         case dp_accounting.NoOpDpEvent():
             return ()

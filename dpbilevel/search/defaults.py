@@ -27,7 +27,7 @@ _RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
 def default_losses(
     estimator: Any, training_targets: Any
 ) -> tuple[Losses, float | None]:
-    """Return the default loss of an estimator, and its bound or `None`.
+    """Return an estimator's default loss function, and its bound or `None`.
 
     The loss is half the Brier score or the 0-1 loss of classifiers, and the squared
     error of regressors in units of the variance of the training targets.
@@ -52,7 +52,7 @@ def default_losses(
 
 
 def _brier_loss(fitted, X, y):
-    """Return half the squared distance between probabilities and class, in [0, 1].
+    """Return half the Brier score of each row, in [0, 1].
 
     The Brier score is proper like the log loss, and bounded: clipping a log loss, which
     few rows dominate, can reverse an order of means. All probabilities of a class
@@ -65,12 +65,12 @@ def _brier_loss(fitted, X, y):
 
 
 def zero_one_loss(fitted: Any, X: Any, y: Any) -> Float[np.ndarray, " n"]:
-    """Return 1 for rows whose class is not the prediction, else 0."""
+    """Return an array: 1 for rows whose predicted class is wrong, else 0."""
     return (_labels(fitted.predict(X)) != _labels(y)).astype(float)
 
 
 def _labels(y):
-    """Return labels as objects: in an array one label could change the type of all."""
+    """Return labels as an array of objects, so that none changes the type of all."""
     return Column.of(y).entries.astype(object)
 
 
@@ -107,7 +107,7 @@ def default_solver(
     held_out = evaluations(functools.partial(rows.held_out_loss, worst=scale), n_jobs)
 
     def likely(number):
-        """Return the best of uniform points on training rows, at no privacy cost.
+        """Return the best `number` of uniform points, judged on training rows alone.
 
         The points do not depend on the key, so that a stopped search can continue.
         """
@@ -129,7 +129,7 @@ def default_solver(
 def _descent(
     size: int, starts: Float[np.ndarray, "k d"], clip_range: float
 ) -> GradientInformativeBO:
-    """Return a descent with a portfolio of the starts, the middle and diagonal points.
+    """Return `GradientInformativeBO` whose portfolio has all starts and a diagonal.
 
     No others are added: more points that are worse make the best one less likely.
     """

@@ -49,7 +49,7 @@ def choose_batch(
     at_least: int = 1,
     key: PRNGKey,
 ) -> Design:
-    r"""Return the smallest design that brings the trace to `tolerance`.
+    r"""Return the smallest `Design` of points that brings the trace to `tolerance`.
 
     The number of points is found by bisection, because the smallest trace that $b$
     points can reach decreases with $b$. For each number, structured designs are tried
@@ -136,7 +136,7 @@ def _offsets(posterior, basis, height, count, capacity, pairs):
 
 
 def _best_start(posterior, feasible, basis, height, count, capacity, design) -> Design:
-    """Return the best of structured designs and the first points of `design`."""
+    """Return the best `Design`: a structured one, or the first points of `design`."""
     size = posterior.theta.size
     mixed = jnp.clip(count - size - 1, 0, size)
     pairs = jnp.stack([mixed, (count + 1) // 2])
@@ -155,7 +155,7 @@ def _best_start(posterior, feasible, basis, height, count, capacity, design) -> 
 
 
 def _inside(posterior, feasible, offsets):
-    """Return points at offsets, mirrored and further away if they are outside."""
+    """Return points at offsets from the iterate; those outside a set are mirrored."""
     theta = posterior.theta[None]
     points = theta + offsets
     nearest = jax.vmap(feasible.project)(points)
@@ -174,7 +174,7 @@ def _project(posterior, feasible, points):
 
 
 def _polish(posterior, feasible, start: Design, target, steps: int) -> Design:
-    """Decrease the trace by L-BFGS until it reaches the target or stalls."""
+    """Improve a `Design` by L-BFGS until its trace reaches the target or stalls."""
     if steps == 0:
         return start
     mask = jnp.arange(len(start.points), dtype=jnp.int32) < start.count

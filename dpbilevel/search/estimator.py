@@ -33,7 +33,7 @@ from .space import Categorical, Range, Space
 
 
 def _has(name: str) -> Callable[[Any], bool]:
-    """Return a condition for `available_if`: the estimator has this method."""
+    """Return a function for `available_if`: whether an estimator has a method."""
     return lambda search: hasattr(
         getattr(search, "best_estimator_", search.estimator), name
     )
@@ -214,7 +214,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return self
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
-        """Return the parameters at a point of the search whose conditions hold.
+        """Return the parameters at a point, by name, if their conditions hold.
 
         Args:
             point: Coordinates in [-1, 1], in the order of the space.
@@ -222,7 +222,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return Space(self.space).parameters(point)
 
     def predict(self, X: Any) -> Any:
-        """Return the prediction of `best_estimator_`.
+        """Predict the targets of inputs by `best_estimator_`.
 
         Args:
             X: Inputs.
@@ -268,7 +268,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return self.best_estimator_
 
     def position(self, parameters: dict[str, Any]) -> Float[np.ndarray, " d"]:
-        """Return the point of the search at parameters; the inverse of `parameters`.
+        """Return coordinates in [-1, 1] of named parameters, inverse to `parameters`.
 
         Args:
             parameters: Values in their ranges, by name; others are in the middle.
@@ -279,7 +279,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return Space(self.space).position(parameters)
 
     def _own_parameters(self) -> dict[str, Any]:
-        """Return the estimator's parameters that are in their ranges."""
+        """Return the estimator's own values, by name, that are in their ranges."""
         known = self.estimator.get_params()
         return {
             name: known[name]
@@ -309,11 +309,11 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return RowLosses(self._make, X, y, losses, bound)
 
     def _make(self, point: Float[np.ndarray, " d"]) -> Any:
-        """Return the unfitted estimator with the parameters at a point."""
+        """Return an unfitted clone of the estimator, with the parameters at a point."""
         return self._with(self.parameters(point))
 
     def _with(self, parameters: dict[str, Any]) -> Any:
-        """Return the estimator with some parameters; choices are cloned."""
+        """Return a clone of the estimator with some parameters; choices are cloned."""
         estimator = cast(BaseEstimator, clone(self.estimator))
         values = {name: clone(v, safe=False) for name, v in parameters.items()}
         return estimator.set_params(**values)
@@ -359,7 +359,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
 
 
 def _hash_or_name(value):
-    """Return a hash, or a name for functions defined in a session."""
+    """Return a value's hash, or its name if it cannot be hashed, as text."""
     try:
         return joblib.hash(value)
     except Exception:

@@ -50,7 +50,7 @@ class Folder:
         return self.first.fingerprint["run"]
 
     def result(self) -> Result | None:
-        """Return the result of a finished run, or `None`.
+        """Return the `Solution` and the noisy losses of a finished run, or `None`.
 
         Raises:
             ValueError: Another run finished here, or its result is damaged.
@@ -75,7 +75,7 @@ class Folder:
         return Solution(value, path, rejected), (points, values)
 
     def begin(self) -> Checkpoint:
-        """Return the interrupted run, or a new one, and record its spending.
+        """Record the spending of a run, and return its `Checkpoint`, resumed or new.
 
         Raises:
             ValueError: The folder holds another run or something else, or the total
@@ -98,7 +98,7 @@ class Folder:
         return saved
 
     def losses(self, step: int, number: int, point: Point) -> Losses | None:
-        """Return the stored evaluation, or `None` if there is none.
+        """Return the stored losses of all records at a point, or `None`.
 
         Raises:
             ValueError: The stored evaluation is damaged, or from another point; or the
@@ -112,7 +112,7 @@ class Folder:
     def keep_losses(
         self, step: int, number: int, point: Point, losses: Losses
     ) -> Losses:
-        """Keep an evaluation, and return its losses, those of process 0.
+        """Store all records' losses at a point, and return those of process 0.
 
         Raises:
             ValueError: The lock of the folder was lost.
@@ -169,7 +169,7 @@ class Folder:
             self._by_holder(write)
 
     def _by_holder(self, action: Callable[[], bytes | None]) -> bytes | None:
-        """Call `on_process_zero` on an action, unless the lock was lost."""
+        """Call an action on process 0 unless the lock was lost; return its bytes."""
 
         def checked() -> bytes | None:
             self.check()
@@ -181,7 +181,7 @@ class Folder:
         return self.path / f"evaluation-{step}-{number}.SECRET"
 
     def _checkpoint(self) -> bytes:
-        """Return the content of the checkpoint, which is written if there is none."""
+        """Return the bytes of the checkpoint file, written first if there is none."""
         file = self.path / checkpoint.NAME
         if not file.is_file():
             checkpoint.check_empty("folder", self.path)
@@ -189,7 +189,7 @@ class Folder:
         return file.read_bytes()
 
     def _resume(self, content: bytes | None) -> Checkpoint:
-        """Return the run of a checkpoint, checked to be this one."""
+        """Parse a `Checkpoint`, checked to be of the folder's run."""
         file = self.path / checkpoint.NAME
         try:
             saved = checkpoint.parsed(file, content or b"", notice=_NOTICE)
@@ -218,7 +218,7 @@ class Folder:
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run in a folder; `None` if none can be read."""
+    """Return a dict of the settings of a folder's run; `None` if unreadable."""
     file = folder / checkpoint.SEARCH
     try:
         if file.is_file():
@@ -229,7 +229,7 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 
 def _parse(file: Path, content: bytes, point: Point) -> Losses:
-    """Return the losses of an evaluation at a point from the content of a file."""
+    """Parse a file of all records' losses, checked to be those at `point`."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             stored, losses = arrays["point"], arrays["losses"]
@@ -249,7 +249,7 @@ def _content(file: Path) -> bytes | None:
 def fingerprint(
     problem: BlackBox, solver, w0, budget: PrivacyBudget | None, report
 ) -> dict[str, Any]:
-    """Return what must not change in a resumed run: `run`, public, and `records`."""
+    """Return a dict of what a resumed run must not change: `run` and `records`."""
     public = {
         "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
         "solver": solver,
@@ -265,7 +265,7 @@ def fingerprint(
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as JSON can hold it; functions by their name."""
+    """Convert a value to types that JSON can hold; functions to their names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"class": type(value).__name__} | fields

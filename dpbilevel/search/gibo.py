@@ -204,7 +204,7 @@ class GradientInformativeBO(
         return jax.lax.cond(state.t == 0, draw, descend, state, proposal, losses, key)
 
     def _draw_step(self, problem, state, proposal, losses, key) -> _State:
-        """Return the state at a drawn initial point."""
+        """Draw the initial point privately, and return the state there."""
         choice, start = self._choice, state.w
         points, rows = proposal.points[: choice.count], losses[:, : choice.count]
         w = choice.draw(problem, points, relative(rows), start, self.sizes, key=key)
@@ -254,7 +254,7 @@ class GradientInformativeBO(
         )
 
     def adversary_view(self, state: _State) -> PyTree:
-        """Return the iterate, the points so far and their numbers; no losses."""
+        """Return the iterate, the points and the counts of evaluations; no losses."""
         points, _, mask = state.history
         return state.w, points, mask, state.evaluations, state.unmet
 
@@ -285,7 +285,7 @@ class GradientInformativeBO(
         return self._choice.release(problem, sizes), gradients
 
     def with_noise(self, scale: Number) -> Self:
-        """Return a copy whose squared budget is split between draw and gradients."""
+        """Return a copy with noise `scale`, split between draw and gradients."""
         if self.portfolio is None:
             return super().with_noise(scale)
         epsilon, multiplier = self.portfolio.split(scale, self.sizes)
@@ -309,7 +309,7 @@ class GradientInformativeBO(
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
 
     def _latest(self, history: History, w: Array) -> History:
-        """Return the latest points, without those near to later ones."""
+        """Return a `History` of the latest points, without those near later ones."""
         order = jnp.arange(len(history.mask), dtype=jnp.int32)
         offsets = (history.points - w[None]) / cast(self.kernel.reach, w)
         lengths = jnp.sum(offsets * offsets, axis=1)
@@ -323,7 +323,7 @@ class GradientInformativeBO(
 
 
 def _pad(proposal: Proposal, rows: int) -> Proposal:
-    """Return a proposal with `rows` rows; those beyond `count` are not evaluated."""
+    """Return a `Proposal` with `rows` rows; those beyond `count` are not evaluated."""
     points = proposal.points
     more = jnp.broadcast_to(points[:1], (rows - len(points), points.shape[1]))
     return Proposal(jnp.concatenate([points, more]), proposal.count)

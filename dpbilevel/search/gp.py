@@ -56,7 +56,7 @@ class GradientPosterior(eqx.Module):
 
     @property
     def prior_trace(self) -> Scalar:
-        """Trace of the covariance before any evaluation."""
+        """Trace of the gradient's covariance before any evaluation."""
         return jnp.trace(self.total)
 
     @property
@@ -68,12 +68,12 @@ class GradientPosterior(eqx.Module):
 
     @property
     def trace(self) -> Scalar:
-        """Trace of the covariance; NaN if points are too close for the nugget."""
+        """Trace of the posterior covariance; NaN if points nearly coincide."""
         return self._trace_after(*self._correction, _square(self.explained))
 
     @property
     def weights(self) -> Float[Array, "d m"]:
-        """$W$, with zero columns for rows that are no points."""
+        """Matrix $W$ from losses to the gradient; unused columns are zero."""
         cross, variance = self._correction
         explained = self.explained - self.ones[:, None] * (cross / variance)[None]
         return _solve(self.root, explained, trans="T").T
@@ -81,7 +81,7 @@ class GradientPosterior(eqx.Module):
     def trace_with(
         self, points: Float[Array, "b d"], mask: Bool[Array, " b"]
     ) -> Scalar:
-        """Return the trace after evaluations at further points, the rows in `mask`.
+        """Return the covariance's trace after evaluations at the points in `mask`.
 
         The value is infinite if rounding errors made the trace negative or NaN.
         """
@@ -101,7 +101,7 @@ class GradientPosterior(eqx.Module):
 
     @property
     def _correction(self) -> tuple[Float[Array, " d"], Scalar]:
-        """Rank-one correction of the gradient for the unknown constant."""
+        """Vector and divisor of the rank-one correction for the unknown constant."""
         return self.explained.T @ self.ones, self.precision + _square(self.ones)
 
     def _trace_after(self, cross, variance, explained) -> Scalar:
@@ -118,7 +118,7 @@ def gradient_posterior(
     nugget: float | Scalar,
     constant: float | Scalar = 1e4,
 ) -> GradientPosterior:
-    """Return the posterior of the gradient at `theta`, a function of points alone.
+    """Return the `GradientPosterior` at `theta`, a function of points alone.
 
     Args:
         kernel: The kernel; not fitted to any record's losses.
@@ -157,7 +157,7 @@ class History(NamedTuple):
     mask: Bool[Array, " m"]
 
     def with_latest(self, proposal: Proposal, losses: Float[Array, "n q"]) -> "History":
-        """Return the history with further points before the earlier ones."""
+        """Return a `History` with further points before the earlier ones."""
         order = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
         used = order < proposal.count
         losses = jnp.where(used[None], losses.astype(self.losses.dtype), 0)
@@ -185,7 +185,7 @@ def record_gradient(
 def solve_both(
     root: Float[Array, "m m"], matrix: Float[Array, "m d"], vector: Float[Array, " m"]
 ) -> tuple[Float[Array, "m d"], Float[Array, " m"]]:
-    """Return the solutions with the lower triangular `root` of a matrix and a vector.
+    """Solve with the lower triangular `root` for a matrix and a vector, in one call.
 
     There is one call, because jaxlib's triangular solves under `jax.vmap` wait for
     threads of their own pool: on two cores, two solves at once can deadlock.
@@ -200,7 +200,7 @@ def _mask(matrix, rows, columns):
 
 
 def _covariance(matrix, mask, nugget):
-    """Return the matrix plus the nugget; the identity on rows that are no points."""
+    """Return a matrix plus the nugget on its diagonal; identity on unused rows."""
     return _mask(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
 
 

@@ -36,7 +36,7 @@ class AbstractKernel(Checked):
     def covariance(
         self, a: Float[Array, "m d"], b: Float[Array, "k d"], near: Float[Array, " d"]
     ) -> Float[Array, "m k"]:
-        r"""Return $k(a_i, b_j)$.
+        r"""Return the matrix of $k(a_i, b_j)$.
 
         Args:
             a: Points, one a row.
@@ -73,11 +73,11 @@ class AbstractStationary(AbstractKernel):
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:
-        r"""Return $\varphi$."""
+        r"""Return $\varphi(s)$ of each entry."""
 
     @abc.abstractmethod
     def _decay(self, s: Array) -> Array:
-        r"""Return $-2 \varphi'$."""
+        r"""Return $-2 \varphi'(s)$ of each entry."""
 
     @property
     @override
@@ -94,7 +94,7 @@ class AbstractStationary(AbstractKernel):
         return cast(self.variance, a) * self._profile(distances)
 
     def slope(self, theta, z):
-        r"""Return $-\sigma^2 (-2\varphi')(s)\, (\theta - z_j) / \ell^2$."""
+        r"""Return $-\sigma^2 (-2\varphi')(s)\, (\theta - z_j) / \ell^2$, one a row."""
         offsets = (z - theta[None]) / cast(self.reach, z)
         decay = self._decay(jnp.sum(offsets * offsets, axis=1))
         scale = cast(self.variance, z) / cast(self.reach, z)
@@ -177,11 +177,11 @@ class Quadratic(AbstractKernel):
         return cast(self.variance, a) * (a @ b.T + 1) ** 2
 
     def slope(self, theta, z):
-        r"""$2 \sigma^2 (\langle \theta, z_j \rangle + 1) z_j$."""
+        r"""Return $2 \sigma^2 (\langle \theta, z_j \rangle + 1) z_j$, one a row."""
         return 2 * cast(self.variance, z) * (z @ theta + 1)[:, None] * z
 
     def prior(self, theta):
-        r"""$2 \sigma^2 ((\|\theta\|^2 + 1) I + \theta \theta^\top)$."""
+        r"""Return $2 \sigma^2 ((\|\theta\|^2 + 1) I + \theta \theta^\top)$."""
         eye = jnp.eye(theta.size, dtype=theta.dtype)
         outer = theta[:, None] * theta[None]
         return 2 * cast(self.variance, theta) * ((theta @ theta + 1) * eye + outer)
@@ -192,7 +192,7 @@ class Quadratic(AbstractKernel):
 
 
 def cast(value: Any, like: Array) -> Array:
-    """Return a number in the dtype of an array."""
+    """Convert a number to an array of the dtype of `like`."""
     return jnp.asarray(value, like.dtype)
 
 

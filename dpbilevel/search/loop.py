@@ -35,7 +35,7 @@ def minimize(
     progress: bool = False,
     trajectory: bool = False,
 ) -> Solution:
-    """Run `solver` on losses computed in Python: `solve` for black boxes.
+    """Run `solver` on losses computed in Python, and return a `Solution`.
 
     Computations are in float64, whatever the setting of JAX; the black box itself is
     called under the caller's setting. With the losses of a `FiniteSum`, the same key
@@ -107,7 +107,7 @@ def minimize(
 def run_search(
     search: AskTell, num_steps: int, evaluations: Evaluations, progress: bool
 ) -> Solution:
-    """Return the solution of a search, with its trajectory."""
+    """Evaluate points until a search is done, and return its `Solution`."""
     count = itertools.count(1)
     with search, step_bar(num_steps, "search", shown=progress) as show:
         while len(points := search.ask()):

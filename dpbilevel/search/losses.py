@@ -25,7 +25,7 @@ Losses = Array | Padded
 def clipped_loss(
     losses: Losses, clip_range: Number, size: int, precision: clipping.Precision
 ) -> clipping.Bounded:
-    r"""Return the sealed mean of losses clipped to $[0, B]$, minus $B / 2$.
+    r"""Return a `Bounded` mean of losses clipped to $[0, B]$, minus $B / 2$.
 
     Args:
         losses: One loss per record; absent rows of `Padded` ones are ignored.
@@ -55,7 +55,7 @@ def clip_and_center(clip_range: Number) -> Callable[[Array], Array]:
 
 
 def loss_query(clip_range: Number, size: int) -> Query:
-    """Return the query of `noisy_loss`: losses in an interval of length $B$ at 0."""
+    """Return the `Query` of `noisy_loss`: centred losses in $[-B/2, B/2]$."""
     return Query(RECORDS, size, clip_range / 2)
 
 
@@ -68,7 +68,7 @@ def noisy_loss(
     *,
     key: PRNGKey,
 ) -> Float[Array, ""]:
-    """Return the noisy objective at the only proposed point, as one release.
+    """Release the noisy objective, a scalar, at the only proposed point.
 
     Args:
         release: The release; its query is `loss_query`.
@@ -96,7 +96,7 @@ def score_of_candidates(
     clip_range: Number,
     size: int,
 ) -> BoundedScore:
-    """Return the sealed score of the indices of points: the clipped mean loss at each.
+    """Return a `BoundedScore` of the indices of points: their clipped mean losses.
 
     Args:
         losses: One row per record, one column per point.
@@ -121,7 +121,7 @@ def score_of_candidates(
 
 
 def _pack(rows: Array, present: Array | None) -> Losses:
-    """Invert `unpacked`."""
+    """Return rows, as `Padded` if some may be absent; the inverse of `unpacked`."""
     return rows if present is None else Padded(rows, present)
 
 

@@ -144,11 +144,11 @@ class NoisyUCB(
         return {LOSS: 1}
 
     def _evaluated(self, state: _State) -> Bool[Array, " steps"]:
-        """Return which rows hold values."""
+        """Return a mask of the rows of a state that hold released values."""
         return jnp.arange(self.num_steps, dtype=jnp.int32) < state.t
 
     def _posterior(self, box, state, points):
-        """Return mean and standard deviation of the process, in units of losses."""
+        """Return means and standard deviations at points, in units of losses."""
         lower, upper = base.ends(box, state.w)
         sides = jnp.maximum(upper - lower, jnp.finfo(lower.dtype).tiny)
         scale = cast(self.lengthscale, state.w) * sides

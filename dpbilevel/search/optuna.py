@@ -65,7 +65,7 @@ def optimize_study(
     trainings_after: int = 0,
     catch: Iterable[type[Exception]] | type[Exception] = (),
 ) -> StudyAnswer:
-    """Run an objective of Optuna privately, and add the releases to its study.
+    """Run an Optuna objective privately, tell its study, and return a `StudyAnswer`.
 
     The objective returns the loss of every validation record, not their mean. As in
     `Study.optimize`, trials that were queued (`Study.enqueue_trial`) are evaluated
@@ -172,7 +172,7 @@ def optimize_study(
 
 
 def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:
-    """Return the released answer of a finished search."""
+    """Return the released `StudyAnswer` of a finished search."""
     solution, report = search.result, search.report
     assert solution is not None
     assert report is not None
@@ -187,7 +187,7 @@ def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer
 
 
 def _exceptions(catch: Any) -> tuple[type[Exception], ...]:
-    """Return the exceptions that `catch` names."""
+    """Return a tuple of the exception classes that `catch` names."""
     several = isinstance(catch, Iterable) and not isinstance(catch, type)
     exceptions: tuple[Any, ...] = tuple(catch) if several else (catch,)
     for kind in exceptions:
@@ -261,7 +261,7 @@ class _StudySpace:
         return Range(0, round((high - low) / step), integer=True)
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
-        """Return the parameters at a point."""
+        """Return the parameters at a point, by name."""
         exact = self._exact.get(np.asarray(point, float).tobytes())
         if exact is not None:
             return dict(exact)
@@ -271,7 +271,7 @@ class _StudySpace:
         return values
 
     def position(self, parameters: dict[str, Any]) -> Float[np.ndarray, " d"]:
-        """Return the point at parameters, which `parameters` maps back."""
+        """Return coordinates of named parameters, which `parameters` maps back."""
         values = dict(parameters)
         for name, entry in self._steps.items():
             values[name] = round((values[name] - entry.low) / entry.step)

@@ -58,7 +58,7 @@ class Choice(Checked):
     mechanism: Exponential
 
     def release(self, problem: SearchProblem, sizes: int) -> Draw:
-        """Return the release of the draw.
+        """Return the ledger's `Draw` for drawing one of the points.
 
         Raises:
             ValueError: The mechanism is not calibrated.
@@ -86,7 +86,7 @@ class Choice(Checked):
         *,
         key: PRNGKey,
     ) -> Float[Array, " d"]:
-        """Return a point drawn by the losses.
+        """Draw one of the points; those of small mean loss are more likely.
 
         Args:
             problem: The problem, whose public term is read.
@@ -259,7 +259,7 @@ class Portfolio(Checked):
         *,
         key: PRNGKey,
     ) -> Float[Array, "size d"]:
-        """Return the points, a function of public values and the key.
+        """Return the candidate points, from public values and the key alone.
 
         Args:
             feasible: The set.
@@ -287,7 +287,7 @@ class Portfolio(Checked):
         return jax.vmap(feasible.project)(points)
 
     def choice(self, clip_norm: Number, kernel: AbstractKernel) -> Choice:
-        """Return the draw, with the default clip range if none is given."""
+        """Return a `Choice` with the clip range, by default `clip_norm` times reach."""
         clip_range: Any = self.clip_range
         if clip_range is None:
             clip_range = clip_norm * kernel.reach
@@ -321,7 +321,7 @@ def relative(losses: Float[Array, "n m"]) -> Float[Array, "n m"]:
 
 
 def _range(feasible, w0, reach):
-    """Return two corners of the box, or of the part of another set near `w0`."""
+    """Return opposite corners: of a bounded box, else of a cube around `w0`."""
     lower, upper = w0 - 2 * reach, w0 + 2 * reach
     if not isinstance(feasible, Box):
         return lower, upper

@@ -47,7 +47,7 @@ class BestRun(eqx.Module):
 
     @classmethod
     def start(cls, w: PyTree, dtype: DTypeLike) -> Self:
-        """Return the state before the first run.
+        """Return the `BestRun` before the first run.
 
         Args:
             w: The initial point, which is the answer if K is zero.
@@ -65,7 +65,7 @@ class BestRun(eqx.Module):
         *,
         key: PRNGKey,
     ) -> Self:
-        """Return the state after one more run.
+        """Return the `BestRun` after one more run.
 
         Args:
             w: The answer of the run.
@@ -93,7 +93,7 @@ def _where(condition, first, second):
 def number_of_runs(
     repetitions: Repetitions, most: int, *, key: PRNGKey
 ) -> Int[Array, ""]:
-    """Sample K, at most `most`, without reading records."""
+    """Sample the number of runs K, at most `most`, without reading records."""
     beyond = repetitions.beyond(most - 1)
     with double_precision():
         sample = standard_exponential((), jnp.float64, key=key)
@@ -201,13 +201,13 @@ class RepeatAndSelect(
         return state.w
 
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
-        """Return the best run after the last step; none if K is zero."""
+        """Return the best run's point and noisy loss, each an array of 0 or 1 rows."""
         last = state.t == self.num_steps
         shown = int(last & jnp.isfinite(state.best_value))
         return state.w[None][:shown], state.value[None][:shown]
 
     def releases(self, problem: SearchProblem, sizes: int) -> tuple[Selection]:
-        """Return one selection; a declared training is part of every run."""
+        """Return one `Selection` in a tuple; its runs include declared trainings."""
         selection = self._selection(sizes)
         training = problem.training if isinstance(problem, BlackBox) else None
         if training is None:

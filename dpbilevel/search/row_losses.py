@@ -62,7 +62,7 @@ class RowLosses:
             return self.make(point).fit(*table)
 
     def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the losses of private rows as a function of the point.
+        """Return a function from a point to the losses of private rows.
 
         The function never raises. If the estimator or the losses raise on a row, its
         loss is NaN; if the estimator cannot be fitted, all losses are NaN. Neither
@@ -146,7 +146,7 @@ class RowLosses:
         return self._unknown(f"most are below {scale:.3g}", "gradients")
 
     def loss_scale(self, middles: Sequence[np.ndarray]) -> float:
-        """Return the bound of the losses, or a clip range from training rows.
+        """Return the bound of the losses if known, else a clip range by training rows.
 
         The clip range is `clip_range_of` held-out losses in the middle of a branch, the
         median over several branches. It is 1, with a warning, if there is none.
@@ -171,7 +171,7 @@ class RowLosses:
         return self._unknown(reason, "losses")
 
     def held_out_loss(self, point: Float[np.ndarray, " d"], worst: float) -> float:
-        """Return the mean loss of every other training row, fitted to the rest.
+        """Return the mean loss on half of the training rows, fitted to the other half.
 
         Args:
             point: Parameters.
@@ -222,7 +222,7 @@ class RowLosses:
         return others is None or _close(losses, others, everyone[::2])
 
     def _valid(self, fitted, table, rows):
-        """Return those of `rows` on which nothing raises, by bisection."""
+        """Return the indices among `rows` on which no loss raises, by bisection."""
         if self._with_copies(fitted, table, rows) is not None:
             return rows
         half = len(rows) // 2
@@ -362,13 +362,13 @@ def _sliceable(table):
 
 
 def _close(losses, others, rows):
-    """Return whether the losses of these rows are equal up to rounding."""
+    """Return whether two arrays of losses agree on `rows`, up to rounding."""
     close = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
     return np.allclose(losses[rows], others[rows], **close)
 
 
 def _rows(tables, rows):
-    """Return copies of rows, which an estimator may change in place."""
+    """Return a list with a copy of each table's rows, safe to change in place."""
     return [
         [table[row] for row in rows]
         if isinstance(table, list | tuple)

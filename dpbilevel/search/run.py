@@ -63,7 +63,7 @@ def plan_run(
     precision: Precision,
     folder: Path | str | None,
 ) -> Run:
-    """Return the run of a solver, which is calibrated first if there is a budget.
+    """Return a `Run` before its first evaluation, calibrated if there is a budget.
 
     Args:
         owner: Name for error messages.
@@ -136,7 +136,7 @@ def _check(owner, problem, solver, key, budget, folder) -> None:
 
 
 def _start(owner: str, problem: BlackBox, w0: Any) -> Any:
-    """Return the initial point in float64."""
+    """Return the initial point as a float64 array, checked to be one vector."""
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(w0)):
         raise TypeError(f"{owner}: cannot be used inside jit, vmap or grad of JAX.")
     if not hasattr(w0, "shape") or len(w0.shape) != 1:
@@ -152,7 +152,7 @@ def _start(owner: str, problem: BlackBox, w0: Any) -> Any:
 
 
 def check_losses(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
-    """Return the losses at a point; errors name shapes and types, never a value."""
+    """Return losses as a checked array, infinity for NaN; errors name no value."""
     try:
         column = Column.of(value)  # entry by entry: one may be no number
     except (TypeError, ValueError):

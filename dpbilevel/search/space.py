@@ -63,7 +63,7 @@ class Range:
         return 1 if self.size is None else self.size
 
     def value(self, position: Float[np.ndarray, " c"]) -> float | int | np.ndarray:
-        """Return the parameter at coordinates in [-1, 1].
+        """Return the parameter's value at coordinates in [-1, 1].
 
         Args:
             position: Its coordinates.
@@ -77,7 +77,7 @@ class Range:
         return values[0].item() if self.size is None else values
 
     def position(self, value: Any) -> Float[np.ndarray, " c"]:
-        """Return the coordinates in [-1, 1] of a parameter; the inverse of `value`.
+        """Return the coordinates in [-1, 1] of a value; the inverse of `value`.
 
         Args:
             value: A number, or for a vector one number or one per entry.
@@ -163,7 +163,7 @@ class Categorical:
         return int(np.clip(np.floor((place + 1) / 2 * count), 0, count - 1))
 
     def center(self, index: int) -> float:
-        """Return the coordinate in the middle of the part of a choice.
+        """Return the middle coordinate of the part of [-1, 1] that a choice has.
 
         Args:
             index: The index of the choice.
@@ -171,7 +171,7 @@ class Categorical:
         return (2 * index + 1) / len(self.choices) - 1
 
     def position(self, value: Any) -> Float[np.ndarray, " 1"]:
-        """Return the coordinate of a choice; the inverse of `value`.
+        """Return the coordinate of a choice, as an array of one; inverse to `value`.
 
         Args:
             value: The choice.
@@ -257,7 +257,7 @@ class Space:
         return [name for name, entry in entries if isinstance(entry, Categorical)]
 
     def parameters(self, point: Point) -> dict[str, Any]:
-        """Return the parameters at a point whose conditions hold."""
+        """Return the parameters at a point, by name, if their conditions hold."""
         active = self._active(point)
         return {
             name: entry.value(np.asarray(point)[self._places[name]])
@@ -266,7 +266,7 @@ class Space:
         }
 
     def position(self, parameters: Mapping[str, Any]) -> Point:
-        """Return the point at parameters, others in the middle.
+        """Return coordinates of named parameters; others are in the middle.
 
         Raises:
             ValueError: A name is not in the space, or a value is outside its range.
@@ -283,7 +283,7 @@ class Space:
         return point
 
     def middle(self, point: Point) -> Point:
-        """Return the middle of the branch of a point."""
+        """Return the middle of a point's branch: points of the same choices."""
         active = self._active(point)
         indices = {n: self._index(n, point) for n in self.categories if active[n]}
         return self._centers(indices)
@@ -303,7 +303,7 @@ class Space:
         return self.middle(self._active_points[name])
 
     def _conditions(self, name: str) -> dict[str, set[int]]:
-        """Return the allowed choices, by index, of each category in a condition."""
+        """Return the allowed choices of a condition: sets of indices by category."""
         allowed = {}
         for other, values in (self.entries[name].when or {}).items():
             entry = self.entries.get(other)
@@ -323,7 +323,7 @@ class Space:
         return allowed
 
     def _active(self, point: Point) -> dict[str, bool]:
-        """Return whether the condition of each parameter holds."""
+        """Return by name whether each parameter's condition holds at a point."""
         active: dict[str, bool] = {}
         for name in self.names:
             active[name] = all(
@@ -345,7 +345,7 @@ class Space:
         raise ValueError(f"PrivateSearch: the condition of {name!r} never holds.")
 
     def _centers(self, indices: dict[str, int]) -> Point:
-        """Return the point at the centers of choices, zero elsewhere."""
+        """Return a point with choices at their centers and other coordinates zero."""
         point = np.zeros(self.coordinates)
         for name, index in indices.items():
             point[self._places[name]] = self._category(name).center(index)

@@ -222,7 +222,7 @@ def _name_of(folder: Path | str | None) -> str:
 
 
 def _declared(distributions: dict[str, Any], optuna: Any) -> Any:
-    """Return a class of trials that suggest declared parameters only."""
+    """Return a subclass of Optuna's trials that suggests declared parameters only."""
 
     class DeclaredTrial(optuna.trial.FixedTrial):
         """A trial without a study, for parameters in `distributions` only."""

@@ -141,7 +141,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return TuningState(BestRun.start(start, dtype), SkippedUpdates.none())
 
     def step(self, problem, data, state, *, key) -> TuningState:
-        """Return the state after one run, which is kept if it is the best so far."""
+        """Make one run, keep it if it is the best so far, and return the state."""
         names = "setting", "model", "value", "repeats"
         key_setting, key_model, key_value, key_repeats = derive(key, *names)
         # Nothing but the initial point is shown before the end.
@@ -174,7 +174,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return value + jnp.asarray(problem.upper_public(x, y), value.dtype)
 
     def released(self, state: TuningState) -> tuple[Trained, Float[Array, ""]]:
-        """Return the initial point, and after the last step outcome and loss."""
+        """Return (`Trained`, loss): the initial point and 0, at the end the best."""
         return state.runs.w, state.runs.value
 
     @override
@@ -221,7 +221,7 @@ def _train_one(
     setting: Int[Array, ""],
     train: Callable[[NoisyDescent], PyTree],
 ) -> PyTree:
-    """Return the result of the training of one candidate.
+    """Train the candidate of index `setting`, and return what `train` returns.
 
     Candidates that differ in numbers alone share one program.
     """

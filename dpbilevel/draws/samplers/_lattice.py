@@ -47,7 +47,7 @@ class AbstractFrame(eqx.Module):
 
     @abc.abstractmethod
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        r"""Return $\psi(z)$; at most 1 exactly on $X$."""
+        r"""Return the gauge $\psi(z)$, which is at most 1 exactly on $X$."""
 
     @abc.abstractmethod
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
@@ -108,12 +108,12 @@ class SimplexFrame(AbstractFrame):
         return 1 - (len(z) + 1) * smallest / self.scale
 
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """Return all entries; the last is what the others leave, and never negative."""
+        """Return all $d$ entries; the last is what the others leave, never negative."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
 
 
 def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
-    """Return the set in coordinates, on the host if its numbers are known there.
+    """Return the `AbstractFrame` of a set, on the host if its numbers are known.
 
     Raises:
         ValueError: The set is no bounded `Box`, `Ball`, or `Simplex` of at least two
@@ -168,7 +168,7 @@ class Extended(eqx.Module):
     def many(
         self, zs: Float[Array, "m n"], reference: Float[Array, ""]
     ) -> Float[Array, " m"]:
-        """Return $h$ at every row, given $U(c)$."""
+        """Return the extended potential $h$ at rows of points, given $U(c)$."""
         outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
         center = self.frame.center[None]
         values = self._values(center + (zs - center) / outside[:, None])
@@ -181,7 +181,7 @@ class Extended(eqx.Module):
 
 
 def middles(frame: AbstractFrame, cells, index) -> Float[Array, "m n"]:
-    """Return the middles of cells."""
+    """Return the middle point of each cell in `index`, one a row."""
     return within(frame, cells, index, jnp.asarray(0.5, frame.corner.dtype))
 
 
@@ -191,7 +191,7 @@ def within(
     index: Int[Array, "m n"],
     offset: Float[Array, "..."],
 ) -> Float[Array, "m n"]:
-    """Return the points of cells at an `offset` in [0, 1] of their sides."""
+    """Return one point of each cell, at an `offset` in [0, 1] of its sides."""
     dtype = frame.corner.dtype
     width = frame.sides / jnp.asarray(cells, dtype)
     return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
@@ -211,7 +211,7 @@ def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
 
 
 def from_table(energy, cells, tries, *, key):
-    """Return exact draws of cells, and their energies."""
+    """Draw cells exactly from a table of all; return indices and energies."""
     index = np.stack(np.unravel_index(np.arange(math.prod(cells)), cells), axis=-1)
     table = energy(jnp.asarray(index, jnp.int32))
 
@@ -224,7 +224,7 @@ def from_table(energy, cells, tries, *, key):
 
 
 def from_walks(energy, cells, tries, num_steps, dtype, *, key):
-    """Return the last cells of independent walks, and their energies."""
+    """Make independent walks; return each one's last cell and its energy."""
 
     def block(state, drawn):
         start, key = drawn
@@ -345,7 +345,7 @@ class WalkBounds:
         return self.oscillation + sum(map(math.log, self.cells))
 
     def steps(self, mixing: float) -> float:
-        """Return the steps for a relative error of the cell's distribution."""
+        """Return the number of steps, a float, for a relative error `mixing`."""
         gap = self.gap  # (1 - gap)^T <= exp(-gap T)
         return (self.rarity - math.log(mixing)) / gap if gap else math.inf
 
@@ -354,18 +354,18 @@ class WalkBounds:
         return math.exp(min(self.rarity - self.gap * steps, 0.0))
 
     def tries(self, mixing: float, exhausted: float) -> float:
-        """Return the tries that keep the effect of exhaustion small."""
+        """Return the number of tries that errs by at most `exhausted` if all fail."""
         misses = self._misses(mixing)
         excess = self._last_resort() - math.log(exhausted)
         return 1 + excess / misses if misses else math.inf
 
     def exhausted(self, mixing: float, tries: int) -> float:
-        """Return the largest relative addition of exhaustion to the distribution."""
+        """Return the largest relative error of the distribution by exhausted tries."""
         excess = self._last_resort() - self._misses(mixing) * (tries - 1)
         return math.exp(min(excess, 0.0))
 
     def _misses(self, mixing: float) -> float:
-        """Bound minus the logarithm of the probability that a try fails, from below."""
+        """Return a lower bound on minus the log of the chance that a try fails."""
         n, reach, odds = len(self.cells), self.frame.reach, -math.inf
         if reach > 1:
             decay = self.penalty - self.rise - n + 1
@@ -384,7 +384,7 @@ class WalkBounds:
 
 
 def queries(cells: tuple[int, ...], steps: float | None, tries: float) -> float:
-    """Return the evaluations of the centre, of the table or the walks, and of tries."""
+    """Return the number of evaluations: of the centre, a table or walks, and tries."""
     if steps is None:
         return 1 + float(min(math.prod(cells), 10**300)) + tries
     return 2 + (math.ceil(steps) if steps < math.inf else steps) * tries + tries

@@ -156,7 +156,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        r"""Set $\eta$, $T$, $B$ and the counts of the oracle.
+        r"""Return a copy with $\eta$, $T$, $B$ and the counts of the oracle set.
 
         Raises:
             ValueError: A potential that is not known to be strongly convex, an
@@ -196,7 +196,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """Return the bound of the class, at the counts of this sampler.
+        """Return the `SamplerGuarantee` of the class text for these counts.
 
         With all of them open, `distance`, which `with_counts` will reach or refuse.
 
@@ -260,7 +260,7 @@ class AlternatingSampler(AbstractSampler):
         *,
         key: PRNGKey,
     ) -> Chain:
-        """Make all tries. NON-PRIVATE: `done` and `queries` depend on records.
+        """Return the `Chain` of all tries. NON-PRIVATE: its counts depend on records.
 
         Raises:
             ValueError: The sampler's counts are open.
@@ -301,12 +301,12 @@ class AlternatingSampler(AbstractSampler):
         return proximal.ProximalPlan(regularity, feasible, failure=failure, **counts)
 
     def _steps(self, plan: proximal.ProximalPlan) -> int:
-        """Return the fewest steps that mix to their fraction of the distance."""
+        """Return the fewest steps after which the start's effect is small enough."""
         distance = (1 if self._untimed else _MIXING) * self.distance
         return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
 
     def _without_counts(self, plan: proximal.ProximalPlan) -> Self:
-        """Plan the least step size; the records choose the one that is used."""
+        """Return a copy with the least step size; records choose the one in use."""
         while self._steps(plan) > _MOST_STEPS:  # any step size will do
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
         changes: Any = {"step_size": plan.step_size, "mixing": proximal.Mixing.of(plan)}
@@ -314,7 +314,7 @@ class AlternatingSampler(AbstractSampler):
         return dataclasses.replace(self, oracle=oracle, **changes)
 
     def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """Return `distance`, once planned for this potential."""
+        """Return a `SamplerGuarantee` of `distance`, if planned for this potential."""
         notes: tuple[str, ...] = (_CONVEX.format(regularity.strong_convexity),)
         step_size, proved, steps = self.step_size, True, 0
         if self.mixing is not None and step_size is not None:

@@ -68,7 +68,7 @@ class Regularity:
     def of_potential(
         self, rate: float, regularizer: float, reach: float
     ) -> "Regularity":
-        r"""Return the regularity of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
+        r"""Return the `Regularity` of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
 
         On a set of points at most `reach` from $c$.
         """
@@ -146,7 +146,7 @@ class AbstractSumPotential(AbstractPotential):
         """Return $u_i(x)$ for the index $i$ in $[0, n)$."""
 
     def middle(self, y: PyTree, step_size: Number) -> PyTree:
-        r"""Minimize $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.
+        r"""Return $\arg\min_x \frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.
 
         Here $c = 0$; a potential with another center overrides this method.
         """
@@ -157,7 +157,7 @@ class AbstractSumPotential(AbstractPotential):
 def scaled_potential(
     score: AbstractPotential, rate: Number, regularizer: Number, center: PyTree = None
 ) -> AbstractPotential:
-    r"""Return $U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$, with $\mu \ge 0$.
+    r"""Return a potential, $U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
 
     The center $c$ is zero by default. For a sum of terms the result is a sum, too.
     """
@@ -241,7 +241,7 @@ class AbstractSampler(Checked):
 
     @abc.abstractmethod
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        """Set every count and step size that was left open.
+        """Return a copy with every count and step size set that was left open.
 
         On the host: the counts are static.
 
@@ -254,7 +254,7 @@ class AbstractSampler(Checked):
     def guarantee(
         self, regularity: Regularity, feasible: AbstractSet
     ) -> SamplerGuarantee:
-        """Return what is proved of the distribution of `draw`.
+        """Return the `SamplerGuarantee` that is proved of the draws.
 
         For a sampler whose counts are open, what `with_counts` will reach or refuse:
         calibration needs it at noises far from the final one.

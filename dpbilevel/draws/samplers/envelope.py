@@ -89,7 +89,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
     )
 
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Return the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
+        r"""Return $\eta$, the larger of $1/(\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
         d, steepest = regularity.dimension, regularity.lipschitz
         if not steepest < math.inf:
             raise ValueError("ConvexEnvelope: needs a finite Lipschitz constant.")
@@ -104,7 +104,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return self._planned(plan, gradient_steps=steps, draw_tries=tries)
 
     def without_counts(self, plan: proximal.ProximalPlan) -> Self:
-        """Plan no gradient steps by default: they rarely help.
+        """Return a copy without gradient steps by default: they rarely help.
 
         A try is rejected if no draw of its proposal is accepted, so that few are
         enough.
@@ -117,7 +117,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return dataclasses.replace(self, drop=_drop(plan), **numbers, **counts)
 
     def serves(self, plan: proximal.ProximalPlan) -> bool:
-        """Check that the numbers are those that `with_counts` set."""
+        """Return whether all numbers are as `with_counts` sets them for this plan."""
         planned = plan.convexity, _slack(plan), _drop(plan)
         return (self.curvature, self.slack, self.drop) == planned
 
@@ -130,19 +130,19 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return _acceptance(plan, self._best_steps(plan))
 
     def gaussian(self, plan: proximal.ProximalPlan) -> tuple[float, float, float]:
-        r"""Return the scale: mean $(\alpha c + y / \eta - g) / P$, variance $1 / P$."""
+        r"""Return scale, $w$ and $b$ of $N((\alpha c + y / \eta - g) / P, 1 / P)$."""
         weight = 1 / (1 + plan.convexity * plan.step_size)  # 1 / (eta P)
         steepest = plan.regularity.lipschitz + _gradient_error(plan)
         shift = weight * plan.step_size * steepest
         return math.sqrt(plan.step_size * weight), weight, shift
 
     def evaluations(self) -> tuple[float, int]:
-        """Count a value for the try, and one for each gradient."""
+        """Return mean and maximum of evaluations per try: equal, as all are made."""
         count = 2 + (self.gradient_steps or 0)
         return float(count), count
 
     def prepare(self, target: proximal.ProximalTarget, y: PyTree) -> PyTree:
-        """Return the tangent at $c_J$."""
+        """Return the `_Tangent` of the potential at $c_J$, which starts from $y$."""
 
         def move(_, point):
             gradient = self._tangent(target, point).gradient
@@ -155,7 +155,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return self._tangent(target, point)
 
     def move(self, target, y, common) -> PyTree:
-        r"""Average this tangent and the one at the middle $p$ of its proposals.
+        r"""Return a `_Tangent`: a mean of `common` and the one at its middle $p$.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
@@ -204,7 +204,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return x, jnp.where(accepted, above, jnp.inf)
 
     def _tangent(self, target: proximal.ProximalTarget, point: PyTree) -> _Tangent:
-        """Return the support at a point; without a gradient, a constant."""
+        """Return the `_Tangent` at a point; constant if no gradient is finite."""
         value, gradient = target.potential.value_and_gradient(point)
         leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
         finite = jnp.stack(leaves).all()
@@ -224,7 +224,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return proximal.multiple(1 / (1 + self.curvature * target.step_size), mean)
 
     def _best_steps(self, plan: proximal.ProximalPlan) -> int:
-        """Return J, by default the one that accepts most tries per evaluation."""
+        """Return the number J of gradient steps, by default the most efficient."""
         if self.gradient_steps is not None:
             return self.gradient_steps
         most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0
@@ -237,7 +237,7 @@ def _drop(plan: proximal.ProximalPlan) -> float:
 
 
 def _acceptance(plan: proximal.ProximalPlan, gradient_steps: int) -> float:
-    """Return the bound of the class on the probability of acceptance."""
+    """Return a lower bound on the probability that a try is accepted."""
     lipschitz, smoothness = plan.regularity.lipschitz, plan.regularity.smoothness
     error = _gradient_error(plan)
     residual = lipschitz + error  # rho_0
@@ -252,7 +252,7 @@ def _acceptance(plan: proximal.ProximalPlan, gradient_steps: int) -> float:
 
 
 def _slack(plan: proximal.ProximalPlan) -> float:
-    r"""Return $\kappa$."""
+    r"""Return the slack $\kappa$ for the errors of values and gradients."""
     value_error = plan.regularity.error + plan.regularity.rounding
     return 2 * value_error + _gradient_error(plan) * plan.width
 

@@ -53,7 +53,7 @@ class Grid(AbstractSampler):
 
     @classmethod
     def product(cls, *axes: PyTree) -> "Grid":
-        """Return every combination of one value per coordinate.
+        """Return a `Grid` of every combination of one value per coordinate.
 
         Args:
             *axes: The values of each coordinate, one vector per coordinate.
@@ -66,7 +66,7 @@ class Grid(AbstractSampler):
 
     @classmethod
     def low_discrepancy(cls, box: Box, count: int) -> "Grid":
-        """Return points of a Halton sequence in a box: even, in any number.
+        """Return a `Grid` of a Halton sequence in a box: even, in any number.
 
         Args:
             box: A box whose bounds are vectors of one length.
@@ -91,7 +91,7 @@ class Grid(AbstractSampler):
         return sum(math.prod(jnp.shape(leaf)[1:]) for leaf in leaves)
 
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
-        """Check the candidates: there is nothing to choose.
+        """Return this grid, checked to have all its candidates in the set.
 
         Raises:
             ValueError: A candidate is outside the set, or of another shape.

@@ -131,7 +131,7 @@ class GridWalk(AbstractSampler):
             )
 
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        """Set cells, penalty, slack, tries and steps.
+        """Return a copy with cells, penalty, slack, tries and steps set.
 
         Raises:
             ValueError: The set is no bounded `Box`, `Ball` or `Simplex`, the Lipschitz
@@ -153,7 +153,7 @@ class GridWalk(AbstractSampler):
         return dataclasses.replace(self, tabulate=tabulate, **counts)
 
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        r"""Return what the class text proves for these counts; it has no `distance`.
+        r"""Return the `SamplerGuarantee` for these counts, without a `distance`.
 
         `log_ratio` is $\xi$ for these counts; infinite, and unproved, if it is above
         what was aimed at, because the walk was cut short or a count, the penalty or the
@@ -260,7 +260,7 @@ class GridWalk(AbstractSampler):
         return dataclasses.replace(bounds, slack=slack)
 
     def _counts(self, bounds: WalkBounds, tabulate: bool):
-        """Return steps or `None`, tries, and evaluations."""
+        """Return the numbers of steps (`None` for a table), tries and evaluations."""
         mixing = 0.0 if tabulate else math.tanh(self.log_ratio / 4)
         part = self.log_ratio if tabulate else self.log_ratio / 2  # of the last resort
         tries = self.num_tries or bounds.tries(mixing, -math.expm1(-part))
@@ -268,7 +268,7 @@ class GridWalk(AbstractSampler):
         return steps, tries, queries(bounds.cells, steps, tries)
 
     def _plan(self) -> tuple[tuple[int, ...], int, Number, Number] | None:
-        """Return cells, tries, penalty and slack, once all counts are known."""
+        """Return cells, tries, penalty and slack, or `None` if a count is open."""
         cells, tries, walks = self.cells, self.num_tries, self.num_steps
         if not (walks or self.tabulate) or cells is None or tries is None:
             return None

@@ -71,18 +71,18 @@ class Mixing(eqx.Module):
 
     @classmethod
     def of(cls, plan: ProximalPlan) -> "Mixing":
-        """Return the mixing of a plan's potential and set."""
+        """Return the `Mixing` of a plan's potential and set."""
         error = plan.regularity.error + plan.regularity.rounding
         return cls(plan.width, plan.convexity * math.exp(-2 * error))
 
     def remaining(self, step_size: float, num_steps: int) -> float:
-        """Return the distance in total variation that is left of the start."""
+        """Return the total variation distance due to the start after all steps."""
         rate = math.log1p(self.convexity * step_size)
         start = self.width / (2 * math.sqrt(step_size))
         return start * math.exp(-(num_steps - 1) * rate)
 
     def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
-        """Return the fewest steps with at most that distance left.
+        """Return the fewest steps that leave at most `distance` due to the start.
 
         On the host use NumPy; in a program `jax.numpy`, whose logarithms round.
         """
@@ -119,7 +119,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Return the largest $\eta$ worth considering.
+        r"""Return the largest step size $\eta$ worth considering.
 
         Raises:
             ValueError: The oracle does not serve such a potential.
@@ -127,7 +127,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """Set every count that was left open.
+        """Return a copy with every count set that was left open.
 
         Raises:
             ValueError: A draw of a proposal would need too many tries.
@@ -135,7 +135,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def serves(self, plan: ProximalPlan) -> bool:
-        """Check that what `with_counts` fixed is right for such a potential and set."""
+        """Return whether all fixed numbers are right for a potential and set."""
 
     @abc.abstractmethod
     def bias(self, plan: ProximalPlan) -> float:
@@ -147,7 +147,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""Return the scale and the offset of the proposals.
+        r"""Return deviation, weight and offset of the Gaussian proposals.
 
         Returns:
             The standard deviation, and $w$ and $b$ such that the mean is at most $w
@@ -160,20 +160,20 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
-        """Compute what all tries at one $y$ have in common."""
+        """Return what all tries at one $y$ have in common, a pytree."""
 
     @abc.abstractmethod
     def attempt(
         self, target: ProximalTarget, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> Attempt:
-        """Make one try at $y$, for which `prepare` returned what is common.
+        """Make one try at $y$; return point, acceptance and number of evaluations.
 
         Returns:
             The proposal, whether it is accepted, and how many evaluations were needed.
         """
 
     def enough_draw_tries(self, plan: ProximalPlan) -> int:
-        """Return `draw_tries`, or else as many as the plan needs.
+        """Return the tries of a draw: `draw_tries`, or as many as the plan needs.
 
         Raises:
             ValueError: More than 100 000 tries would be needed.
@@ -207,7 +207,7 @@ class AbstractProximalOracle(eqx.Module):
         return far + self.draws * plan.tries * rejected
 
     def _draw_chance(self, plan: ProximalPlan) -> tuple[float, bool]:
-        """Return the least acceptance of a draw, and whether for any mean."""
+        """Return a draw's least acceptance, and whether it holds for every mean."""
         deviation, weight, shift = self.gaussian(plan)
         feasible, dimension = plan.feasible, plan.dimension
         noise = math.sqrt(plan.step_size)
@@ -225,7 +225,7 @@ class AbstractExactOracle(AbstractProximalOracle):
 
     @abc.abstractmethod
     def without_counts(self, plan: ProximalPlan) -> Self:
-        """Plan steps of any size and as many tries as they take.
+        """Return a copy for steps of any size and as many tries as they take.
 
         Raises:
             ValueError: Nothing is gained.
@@ -243,7 +243,7 @@ class AbstractExactOracle(AbstractProximalOracle):
 
 
 def enough_tries(num_steps: int, chance: float, failure: float) -> int:
-    """Return the least number of tries of which too few are accepted with that chance.
+    """Return the fewest tries that give `num_steps` successes up to chance `failure`.
 
     Raises:
         ValueError: There are more than anyone would make.
@@ -264,7 +264,7 @@ def enough_tries(num_steps: int, chance: float, failure: float) -> int:
 
 
 def _far(plan: ProximalPlan) -> float:
-    """Return the chance with which one point $y$ may come farther than the reach."""
+    """Return the allowed chance that one point $y$ is farther than the reach."""
     return plan.failure / (2 * plan.num_steps)
 
 

@@ -110,7 +110,7 @@ def check_set(feasible: AbstractSet) -> None:
 
 
 def diameter(feasible: AbstractSet, dimension: int) -> float:
-    """Return the diameter, of a box with plain numbers as bounds too."""
+    """Return the diameter of a set, of a box with plain numbers as bounds too."""
     if (
         isinstance(feasible, Box)
         and np.ndim(feasible.lower) == np.ndim(feasible.upper) == 0
@@ -175,7 +175,7 @@ def reach(
 
 
 def _ball(offset, radius, tries, key):
-    r"""Return tries in the ball of radius $r$ at zero, in units of the deviation.
+    r"""Return points tried in a ball of radius $r$ at 0, and which are accepted.
 
     With $A = \|a\|$, $u = a / A$ and $x = x_1 u + w$, $w \perp u$, $Q = \|w\|^2$: the
     marginal density of $w$ is proportional to $e^{-Q/2 + \psi(Q)}$ with $\psi(Q) =
@@ -207,7 +207,7 @@ def _ball(offset, radius, tries, key):
 
 
 def _tangent(length, radius, size):
-    r"""Solve $q = (d - 1) / (1 + 2 \theta(q))$ for $q$, and return $\theta(q)$."""
+    r"""Solve $q = (d - 1) / (1 + 2 \theta(q))$; return $q$ and $\theta(q)$."""
 
     def slope_at(q):
         half = jnp.sqrt(radius**2 - q)
@@ -235,7 +235,7 @@ def _tangent(length, radius, size):
 
 
 def _simplex(mean, deviation, scale, tries, key):
-    r"""Return tries on $\{w \ge 0, \sum_i w_i = S\}$.
+    r"""Return points tried on $\{w \ge 0, \sum_i w_i = S\}$, and which are accepted.
 
     A common shift $\lambda$ of the mean leaves the distribution as it is. All
     coordinates but that of the largest mean, $j$, are proposed as normal values

@@ -123,5 +123,5 @@ def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _central(x):
-    """Return the probability between 0 and x, or zero for a negative x."""
+    """Return the normal probability between 0 and x; zero for a negative x."""
     return 0.5 * erf(jnp.maximum(x, 0) * math.sqrt(0.5))

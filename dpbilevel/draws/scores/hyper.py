@@ -91,7 +91,7 @@ class HyperObjective(AbstractScore):
         return _Objective(*parts, self.clip_range is None, self._target(dtype), steps)
 
     def _error(self, dtype: DTypeLike) -> Number:
-        """Return how far a computed value may be off."""
+        """Bound the error of a computed score."""
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
             largest += 2 * self._change()
@@ -148,7 +148,7 @@ class HyperObjective(AbstractScore):
         return 3 * self._certificate().second_order.upper_total
 
     def _target(self, dtype: DTypeLike) -> float:
-        """Return how far a lower solution may be off, beyond rounding."""
+        """Return the allowed error of a lower solution, beyond rounding."""
         bounds = self._bounds()
         rounding = float(self._rounding(bounds, dtype))
         if self.measure == "slope":
@@ -157,7 +157,7 @@ class HyperObjective(AbstractScore):
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
     def _most_steps(self, dtype: DTypeLike) -> int:
-        """Return the number of steps at the worst point. On the host."""
+        """Return the number of lower-level steps at the worst point. On the host."""
         metric = self._certificate().metric(self.problem, self.sizes, None, None)
         count = _steps(metric, self._target(dtype))
         if not count <= sensitivities.MOST_STEPS:
@@ -334,7 +334,7 @@ class _Norm(AbstractPotential):
 
 
 def _gradient_error(certificate: AbstractCertificate, sizes, dtype) -> Number:
-    """Return how far a computed hypergradient may be off."""
+    """Bound the error of a computed hypergradient."""
     bounds = certificate.bounds(sizes)
     steps = sensitivities.step_counts(certificate, sizes)
     error = sensitivities.solve_error(bounds, steps)

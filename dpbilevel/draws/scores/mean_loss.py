@@ -59,7 +59,7 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """Return the contribution of one record per role, as in `BoundedScore`.
+        """Return by role the contribution of one record, as in `BoundedScore`.
 
         A spread counts the errors of scores that are computed in `dtype`.
 
@@ -69,7 +69,7 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
-        """Return what is known of the score, besides convexity. On the host."""
+        """Return the `Regularity` of the score, besides convexity. On the host."""
 
     @property
     def basis(self) -> Basis:
@@ -83,12 +83,12 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
-        """Return the score itself. NON-PRIVATE."""
+        """Return the score as an unsealed `AbstractPotential`. NON-PRIVATE."""
 
     def bounded(
         self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
-        """Seal the score; `dtype` is what was planned for, if that is coarser."""
+        """Seal a `BoundedScore`; `dtype` is what was planned for, if coarser."""
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
         contribution = sum(self.contributions(dtype).values())
@@ -139,7 +139,7 @@ class MeanLoss(AbstractScore):
     clip_range: Any = None
 
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """Return $B / n$ or $G D / n$; as a slope $G^d / n$."""
+        """Return $B / n$ or $G D / n$ by role; as a slope $G^d / n$."""
         reach = self._reach()
         if self.measure == "slope":
             return {RECORDS: self._slope() / self.sizes}
@@ -200,7 +200,7 @@ class MeanLoss(AbstractScore):
         return self.measure == "spread" and self.clip_range is not None
 
     def _reach(self) -> Number:
-        """Return how far a loss may be from itself at another point."""
+        """Return how far a record's losses at two points may be apart."""
         if self._clipped:
             return self.clip_range
         if self.measure == "slope" and self.problem.public is not None:
@@ -336,7 +336,7 @@ class _Terms(AbstractSumPotential):
         return _sum(losses) / self.num_terms
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        """Return a tangent below the mean, also if some gradients are not finite.
+        """Return value and slope of a tangent below the mean, for any gradients.
 
         Such a record has no slope, and a value lower by the most that its loss may
         fall.
