@@ -38,7 +38,7 @@ def linear_tuning(
     bounds: tuple[float, float],
     row_norm: float = 1.0,
 ) -> BilevelProblem:
-    r"""Penalty tuning of a linear model, with its certificate.
+    r"""Return the `penalty_tuning` problem of a linear model, with its certificate.
 
     `penalty_tuning` of $\varphi(\langle \bar a, y \rangle, b)$, where $\bar a$ is the
     row $a$, shortened to the norm $R$ if it is longer. The features of a record with an
@@ -156,14 +156,14 @@ class TuningCertificate(AbstractCertificate):
         check_terms("linear_tuning", problem, self.terms)
 
     def _holds(self, box: Box) -> bool:
-        """Whether the bounds are proved on all of the box."""
+        """Return whether the bounds are proved on the whole box."""
         low, high = np.asarray(box.lower).min(), np.asarray(box.upper).max()
         # The box is in the dtype of x.
         slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
         return low >= self.low - slack and high <= self.high + slack
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        """Return the bounds at log-penalties `x`, or at the worst point of the box."""
+        """Return `Bounds` at log-penalties `x`, or at the worst point of the box."""
         if x is None:
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
         else:
@@ -197,7 +197,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def metric(self, problem, sizes, x, y) -> Metric:
-        r"""Return $\Lambda$, in which eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
+        r"""Return a `Metric` with Hessian eigenvalues in $[1, 1 + p_2 R^2 / \mu]$."""
         diagonal, mu = None, np.exp(np.float64(self.low))
         if x is not None:
             assert problem.lower_public is not None
@@ -211,7 +211,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def second_order(self) -> SecondOrderConstants:
-        r"""The constants of the paper over the whole box.
+        r"""`SecondOrderConstants` of the paper that hold on the whole box.
 
         $\beta_{gxy} = e^u r$, $C_{gxy} = e^u$, $M_{gyy} = e^u$, $M_{gxy} = e^u r$;
         half of $p_2 R^2$ is the spread of a record's Hessian, which is semidefinite.
@@ -247,7 +247,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Proved constants, and the facts that they follow from."""
+        """A sentence on the proved constants and the facts that they follow from."""
         mu, model = math.exp(self.low), self.model
         slope, radius, _ = self._solution(np.float64(mu))
         return (
@@ -260,7 +260,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
-        """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
+        r"""Return bounds on slope, solution norm and solution norm in $\Lambda$."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
         radius = module.inf + 0 * mu  # of the dtype of mu
         slope = self.model.slope(radius)

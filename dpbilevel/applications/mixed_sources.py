@@ -74,7 +74,7 @@ class Mixture(eqx.Module):
 
 
 def _scaled(matrix: Array) -> tuple[Array, Array]:
-    """Return a matrix over its largest entry, against overflow, and that entry."""
+    """Return a matrix divided by its largest absolute entry, and that entry."""
     largest = jnp.max(jnp.abs(matrix))
     largest = jnp.where(largest > 0, largest, 1)
     return matrix / largest, largest
@@ -84,7 +84,7 @@ def _scaled(matrix: Array) -> tuple[Array, Array]:
 def roots(
     matrix: Float[Array, "k k"], least: float = 0.0
 ) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
-    r"""Return the square root of $A + \ell \|A\| I$ and its inverse.
+    r"""Return the square root of $A + \ell \|A\| I$, and the inverse of this root.
 
     The coupled iteration of Newton and Schulz has products of matrices only, which run
     in batches on every backend.
@@ -108,7 +108,7 @@ def roots(
 
 
 def moments_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
-    r"""Return the linear objective whose solution, after one step of 1, is $M$.
+    r"""Return an `Objective` whose solution, after one step of 1, is the moments $M$.
 
     $M$ is the mean of $g g^\top / \|g\|^2$ over the training records, with $g$ the
     gradient in the coordinates of a mixture at its start. A record is a matrix of norm
@@ -130,7 +130,7 @@ def moments_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
 
 
 def mixture_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
-    """Return the mean validation loss of a mixture, in its coordinates."""
+    """Return the `Objective` of a mixture's mean validation loss, in coordinates u."""
 
     def upper(w, record):
         return jax.grad(lambda u: problem.loss(mixture.model(u), record))(w)
@@ -245,7 +245,7 @@ class MixedSources(AbstractSourcePipeline):
         return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), models)
 
     def _mixture(self, name: str, outputs: Outputs) -> Mixture:
-        """Return the mixture of a stage, in coordinates that earlier outputs scale."""
+        """Return the `Mixture` of a stage in coordinates that earlier outputs scale."""
         if name in (MOMENTS, MIXTURE):
             return _of_sources(outputs, outputs[MOMENTS] if name == MIXTURE else None)
         kept, fraction = self.kept(outputs), self.kept_fraction(outputs)
@@ -273,12 +273,12 @@ class MixedSources(AbstractSourcePipeline):
 
 
 def _of_sources(outputs: Outputs, moments: Array | None) -> Mixture:
-    """Return mixtures of the models of the sources, from the common model."""
+    """Return a `Mixture` of all sources' models that starts at the common one."""
     first = jax.tree.leaves(outputs[MODELS])[0]
     start = jnp.zeros(len(first), first.dtype).at[-1].set(1.0)
     return Mixture(outputs[MODELS], start, moments)
 
 
 def _mixed(outputs: Outputs) -> PyTree:
-    """Return the model of the mixture of line 3."""
+    """Return the model of the sources' `Mixture` at the released coordinates."""
     return _of_sources(outputs, outputs[MOMENTS]).model(outputs[MIXTURE])

@@ -30,7 +30,7 @@ class PenaltyTuning(BilevelProblem):
 
 
 def penalty_start(problem: PenaltyTuning, model: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the initial point of `penalty_tuning`: the least penalties.
+    """Return `penalty_tuning`'s initial pair (x, y): the least log-penalties, `model`.
 
     Args:
         problem: The problem.
@@ -48,7 +48,7 @@ def penalty_start(problem: PenaltyTuning, model: PyTree) -> tuple[PyTree, PyTree
 def penalty_tuning(
     loss: ModelLoss, groups: PyTree, *, bounds: tuple[float, float] = (-8.0, 2.0)
 ) -> PenaltyTuning:
-    r"""Tune one quadratic penalty per group of coefficients on validation records.
+    r"""Return the problem of tuning one quadratic penalty per group of coefficients.
 
     $$
     \min_{x \in [l, u]^k} \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) =

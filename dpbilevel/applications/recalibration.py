@@ -49,12 +49,12 @@ class _Span(eqx.Module):
     ridge: float | Float[Array, ""] = 0.0
 
     def at(self, u: Float[Array, " k"]) -> Array:
-        """Return the model at `u`."""
+        r"""Return the model $y + \sum_j u_j b_j$ of the span."""
         return self.y + jnp.tensordot(u, self.directions, 1).astype(self.y.dtype)
 
 
 def _fit_objective(problem: BilevelProblem, span: _Span) -> Objective:
-    """Return the upper level in the coordinates of a span."""
+    """Return the `Objective` of the upper level in the coordinates of a span."""
 
     def upper(w, record):
         return jax.grad(lambda u: problem.upper(span.x, span.at(u), record))(w)
@@ -68,7 +68,7 @@ def _fit_objective(problem: BilevelProblem, span: _Span) -> Objective:
 
 
 def _curvature_objective(problem: BilevelProblem, span: _Span) -> Objective:
-    r"""Return the mean squared distance to the curvatures of lower records' losses.
+    r"""Return an `Objective` whose minimizer is the mean Hessian of lower losses.
 
     The minimizer of $\frac{1}{2 n_g} \sum_i \|H - H_i\|^2$ is the mean of the $H_i$:
     the Hessian of the loss of a lower record along the directions, at $y = 0$.
@@ -98,7 +98,7 @@ def is_array(y: PyTree) -> bool:
 
 
 def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
-    """Return the directions of the constant feature, one for each score.
+    """Return the constant feature's unit directions in y, stacked, one for each score.
 
     Raises:
         ValueError: The model is not one array, or has no such feature.
@@ -218,12 +218,12 @@ class Recalibration(AbstractPipeline):
         return w0[0], problem.y_set.project(y)  # the span may leave the set
 
     def _ridge(self) -> Array:
-        """Return the ridge, which follows from public noise."""
+        """Return the ridge coefficient of the fit, in proportion to noise variance."""
         noise = noise_std(self.fit, self.queries(FIT), self.sizes)
         return _RIDGE * noise**2 / self.fit.num_steps
 
     def _span(self, w0: PyTree) -> tuple[_Span, Array]:
-        """Return the span of orthonormal directions, and the model in this basis."""
+        """Return a `_Span` of orthonormal directions, and the model's coordinates."""
         x, y = w0
         constants = constants_of("Recalibration", y, self.intercept)
         shifts = jnp.tensordot(constants, y, jnp.ndim(y))
@@ -234,7 +234,7 @@ class Recalibration(AbstractPipeline):
         return _Span(x, _START * y, directions), jnp.append(length, shifts)
 
     def scaled_span(self, w0: PyTree, outputs: Outputs) -> _Span:
-        """Return the span with directions along which the curvature is about 1."""
+        """Return a `_Span` with directions along which the curvature is about 1."""
         span, model = self._span(w0)
         middle = self.start(CURVATURE, w0, {})[0, 0]
         noisy: Any = outputs[CURVATURE]

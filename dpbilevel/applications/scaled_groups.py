@@ -140,7 +140,7 @@ class ScaledGroups(AbstractPipeline):
         return jnp.where(top > 0, jnp.minimum(energy / safe, 1), 1)
 
     def _penalties(self, problem: PenaltyTuning, x: PyTree, scales) -> PyTree:
-        """Return the log-penalties of the fit, within their bounds."""
+        """Return the log-penalties of the fit at these scales, within their bounds."""
         x = x - 2 * jnp.log(jnp.maximum(scales, 1e-15)).astype(x.dtype)
         return problem.x_set.project(x)
 
@@ -148,7 +148,7 @@ class ScaledGroups(AbstractPipeline):
 def _in_coordinates(
     whole: levels.Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
 ) -> levels.Objective:
-    """Return an objective of y in the coordinates u of `model`.
+    """Return the `Objective` of y as a function of the coordinates u of `model`.
 
     Gradients in u are multiplied by the scales before they are clipped.
     """
@@ -171,5 +171,5 @@ def _model(y0: PyTree, spread: PyTree, u: PyTree) -> PyTree:
 
 
 def _spread(problem: PenaltyTuning, scales: Float[Array, " k"], y: PyTree) -> PyTree:
-    """Return the scale of every coefficient."""
+    """Return a pytree like y that holds the scale of each coefficient's group."""
     return jax.tree.map(lambda g, v: scales[g].astype(v.dtype), problem.groups, y)

@@ -120,14 +120,14 @@ class SelectedSources(AbstractSourcePipeline):
         return w0 if self.scoring else (w0[0], outputs[MODEL])
 
     def _first(self, problem: SourceWeighting) -> SourceWeighting:
-        """Return the problem whose model scores the sources."""
+        """Return the `SourceWeighting` problem whose model scores the sources."""
         if self.scoring is None:
             return problem
         loss, count = self.scoring.loss, problem.num_sources
         return source_weighting(loss, count, source=problem.source)
 
     def _first_w0(self, w0: PyTree) -> PyTree:
-        """Return the initial point of the problem whose model scores the sources."""
+        """Return the initial (x, y) of the problem whose model scores the sources."""
         if self.scoring is None:
             return w0
         return w0[0], jax.tree.map(jnp.asarray, self.scoring.start)

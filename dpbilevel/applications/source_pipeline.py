@@ -56,14 +56,14 @@ class AbstractSourcePipeline(AbstractPipeline):
         return None
 
     def kept(self, outputs: Outputs) -> Float[Array, " k"]:
-        """Return 1 for the sources that are kept, else 0; all 1 if none passes."""
+        """Return an array: 1 for each kept source, else 0; all 1 if none passes."""
         signs, _ = signs_and_fractions(outputs[SCORE])
         score = signs / self.source_fractions(outputs)
         kept = score > self.keep_above
         return jnp.where(jnp.any(kept), kept, True).astype(score.dtype)
 
     def source_fractions(self, outputs: Outputs) -> Float[Array, " k"]:
-        """Return the released fractions of the sources, as denominators and weights."""
+        """Return each source's released fraction of records, bounded from below."""
         _, fractions = signs_and_fractions(outputs[SCORE])
         return jnp.clip(fractions, _LEAST_SIZE / len(fractions), 1.0)
 
@@ -86,12 +86,13 @@ class AbstractSourcePipeline(AbstractPipeline):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return rows if steps of the fit overshoot the public terms."""
+        """Return `ForecastRow`s if steps of the fit overshoot the public terms."""
         return rows_of_steps(problem, w0, {FIT: self.fit})
 
     def fit_objective(self, problem: SourceWeighting, w0, outputs) -> Objective:
-        r"""Return the mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$.
+        r"""Return the `Objective` of the fit: the model's loss on the kept sources.
 
+        It is the mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$.
         The weights $w \in \{0, 1\}^k$ of kept sources do not exceed 1, so that the clip
         norm is that of the loss of the model. The mean is over all records. The factor
         $\bar w$, the number of records of the fit over that of lower ones, gives the
@@ -120,12 +121,12 @@ class AbstractSourcePipeline(AbstractPipeline):
         return dataclasses.replace(whole, records=records, public=public)
 
     def score_start(self, w0: PyTree) -> Float[Array, "2 k"]:
-        """Return the initial point of the scores: zeros."""
+        """Return zeros of shape (2, k), the initial point of the scores."""
         return jnp.zeros((2, len(w0[0])), dtype_of(w0[1]))
 
     @override
     def answer(self, problem: Any, state):
-        """Return the weights of the kept sources, in the parametrization, and y."""
+        """Return the pair (x, y), in which x weighs the kept sources equally."""
         kept = self.kept(state.outputs)
         x = kept / jnp.sum(kept)
         if problem.parametrization == "logits":
@@ -137,7 +138,7 @@ class AbstractSourcePipeline(AbstractPipeline):
 def score_objective(
     problem: SourceWeighting, model: PyTree, start: PyTree
 ) -> Objective:
-    r"""Return the linear objective whose solution, after one step of 1, is the scores.
+    r"""Return the linear `Objective` that one step of 1 solves for the scores.
 
     Entry $(0, s)$ is $a = 0.96$ times the mean over all training records of $1$ or $-1$
     for those of source $s$ and $0$ for others. It is $1$ if `model` has a smaller loss
@@ -162,7 +163,7 @@ def score_objective(
 def signs_and_fractions(
     released: Float[Array, "2 k"],
 ) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
-    """Return the solution of `score_objective` as means of signs, and fractions."""
+    """Return each source's mean sign and its fraction of records."""
     signs, fractions = released
     return signs / _OF_SIGN, fractions / _OF_FRACTION
 

@@ -64,7 +64,7 @@ def source_weighting(
     parametrization: Literal["logits", "simplex"] = "logits",
     source: Callable[[PyTree], Int[Array, ""]] = read_source,
 ) -> SourceWeighting:
-    r"""Weight the sources of the training records by clean validation records.
+    r"""Return the problem of weighting training sources by clean validation records.
 
     $$
     \min_x \frac{1}{n_f} \sum_i \ell(y^*(x), z_i) + \frac{\tau}{2} \Bigl(k \sum_s
@@ -140,7 +140,7 @@ def source_mixing(
     shared: float = 0.5,
     source: Callable[[PyTree], Int[Array, ""]] = read_source,
 ) -> BilevelProblem:
-    r"""Fit one model per source and one of all records, mixed on validation records.
+    r"""Return the problem of mixing one model per source and one of all records.
 
     $$
     \min_{x \in \mathbb R^{k+1}} \frac{1}{n_f} \sum_i \ell\Bigl(\sum_{s=0}^{k} x_s
@@ -205,7 +205,7 @@ def source_mixing(
 
 
 def mixing_start(model: PyTree, num_sources: int) -> tuple[Float[Array, " k"], PyTree]:
-    """Return the initial point of `source_mixing`: equal models, the common one alone.
+    """Return `source_mixing`'s initial (x, y): weight 1 on the last of equal models.
 
     Args:
         model: The parameters that every model starts from, public.

@@ -53,7 +53,7 @@ class WarmStarted(AbstractStages[_State]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of both solvers."""
+        """Total number of steps of both solvers."""
         return self.first.num_steps + self.then.num_steps
 
     @override
@@ -83,7 +83,7 @@ class WarmStarted(AbstractStages[_State]):
 
     @override
     def released(self, state):
-        """Return the iterate of the second, which starts at the answer of the first."""
+        """Return the second solver's iterate, which starts at the first's answer."""
         return self.then.released(state.then)
 
     @override

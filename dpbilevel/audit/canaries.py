@@ -51,7 +51,7 @@ def canaries(
     others: float | None = None,
     coordinates: PyTree = 0.0,
 ) -> dict[str, Canary]:
-    r"""Return a worst-case pair of datasets for each kind of person in the ledger.
+    r"""Return a dict of `Canary`, worst-case pairs of datasets, by kind of person.
 
     All per-record functions are linear in the variables and the person's record is
     $10^6$ long, so each of its clipped contributions has the full clip norm, in one

@@ -22,7 +22,7 @@ _EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 1600)])
 
 
 def gaussian_claim(mu: float) -> Claim:
-    r"""Return the profile $\delta(\varepsilon)$ of $\mu$-Gaussian differential privacy.
+    r"""Return the privacy profile, a function, of $\mu$-Gaussian differential privacy.
 
     Args:
         mu: $\mu \ge 0$.
@@ -35,7 +35,7 @@ def gaussian_claim(mu: float) -> Claim:
 
 
 def pure_claim(epsilon: float) -> Claim:
-    r"""Return the profile of pure $\varepsilon_0$-differential privacy.
+    r"""Return the privacy profile, a function, of $\varepsilon_0$-differential privacy.
 
     Randomized response is the worst such mechanism, so $\delta(\varepsilon) =
     (e^{\varepsilon_0} - e^\varepsilon)_+ / (1 + e^{\varepsilon_0})$.
@@ -55,7 +55,7 @@ def pure_claim(epsilon: float) -> Claim:
 
 
 def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim:
-    """Return the profile of an event by this library's accountant.
+    """Return an event's privacy profile, a function, by this library's accountant.
 
     Args:
         event: An event whose multipliers are relative to the relation's sensitivity.
@@ -72,7 +72,7 @@ def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim
 
 
 def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
-    """Return the profile that a ledger promises each kind of person.
+    """Return the privacy profiles that a ledger promises, functions by kind of person.
 
     Args:
         ledger: Every release of a run.
@@ -117,7 +117,7 @@ class TradeOffCurve:
             )
 
     def __call__(self, false_positives: Float[np.ndarray, " n"]) -> np.ndarray:
-        """Return the bound at these false positive rates, at most 1."""
+        """Return the largest true positive rates at these false positive rates."""
         rates = np.asarray(false_positives, np.float64)[..., None]
         direct = self._deltas + np.exp(_EPSILONS) * rates
         mirrored = 1 - np.exp(-_EPSILONS) * (1 - self._deltas - rates)
@@ -131,7 +131,7 @@ class TradeOffCurve:
 
 
 def gaussian_mu_of(true_positives: float, false_positives: float) -> float:
-    r"""Return the Gaussian $\mu$ of a test with these rates."""
+    r"""Return the $\mu$ of the Gaussian mechanism for which a test has these rates."""
     # Rates of 0 and 1 have no quantile; no number of runs measures rates so near.
     rates = np.clip([true_positives, false_positives], 1e-16, 1 - 1e-16)
     return float(np.subtract(*scipy.special.ndtri(rates)))

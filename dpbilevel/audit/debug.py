@@ -108,7 +108,7 @@ def group_losses(
 def random_search(
     problem: BlackBox, w0: np.ndarray, num_candidates: int, *, key: PRNGKey
 ) -> tuple[np.ndarray, float]:
-    """Return the uniform random point of least mean loss, and the loss. NON-PRIVATE.
+    """Return the best of many uniform random points, and its mean loss. NON-PRIVATE.
 
     It must not choose any setting of a private run: that voids the guarantee.
 

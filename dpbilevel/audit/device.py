@@ -47,7 +47,7 @@ class DeviceArithmetic:
 
 
 def device_arithmetic() -> DeviceArithmetic:
-    r"""Test whether the default device rounds products coarsely or mixes records.
+    r"""Return a `DeviceArithmetic`: whether products are coarse or records are mixed.
 
     Sums over records assume that a product of $m$ terms is off by no more than
     floating-point multiply-adds in any order, $\gamma_m \sum_i |a_i b_i|$. The test

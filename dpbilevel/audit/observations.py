@@ -60,7 +60,7 @@ def observe(
     key: PRNGKey,
     runs: int,
 ) -> tuple[Float[np.ndarray, "runs d"], Float[np.ndarray, "runs d"]]:
-    """Return the features of many runs on either dataset: flat, float64 and finite.
+    """Return two arrays of features, one for each dataset, with a row for each run.
 
     Raises:
         ValueError: All runs show the same, or some numbers are never finite.

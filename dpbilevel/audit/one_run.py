@@ -67,7 +67,7 @@ def one_run(
     delta: float = 1e-5,
     significance: float = 0.05,
 ) -> OneRun:
-    r"""Guess many coin flips from one run of noisy gradient descent.
+    r"""Return a `OneRun`: coin flips guessed from one run of noisy gradient descent.
 
     Record $i$ is $\pm e_i$, by a fair coin, far beyond the clip norm. The auditor sees
     the answer, guesses the signs of the largest coordinates and abstains on the others.
@@ -177,7 +177,7 @@ def refutes(
 
 
 def _least_refuted(is_refuted: Callable[[float], bool]) -> float | None:
-    """Return the least factor of the noise whose claim is refuted, to 2 %."""
+    """Return the least noise factor whose claim is refuted, to 2 %, or `None`."""
     low, high = (_LEAST_NOISE, 1.0) if is_refuted(1.0) else (1.0, _MOST_NOISE)
     if high > 1 and not is_refuted(high):
         return None

@@ -117,7 +117,7 @@ def refute_constants(
     tries: int = 500,
     spread: float = 1.0,
 ) -> ConstantsSearch:
-    r"""Search for points at which the problem's constants do not hold. NON-PRIVATE.
+    r"""Return a `ConstantsSearch` for violations of the constants. NON-PRIVATE.
 
     Derivatives up to second order are formed densely, in float64, at random $x$ of the
     set, $y$ of the ball of `solution_radius` and single records; those of third order
@@ -167,7 +167,7 @@ def refute_constants(
 
 
 def _points(problem, w0, random, count: int, spread: float, radius: float):
-    """Draw x of the set and y of the ball."""
+    """Draw batches of `count` points: x of the set, y of the ball."""
     (x0, unravel_x), (y0, unravel_y) = map(jax.flatten_util.ravel_pytree, w0)
     near = np.asarray(x0)[None] + spread * random.normal(size=(count, x0.size))
     project = jax.vmap(lambda v: problem.x_set.project(unravel_x(v)))
@@ -179,7 +179,7 @@ def _points(problem, w0, random, count: int, spread: float, radius: float):
 
 
 def _draw_datasets(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
-    """Draw datasets of one record in each level."""
+    """Draw `count` upper and `count` lower records, as two batched pytrees."""
 
     def draw(level):
         rows = random.integers(_checks.leading_axis("records", level), size=count)
@@ -203,7 +203,7 @@ def _ratio(found: float, declared: float) -> float:
 
 
 def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
-    """Return the values that the constants bound, point after point.
+    """Return the values that the constants bound, by name, an entry for each point.
 
     Without `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
     its own pool and waits for them, on few cores for ever.
@@ -212,7 +212,7 @@ def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
 
 
 def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
-    """Return the values that the constants bound at a point; minus strong convexity."""
+    """Return the values at a point, by constant; strong convexity is negated."""
     (x, y), (other_x, other_y) = w, w_other
     f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))
     g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))
@@ -239,7 +239,7 @@ def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
 
 
 def _derivatives(problem: BilevelProblem, role: str, x, y, record):
-    """Return first and second derivatives of a level at one record, flat and dense."""
+    """Return a dict of first and second derivatives of a level at one record."""
     flat_x, unravel_x = jax.flatten_util.ravel_pytree(x)
     flat_y, unravel_y = jax.flatten_util.ravel_pytree(y)
     loss, term = getattr(problem, role), getattr(problem, f"{role}_public")
@@ -261,7 +261,7 @@ def _derivatives(problem: BilevelProblem, role: str, x, y, record):
 
 
 def _both(found: dict[str, jax.Array], name: str) -> jax.Array:
-    """Return the larger of the derivatives with and without the public term."""
+    """Return the larger norm of a derivative with and without the public term."""
     return jnp.maximum(_size(found[name]), _size(found[f"record_{name}"]))
 
 

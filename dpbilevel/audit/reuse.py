@@ -64,7 +64,7 @@ def noise_reuse(
     x_in_records: bool | tuple[str, ...] = True,
     coordinates: int = 2000,
 ) -> NoiseReuse:
-    """Compare the noise of all releases of one run, leaf by leaf.
+    """Return a `NoiseReuse`: the largest correlation of two noises of one run.
 
     Noise that is used twice cancels in a difference and protects nothing. It looks
     right in every single release, so releases are compared. The run is made eagerly on
@@ -108,7 +108,7 @@ def noise_reuse(
 
 @contextlib.contextmanager
 def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
-    """Collect the noise of every release, by whatever kind of mechanism."""
+    """Yield a list that collects the noise of every release in the context."""
     tape: list[Float[np.ndarray, " d"]] = []
     with contextlib.ExitStack() as stack:
         for kind in _kinds(AbstractNoise):
@@ -118,7 +118,7 @@ def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
 
 
 def _kinds(kind: type[AbstractNoise]) -> Iterator[type[AbstractNoise]]:
-    """Yield the mechanisms that have a release of their own."""
+    """Yield the classes of mechanisms that define a `release` of their own."""
     if "release" in vars(kind):
         yield kind
     for other in kind.__subclasses__():

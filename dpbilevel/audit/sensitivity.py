@@ -80,7 +80,7 @@ def sensitivity_search(
     tries: int = 2000,
     rounds: int = 20,
 ) -> SensitivitySearch:
-    """Search for neighbours whose values differ by more than is claimed. NON-PRIVATE.
+    """Return a `SensitivitySearch` for neighbours beyond a bound. NON-PRIVATE.
 
     Datasets are rows of `records` in which some numbers are replaced by extreme ones:
     zeros, denormals, values up to 3e38, NaN and infinities. The pair differs in the
@@ -130,7 +130,7 @@ def sensitivity_search(
 
 
 def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
-    """Return two datasets; the last row of `pair` replaces the one before it."""
+    """Split `pair` into two neighbouring datasets; its last row is the replacement."""
     left = jax.tree.map(lambda v: v[:-1], pair)
     if neighbours is Neighbours.ADD_OR_REMOVE_ONE:  # the replacement is not used
         return left, jax.tree.map(lambda v: v[:-2], pair)
@@ -168,7 +168,7 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
 
 
 def _hostile_dataset(rows: PyTree, random: np.random.Generator) -> PyTree:
-    """Draw a dataset of as many rows, and one more row to replace the last one."""
+    """Draw a dataset of hostile numbers like `rows`, and a row to replace the last."""
     tame = random.choice([0.0, 0.5, 1.0])  # fraction of numbers that are kept
 
     def leaf(column):
@@ -185,7 +185,7 @@ def _hostile_dataset(rows: PyTree, random: np.random.Generator) -> PyTree:
 
 
 def _mutate(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
-    """Return a pair with some entries rescaled, reversed or replaced."""
+    """Return a copy of `pair` with some entries rescaled, reversed or replaced."""
 
     def leaf(values, column):
         if not np.issubdtype(column.dtype, np.floating):

@@ -47,7 +47,7 @@ class SolverRun(eqx.Module):
     w0: PyTree
 
     def __call__(self, data: PyTree, *, key: PRNGKey) -> PyTree:
-        """Return the solver's `adversary_view` after at most 32 of its steps.
+        """Return the `adversary_view`s of one run at up to 32 of its steps.
 
         Args:
             data: The records. Public or synthetic.
@@ -91,12 +91,12 @@ class Cut:
 
     @property
     def violated(self) -> bool:
-        """Whether more is measured than claimed."""
+        """Whether the measured mu exceeds the claimed one."""
         return self.measured_mu > self.claimed_mu
 
     @property
     def row(self) -> str:
-        """Row of the table that a `TradeOff` prints."""
+        """Line of text in the table that a `TradeOff` prints."""
         return (
             f"  {self.threshold:9.3g}  {self.true_positives:12.5f}  "
             f"{self.false_positives:13.5f}  {self.measured_mu:11.3f}  "
@@ -126,7 +126,7 @@ class TradeOff:
 
     @property
     def violations(self) -> tuple[Cut, ...]:
-        """Thresholds at which more leaked than claimed."""
+        """The `Cut`s at which more leaked than claimed."""
         return tuple(cut for cut in self.cuts if cut.violated)
 
     @property
@@ -136,7 +136,7 @@ class TradeOff:
 
     @property
     def conclusive(self) -> bool:
-        """Whether it failed, or measured at least a quarter of the claimed mu."""
+        """Whether the audit failed, or measured a quarter of the claimed mu or more."""
         seen = self.measured_mu >= _CONCLUSIVE * self.claimed_mu > 0
         return seen or not self.passed
 
@@ -169,7 +169,7 @@ class TradeOff:
 
     @property
     def _caveat(self) -> str:
-        """Limits of the verdict: a condition, a remedy or the defects that can hide."""
+        """Text on the verdict: a condition, a remedy or the defects that can hide."""
         if not self.passed:
             return (
                 "the claim is refuted if the two datasets differ in one person's "
@@ -225,7 +225,7 @@ def trade_off(
     statistic: Statistic | None = None,
     name: str = "mechanism",
 ) -> TradeOff:
-    r"""Try to distinguish two neighbours better than a claim allows. NON-PRIVATE.
+    r"""Return a `TradeOff`: attempts to distinguish two neighbours. NON-PRIVATE.
 
     Runs on either dataset give features; a statistic of them, fitted on the first fifth
     of the runs, is cut at up to six thresholds fixed on the same fifth. The other runs
@@ -293,7 +293,7 @@ def audit_solver(
     x_in_records: bool | tuple[str, ...] = True,
     others: float | None = None,
 ) -> tuple[TradeOff, ...]:
-    """Audit a calibrated solver on worst-case records, for each kind of person.
+    """Return a tuple of `TradeOff`s, one per kind of person, for a calibrated solver.
 
     Args:
         solver: A calibrated solver, bound to its sizes, such as a plan's.
@@ -320,7 +320,7 @@ def audit_solver(
 def audit_canaries(
     found: dict[str, Canary], *, key: PRNGKey, runs: int = 50_000
 ) -> tuple[TradeOff, ...]:
-    """Audit a solver on the canaries that `canaries` made for it.
+    """Return a tuple of `TradeOff`s, one for each canary of a solver.
 
     Args:
         found: One canary per kind of person.
@@ -348,7 +348,7 @@ def audit_canaries(
 
 
 def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:
-    """Return Fisher's linear discriminant, finite even if features do not vary."""
+    """Return Fisher's linear discriminant, a function of rows of features."""
     both = np.concatenate([present, absent])
     spread = both.std(axis=0)
     spread = np.where(spread > 0, spread, 1.0)

@@ -47,7 +47,7 @@ _FAR, _JUMP = 1e6, 1e15
 def worst_case(
     solver: AbstractSolver, x_in_records: Any, zeros: PyTree
 ) -> tuple[AbstractProblem, PyTree]:
-    """Return the canary problem of a solver and its initial point, by its class.
+    """Return the canary problem for a solver, and its initial point.
 
     By default both follow from the class of its problems. `worst_case.register` adds
     those of another class.
@@ -119,7 +119,7 @@ _ONE_GROUP = group_fair(
 
 
 def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequality:
-    """Return constant operators on a ball that the noisy points hardly leave.
+    """Return a `VariationalInequality` of constant operators on a large ball.
 
     If nothing is clipped, records have the declared length.
     """
@@ -149,7 +149,7 @@ def _constant(unit: float, length: float, radius: float) -> VariationalInequalit
 
 @functools.cache
 def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
-    """Return the canary of bilevel problems whose losses of these levels read x."""
+    """Return the canary `BilevelProblem` whose losses of levels `reads` read x."""
     upper = _reading if "upper" in reads else _plain
     if "lower" not in reads:
         return BilevelProblem(upper, _plain, x_in_records=reads)
@@ -167,7 +167,7 @@ def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
 
 @functools.cache
 def _certified(size: int) -> BilevelProblem:
-    r"""Return the canary of solvers that rest on constants; all are attained.
+    r"""Return a canary `BilevelProblem` with constants, all of which are attained.
 
     $f = \langle z 1 + y, x \rangle$ and $g = \frac12 \|y\|^2 - \langle z 1, y \rangle$
     have the hypergradient $(\bar z_f + \bar z_g) 1$.
@@ -198,7 +198,7 @@ def _certified(size: int) -> BilevelProblem:
 
 @functools.cache
 def _bounded(size: int) -> BilevelProblem:
-    r"""Return the canary $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
+    r"""Return a bilevel problem of value $(\bar z_f + \bar z_g) \langle 1, x \rangle$.
 
     Draws take the range of a score from constants that hold on the set.
     """
@@ -211,7 +211,7 @@ def _bounded(size: int) -> BilevelProblem:
 
 
 def _selecting(solver: TunedTraining, zeros: PyTree) -> BilevelProblem:
-    """Return a selection by loss and weighted sum of the model; a record moves both.
+    """Return a canary `BilevelProblem` in which a record moves both loss and model.
 
     The weight is the one at which both leak the most.
     """
@@ -237,7 +237,7 @@ def _selection(weight: float) -> BilevelProblem:
 
 
 def _of_sources(y, z):
-    """Return a loss that is linear in the block y[0] and the anchor y[1].
+    """Return the loss of z, linear in the block y[0] and the anchor y[1].
 
     Only mixtures notice the anchor. It starts far from zero and hardly moves, so that a
     mixture's gradient in its coefficients has a known sign. A jump away from the start,
@@ -250,12 +250,15 @@ def _of_sources(y, z):
 
 
 def _of_array(y, z):
-    """Return the same with block and anchor in one array, the anchor last."""
+    """Return the loss `_of_sources` of one array whose last entry is the anchor."""
     return _of_sources((y[:-1], y[-1]), z)
 
 
 def _of_one_group(y, z):
-    """Return a linear loss. A group that is alone has scale 1 for every energy."""
+    """Return the loss z times the sum of y.
+
+    A group that is alone has scale 1 for every energy.
+    """
     return z * optax.tree.sum(y)
 
 

@@ -91,12 +91,12 @@ class AbstractJointSolver(
         _checks.budget_split(owner, self.budget_split, *names)
 
     def start(self, x: PyTree, y: PyTree) -> Any:
-        """Return the three variables at a feasible pair; the second one is zero."""
+        """Return the initial `blocks`: y, a second variable of zeros, and x."""
         return self.blocks(y, optax.tree.zeros_like(y), x)
 
     @abc.abstractmethod
     def descents(self, problem: BilevelProblem) -> Any:
-        """Return the `Descent` of each variable."""
+        """Return `blocks` that hold the `Descent` of each variable."""
 
     @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> JointState:
@@ -145,7 +145,7 @@ class AbstractJointSolver(
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return rows if steps overshoot the public terms."""
+        """Return `ForecastRow`s if steps overshoot the public terms."""
         *of_y, _ = vars(self.descents(problem)).items()
         # The level of the second variable is at least as curved as that of the first.
         penalty = getattr(self, "penalty", None)
@@ -158,22 +158,22 @@ class AbstractJointSolver(
 
     @abc.abstractmethod
     def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
-        """Return $C_b$, the bound on each block of one lower record.
+        """Return the three clip norms $C_b$ of a lower record's blocks.
 
         Args:
             sizes: The planned sizes, which decide bounds that are not given.
         """
 
     def upper_bounds(self) -> tuple[float | None, Number | None, float]:
-        """Return the bound on each block of one upper record; `None` if it has none."""
+        """Return the three clip norms of an upper record; `None` for no such block."""
         return None, self.upper_clip_norm, self.upper_clip_norm
 
     def units(self, problem: BilevelProblem) -> Any:
-        """Return the units of the blocks; `None` for x if no loss reads it."""
+        """Return `blocks` that hold the units; `None` for x if no loss reads it."""
         return self._units(bool(problem.x_in_records), self.sizes)
 
     def balanced(self, bound: float | None, sizes: Sizes | None) -> Any:
-        r"""Return a bound on a block of lower records; if `None`, one that fits $C_f$.
+        r"""Return `bound`, or if `None` a clip norm of lower records that fits $C_f$.
 
         $C_f n_g / n_f$ with the records of a batch, or `clip_norm` if that is larger.
         One upper record then moves the block no more than a lower one does. Otherwise
@@ -187,7 +187,7 @@ class AbstractJointSolver(
         return max(bounds) if known else jnp.maximum(*bounds)
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """Return the release of all blocks at once, in their units."""
+        """Return the `Release` of all blocks at once, in their units."""
         units = self._units(bool(problem.x_in_records), sizes)
         clip_norms = self._clip_norms(problem, _entries(units), sizes)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
@@ -210,7 +210,7 @@ class AbstractJointSolver(
         like: PyTree,
         key: PRNGKey,
     ) -> Any:
-        """Return the released blocks; zero for x if no loss reads it.
+        """Return released `blocks` of directions; zero for x if no loss reads it.
 
         Args:
             problem: The problem.
@@ -241,7 +241,7 @@ class AbstractJointSolver(
     def with_public(
         self, problem: BilevelProblem, q: Any, upper: LossBlocks, lower: LossBlocks
     ) -> Any:
-        """Return the blocks plus those of the public terms; arguments as before."""
+        """Return blocks `q` plus the public terms'; arguments as in `directions`."""
         if problem.lower_public is not None:
             q = optax.tree.add(q, lower(problem.lower_public))
         if problem.upper_public is not None:
@@ -258,7 +258,7 @@ class AbstractJointSolver(
         return self.blocks(first, second, x if meets_x else None)
 
     def _clip_norms(self, problem: BilevelProblem, units: list, sizes: Sizes) -> Levels:
-        """Return the bounds on all blocks of a record of each level, in their units."""
+        """Return `Levels` of a record's clip norm over all blocks in their units."""
 
         def clip_norm(role, bounds):
             *both, of_x = zip(bounds, units, strict=True)

@@ -25,7 +25,7 @@ HYPERGRADIENT = "hypergradient"
 
 
 def _float_or_none(value: Any) -> Any:
-    """Plain numbers: they are compared and hashed."""
+    """Convert to a plain number, which can be compared and hashed; keep `None`."""
     return None if value is None else _checks.number(value)
 
 
@@ -116,7 +116,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         initial_gap: float,
         **fields: Any,
     ) -> Self:
-        r"""Return the parameters of the theorem.
+        r"""Return a solver with the parameters of the theorem.
 
         With $\beta_\Phi$ and $K$ of the constants and $\Delta$ the initial gap, $\eta =
         1 / (2 \beta_\Phi)$ and
@@ -172,14 +172,14 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return Basis.CONSTANTS
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Start at `w0 = (x, y)`; every lower solve starts at `y`."""
+        """Return the state at `w0 = (x, y)`; every lower solve starts at `y`."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x = problem.x_set.project(x)
         memory = Descent(self.step_size, problem.x_set).init(x)
         return _State(x, y, memory, self.output.init(x), jnp.zeros((), jnp.int32))
 
     def step(self, problem, data, state, *, key) -> _State:
-        """One noisy hypergradient, one projected update, one coin for the answer."""
+        """Return the state after one noisy hypergradient and one projected update."""
         key_noise, key_output = derive(key, "noise", "answer")
         # Algorithm 1: y near the lower solution, not released, and the hypergradient.
         assert self.sizes is not None
@@ -193,15 +193,15 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return _State(x, state.start, memory, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
-        """Return the current `x`; no `y`."""
+        """Return the pair of the current `x` and `None` in place of `y`."""
         return state.x, None
 
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """Return the `x` of the output rule; no `y`."""
+        """Return the pair of the output rule's `x` and `None` in place of `y`."""
         return self.output.answer(state.kept, state.x), None
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """Return the hypergradient; refused where nothing proves its sensitivity."""
+        """Return the hypergradient's `Release`; raise if no sensitivity is proved."""
         query = self._query(problem, sizes)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
 
@@ -209,7 +209,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return certified.HypergradientQuery(problem, sizes, self.upper_clip_norm)
 
     def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
-        """Return assumptions of the certificate and of the computation."""
+        """Return the assumptions of certificate and computation, as sentences."""
         certificate = self._query(problem, sizes).certificate
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
@@ -224,5 +224,5 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return assumptions
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Return the hypergradient has the size of x."""
+        """Return the size of x by the name of the hypergradient's release."""
         return {HYPERGRADIENT: optax.tree.size(w0[0])}

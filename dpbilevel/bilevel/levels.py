@@ -29,7 +29,7 @@ RecordGradient = Callable[[PyTree, PyTree], PyTree]
 def levels_queries(
     clip_norms: Levels, sampling: AbstractSampling, sizes: Sizes
 ) -> tuple[tuple[Query, ...], bool]:
-    """Return one query for each level that is read, and whether they share one batch.
+    """Return a tuple of queries, one per level read, and whether they share a batch.
 
     The clip norm of a level that is not read is `None`.
     """
@@ -42,10 +42,10 @@ def levels_queries(
 
 
 def queries_of(reads: Reads) -> Queries:
-    """Return the queries of a run that reads one level, or both under one clip norm.
+    """Return the function of the queries of a run on one level or on both.
 
-    A run of both weighs every record equally: upper gradients are multiplied by
-    `1 / equal_weights(sizes)` after they are clipped.
+    A run on both has one clip norm and weighs records equally: upper gradients
+    are multiplied by `1 / equal_weights(sizes)` after they are clipped.
     """
 
     def queries(clip_norm, sampling, sizes):
@@ -74,7 +74,7 @@ def equal_weights(sizes: Sizes | None) -> float:
 
 
 def noise_std(solver: Any, queries: Queries, sizes: Any) -> Array:
-    """Return the standard deviation of the noise of one release, in a program too.
+    """Return the standard deviation of the noise of one release, also if traced.
 
     Args:
         solver: A one-level solver of clipped means, with its noise.
@@ -156,14 +156,14 @@ class Level(AbstractFiniteSum):
 
 
 def lower_level(problem: BilevelProblem, x: PyTree) -> Level:
-    r"""Return the one-level problem $\min_y g(x, y)$ at a released x."""
+    r"""Return the `Level` $\min_y g(x, y)$, a one-level problem at a released x."""
     return Level(problem, queries_of("lower"), lower_objective(problem, x))
 
 
 def penalized_level(
     problem: BilevelProblem, x: PyTree, penalty: Number, upper_clip_norm: Number
 ) -> Level:
-    r"""Return the one-level problem $\min_y g(x, y) + f(x, y) / \lambda$.
+    r"""Return the `Level` $\min_y g(x, y) + f(x, y) / \lambda$, a one-level problem.
 
     Args:
         problem: The bilevel problem.
@@ -182,7 +182,7 @@ def penalized_level(
 def lower_objective(
     problem: BilevelProblem, x: PyTree, penalty: Number | None = None
 ) -> Objective:
-    r"""Return $g(x, \cdot)$, or with a penalty $g(x, \cdot) + f(x, \cdot) / \lambda$.
+    r"""Return the `Objective` $g(x, \cdot)$, or $g + f / \lambda$ with a penalty.
 
     The latter has the minimizer of $f + \lambda g$, and gradients of order one.
 
@@ -213,7 +213,7 @@ def lower_objective(
 
 
 def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
-    r"""Return $f(\cdot, y)$, a function of x.
+    r"""Return the `Objective` $f(\cdot, y)$, a function of x.
 
     Args:
         problem: The bilevel problem.
@@ -230,7 +230,7 @@ def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
 
 
 def validation_objective(problem: BilevelProblem, x: PyTree) -> Objective:
-    r"""Return $f(x, \cdot)$, a function of y.
+    r"""Return the `Objective` $f(x, \cdot)$, a function of y.
 
     Args:
         problem: The bilevel problem.

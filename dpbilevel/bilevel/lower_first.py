@@ -66,7 +66,7 @@ class LowerFirst(AbstractPipeline):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return rows if steps overshoot the public terms."""
+        """Return `ForecastRow`s if steps overshoot the public terms."""
         of_lower = rows_of_steps(problem, w0, {LOWER: self.lower})
         in_x = row_in_x(problem, getattr(self.upper, "step_size", 0.0), w0)
         return (*of_lower, *in_x)

@@ -52,7 +52,7 @@ class OneLevel(AbstractPipeline):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return rows if steps overshoot the public terms at the given x."""
+        """Return `ForecastRow`s if steps overshoot the public terms at the given x."""
         objective = self.with_sizes(sizes).objective(MODEL, problem, w0, {})
         level = levels.Level(problem, levels.queries_of(self.reads), objective)
         return self.model.forecast(level, sizes, w0[1])

@@ -215,7 +215,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         initial_gap: float,
         population: bool = False,
     ) -> float:
-        r"""Return the bound of the theorems for a calibrated solver.
+        r"""Return the theorems' bound on a calibrated solver's gradient mapping.
 
         It bounds the norm of the gradient mapping at the answer, up to absolute
         constants and logarithms, with the noise of the plan.
@@ -293,7 +293,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
 
     @override
     def released(self, state):
-        """Return the current x, and the lower solution at the x before it."""
+        """Return the pair of the current x and the lower solution at the last x."""
         return state.x, state.y
 
     @override
@@ -331,7 +331,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
 
     @override
     def forecast(self, problem, sizes, w0):
-        r"""Return the noise of both inner solutions as it enters the hypergradient.
+        r"""Return `ForecastRow`s with the inner solutions' noise in the hypergradient.
 
         $K$ gradient steps with noise of standard deviations $s_y$ and $s_z$ per
         coordinate add about $\eta \sqrt{K d_y (s_y^2 + s_z^2)}$ to $z - y$. The term $f
@@ -357,7 +357,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     def _parts(
         self, problem: BilevelProblem
     ) -> tuple[AbstractSolver, AbstractSolver, Gaussian | None]:
-        """Return the calibrated inner solvers and the outer mechanism."""
+        """Return both calibrated inner solvers, and the outer `Gaussian` or `None`."""
         meets_x = problem.x_in_records
         noise = self.run_noise.scaled(self.num_steps**0.5)
         lower, penalized, outer = self.budget_split
@@ -373,14 +373,17 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         return inner(lower), inner(penalized), part(outer) if meets_x else None
 
     def _levels(self, problem: BilevelProblem, x: PyTree) -> tuple[Level, Level]:
-        """Return both inner problems at `x`, on which their queries do not depend."""
+        """Return the lower and the penalized `Level` at `x`.
+
+        The queries of neither depend on `x`.
+        """
         penalized = penalized_level(problem, x, self.penalty, self.upper_clip_norm)
         return lower_level(problem, x), penalized
 
     def _outer(
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
     ) -> Release:
-        """Return the release of the outer gradient, made once a step."""
+        """Return the `Release` of the outer gradient, made once a step."""
         clip_norms = Levels(
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,

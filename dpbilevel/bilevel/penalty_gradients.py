@@ -21,7 +21,7 @@ from .problem import BilevelProblem
 def penalty_gradients(
     problem: BilevelProblem, penalty: Number, x: PyTree, y: PyTree, z: PyTree
 ) -> dict[str, Callable[[PyTree], PyTree]]:
-    r"""Return the term of one record in the gradient in x of $f + \lambda (g - g^*)$.
+    r"""Return, by level, a record's gradient function of $f + \lambda (g - g^*)$ in x.
 
     $\nabla_x f(x, z)$ of an upper record, $\lambda (\nabla_x g(x, z) - \nabla_x g(x,
     y))$ of a lower one, for the levels whose losses read x. Here $y$ is the solution of
@@ -76,7 +76,7 @@ def rows_of_steps(
     steps: Mapping[str, Any],
     penalty: Number | None = None,
 ) -> tuple[ForecastRow, ...]:
-    """Return the rows of a forecast on steps in y that overshoot the public terms.
+    """Return `ForecastRow`s for steps in y that overshoot the public terms.
 
     Args:
         problem: The problem.
@@ -116,7 +116,7 @@ def rows_of_steps(
 def row_in_x(
     problem: BilevelProblem, step_size: Any, w0: PyTree
 ) -> tuple[ForecastRow, ...]:
-    """Return the row on steps in x that overshoot the upper public term at `w0`."""
+    """Return a tuple: a `ForecastRow` if steps in x overshoot at `w0`, else nothing."""
     public = problem.upper_public
     if public is None:
         return ()
@@ -130,7 +130,7 @@ def _excess(row: ForecastRow) -> float:
 
 
 def _ends(x_set: AbstractSet, x: PyTree) -> list[PyTree]:
-    """Return both ends of a box, with entries of x if the box has no bound there."""
+    """Return a list of a box's two ends, with entries of x where it is unbounded."""
     if not isinstance(x_set, Box):
         return []
     infinite = (

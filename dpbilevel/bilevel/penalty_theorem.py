@@ -44,7 +44,7 @@ class PenaltyTheorem:
         initial_gap: float,
         population: bool,
     ) -> Self:
-        """Return the theorem for a problem; the arguments are checked."""
+        """Return a `PenaltyTheorem` for a problem, from checked arguments."""
         _checks.count(owner, dimension_x=dimension_x, dimension_y=dimension_y)
         _checks.positive(owner, initial_gap=initial_gap)
         constants = problem.constants
@@ -57,7 +57,7 @@ class PenaltyTheorem:
 
     @property
     def smoothness(self) -> float:
-        r"""$\ell \kappa^3$, of the penalized hyper-objective."""
+        r"""Smoothness $\ell \kappa^3$ of the penalized hyper-objective."""
         return self.constants.ell * self.constants.kappa**3
 
     @property
@@ -66,7 +66,7 @@ class PenaltyTheorem:
         return self.constants.ell * self.constants.kappa
 
     def empirical(self, epsilon: float, records: float) -> float:
-        r"""$\alpha_0$: the accuracy of full batches on the records."""
+        r"""Return $\alpha_0$, the accuracy of full batches on the records."""
         ell, kappa, gap = self.constants.ell, self.constants.kappa, self.initial_gap
         outer = gap**0.25 * ell**0.75 * kappa**1.25  # K_1
         outer *= math.sqrt(math.sqrt(self.dimension_x) / (epsilon * records))
@@ -77,9 +77,9 @@ class PenaltyTheorem:
     def outer_sampling(
         self, epsilon: float, records: float, sampling: Batches
     ) -> AbstractSampling:
-        """Return the batches of the outer gradient, at most all records.
+        """Return the sampling of the outer gradient's batches.
 
-        Where the outer gradient is free there are none.
+        A batch has at most all records. If the outer gradient is free there is none.
         """
         if not isinstance(sampling, str):
             return sampling
@@ -88,26 +88,26 @@ class PenaltyTheorem:
         return FullBatch() if everything else Poisson(batch / records)
 
     def batch_error(self, sampling: AbstractSampling, records: float) -> float:
-        r"""$\ell \kappa \sqrt{1 / b - 1 / n}$, by which a batch's gradient is off."""
+        r"""Return $\ell \kappa \sqrt{1 / b - 1 / n}$, the error of batch gradients."""
         if not self.outer:
             return 0.0
         batch = sampling.denominator(math.ceil(records))
         return self.outer_lipschitz * math.sqrt(max(1 / batch - 1 / records, 0.0))
 
     def generalization_error(self, records: float) -> float:
-        r"""$\ell \kappa^3 \sqrt{d_x / n}$, from the records to their population."""
+        r"""Return $\ell \kappa^3 \sqrt{d_x / n}$; 0 without a population."""
         if not self.population:
             return 0.0
         return self.smoothness * math.sqrt(self.dimension_x / records)
 
     def accuracy(self, epsilon: float, records: float, sampling: Batches) -> float:
-        r"""$\alpha$: what the theorem promises of the parameters made for it."""
+        r"""Return the accuracy $\alpha$ that the theorem promises of its parameters."""
         batches = self.outer_sampling(epsilon, records, sampling)
         found = self.empirical(epsilon, records) + self.batch_error(batches, records)
         return found + self.generalization_error(records)
 
     def bound(self, solver: Any, records: int, inner: float, outer: float) -> float:
-        r"""Return the bound that the proof gives for any penalty, steps and noise.
+        r"""Return the proof's bound on the gradient mapping for any parameters.
 
         $$\frac{\ell \kappa^3}{\lambda} + \sqrt{\frac{\Delta}{\eta T}} + \sigma
         \sqrt{d_x} + \lambda \kappa\, \sigma_{in} \sqrt{d_y} + \ell \kappa
@@ -165,7 +165,7 @@ class PenaltyTheorem:
         sizes: Sizes,
         sampling: Batches,
     ) -> float:
-        r"""$\alpha$, refused where it is not below all `limits`.
+        r"""Return the accuracy $\alpha$; raise if it is not below all `limits`.
 
         Raises:
             ValueError: With the number of records and the epsilon that it takes.
@@ -221,7 +221,7 @@ def theorem_accuracy(
     sampling: Batches = FullBatch(),
     population: bool = False,
 ) -> float:
-    r"""$\alpha$, which `PenaltyBilevel.from_theorem` makes its parameters for.
+    r"""Return the accuracy $\alpha$ that `PenaltyBilevel.from_theorem` plans for.
 
     The theorem bounds the norm of the gradient mapping at the answer by $\alpha$, up to
     absolute constants and logarithms. `PenaltyBilevel.bound` is the bound with the
@@ -256,7 +256,7 @@ def theorem_accuracy(
 
 
 def averaged_std(ledger: Ledger) -> float:
-    """Return the noise of the releases of a run, averaged with the best weights."""
+    """Return the standard deviation of the best weighted mean of a run's noises."""
     releases: Any = ledger.releases
     if any(release.noise_std == 0 for release in releases):
         return 0.0
@@ -264,7 +264,7 @@ def averaged_std(ledger: Ledger) -> float:
 
 
 def _least(holds: Callable[[float], bool], start: float) -> float | None:
-    """About the least number above `start` where `holds` is true, from above."""
+    """Return about the least number above `start` where `holds` is true, or `None`."""
     high = next((2.0**k for k in range(1, 100) if holds(start * 2.0**k)), None)
     if high is None:
         return None

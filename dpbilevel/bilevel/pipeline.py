@@ -79,7 +79,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
     @property
     def basis(self) -> Basis:
-        """Weakest basis of all stages."""
+        """Weakest `Basis` of the guarantees of all stages."""
         return functools.reduce(Basis.worse, (part.basis for part in self.parts))
 
     @override
@@ -99,7 +99,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return the rows of the stages that solve the bilevel problem."""
+        """Return the `ForecastRow`s of the stages that solve the bilevel problem."""
         parts = (getattr(self, n).with_sizes(self.sizes) for n in self._bilevel_stages)
         rows = (part.forecast(problem, sizes, w0) for part in parts)
         return tuple(itertools.chain(*rows))
@@ -116,7 +116,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
 
 def with_prefix(name: str, dimensions: Mapping[str, int]) -> dict[str, int]:
-    """Return the dimensions of a stage under the names of its releases in a ledger."""
+    """Return a dict of a stage's dimensions by names of its releases in a ledger."""
     return {f"{name}: {release}": size for release, size in dimensions.items()}
 
 
@@ -155,13 +155,13 @@ class AbstractPipeline(AbstractStages[PipelineState]):
 
     @abc.abstractmethod
     def queries(self, name: str) -> Queries:
-        """Return what a stage reads, which depends on no output of another stage."""
+        """Return the function of a stage's queries, which needs no other's output."""
 
     @abc.abstractmethod
     def objective(
         self, name: str, problem: Any, w0: PyTree, outputs: Outputs
     ) -> Objective:
-        """Return the function that a stage minimizes.
+        """Return the `Objective` that a stage minimizes.
 
         Args:
             name: The stage, a key of `stages`.
@@ -212,7 +212,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         """
 
     def _zeros(self, w0: PyTree) -> Outputs:
-        """Return outputs of zeros, each of the shape of the start of its stage."""
+        """Return zeros by stage, each of the shape of the stage's initial point."""
         outputs = {}
         for name in self.stages:
             outputs[name] = optax.tree.zeros_like(self.start(name, w0, outputs))

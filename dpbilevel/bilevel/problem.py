@@ -88,7 +88,7 @@ class BilevelProblem(AbstractProblem):
         _checks.instance("BilevelProblem", kinds, constants=self.constants)
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
-        """Decides `x_in_records` by tracing the functions.
+        """Return the problem with `x_in_records` decided by tracing its functions.
 
         Raises:
             TypeError: As in `check`.
@@ -134,7 +134,7 @@ class BilevelProblem(AbstractProblem):
         return tuple(k for k, loss in losses if reads_first(loss, *w0, records[k]))
 
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        """Return the sizes; shared levels are `"shared"`, others `"overlapping"`.
+        """Return the `Sizes`; shared levels are `"shared"`, others `"overlapping"`.
 
         Raises:
             TypeError: `data` is not `Levels`.
@@ -173,7 +173,7 @@ class BilevelProblem(AbstractProblem):
             check_disjoint(data)
 
     def reads_x(self, role: str) -> bool:
-        """Whether the losses of level `role` are declared to read x."""
+        """Return whether the losses of level `role` are declared to read x."""
         return role in _role_names(self.x_in_records)
 
 
@@ -183,7 +183,7 @@ def _natural_people(data: object) -> People:
 
 
 def reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
-    """Whether the value of `fun` may depend on its first argument, by its jaxpr."""
+    """Return whether `fun` may depend on its first argument, by its jaxpr."""
     jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr  # on shapes alone
     reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
     for equation in jaxpr.eqns:

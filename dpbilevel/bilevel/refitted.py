@@ -101,7 +101,7 @@ class Refitted(AbstractStages[_State]):
 
     @override
     def released(self, state):
-        """Return the x of the search, and its y or that of the refit."""
+        """Return the pair of the search's x, and its y or the refit's."""
         return self.search.released(state.search)[0], state.y
 
     @override
@@ -126,7 +126,7 @@ class Refitted(AbstractStages[_State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return the rows of the search, and rows if steps of the refit overshoot."""
+        """Return `ForecastRow`s of the search, and of overshooting refit steps."""
         steps, penalty = {REFIT: self.refit}, self._penalty(sizes)
         search = self.search.with_sizes(self.sizes).forecast(problem, sizes, w0)
         return (*search, *rows_of_steps(problem, w0, steps, penalty))

@@ -51,11 +51,13 @@ def quadratic_bilevel(
     *,
     radius: float | None = None,
 ):
-    r"""$f = \frac12 \|y - a\|^2$, $g = \frac12 \|y - B x - b\|^2 + \frac14 \|y\|^2$.
+    r"""Return an `Example` of quadratic losses, with all its solutions.
 
-    $B$ is twice the identity; $a$ are upper records and $b$ lower ones. With means
-    $\bar a$ and $\bar b$: $y^*(x) = \frac23 (2 x + \bar b)$, and $F$ is minimal where
-    $y^*(x) = \bar a$. Both records and public terms take part in the lower level.
+    The losses are $f = \frac12 \|y - a\|^2$ and $g = \frac12 \|y - B x - b\|^2 +
+    \frac14 \|y\|^2$. $B$ is twice the identity; $a$ are upper records and $b$ lower
+    ones. With means $\bar a$ and $\bar b$: $y^*(x) = \frac23 (2 x + \bar b)$, and $F$
+    is minimal where $y^*(x) = \bar a$. Both records and public terms take part in the
+    lower level.
 
     Args:
         targets: $a$, one row per upper record.
@@ -111,7 +113,7 @@ def quadratic_bilevel(
 
 
 def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
-    """Return the constants of `quadratic_bilevel`: its Hessians read no record."""
+    """Return `quadratic_bilevel`'s constants: its Hessians read no record."""
     zeros = ["upper_x", "upper_xx", "upper_xy", "lower_xy_spread", "lower_yy_spread"]
     zeros += ["lower_xy_in_x", "lower_yy_in_x", "lower_xy_in_y", "lower_yy_in_y"]
     return SecondOrderConstants(
@@ -131,8 +133,9 @@ def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
 
 
 def ridge_tuning(upper: PyTree, lower: PyTree):
-    r"""Least squares with penalty $\frac12 e^x \|y\|^2$: tunes $x$ on upper records.
+    r"""Return an `Example`: a ridge penalty tuned on upper records.
 
+    Least squares have the penalty $\frac12 e^x \|y\|^2$, so
     $y^*(x) = (A + e^x I)^{-1} c$ with $A$, $c$ the lower level's second moments.
 
     Args:
@@ -194,8 +197,9 @@ def _nothing(_x, _y, record):
 
 
 def leak(records: Float[Array, "n d"]):
-    r"""Why a hypergradient needs privacy even where the upper level has no data.
+    r"""Return an `Example` in which a hypergradient leaks a mean of lower records.
 
+    This happens even though the upper level has no data:
     $f(x, y) = \frac12 \|x + y\|^2$ is public, $g = \frac12 \|y - z\|^2$ has the
     records. Then $y^* = \bar z$ and $\nabla F(0) = \bar z$: one exact hypergradient
     publishes the mean of the data.
@@ -242,7 +246,7 @@ def hard_instance(
     upper_lipschitz: float = 1.0,
     strong_convexity: float = 1.0,
 ):
-    r"""Return the instance behind the lower bounds of private bilevel optimization.
+    r"""Return the `Example` behind the lower bounds of private bilevel optimization.
 
     $f = -L \langle y, z \rangle$ and $g = \frac{\mu}{2} \|y - \zeta E x\|^2$ with
     $\zeta = D_y / D_x$ on balls of diameters $D_x$ and $D_y$, where $E$ keeps the first
@@ -321,5 +325,5 @@ def hard_instance(
 
 
 def _resized(vector: Vector, length: int) -> Vector:
-    """Cut, or filled up with zeros."""
+    """Return a vector of `length` entries: cut, or filled up with zeros."""
     return jnp.pad(vector[:length], (0, max(length - len(vector), 0)))

@@ -7,7 +7,7 @@ if TYPE_CHECKING:  # an extra
 
 
 def environment(**options: Any) -> "Environment":
-    """Return the templates of the command line; an unknown name in one is an error."""
+    """Return the jinja2 `Environment` of the templates; unknown names raise."""
     import jinja2
 
     return jinja2.Environment(

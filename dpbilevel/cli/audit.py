@@ -16,7 +16,7 @@ JSON, PICTURE = "audit.json", "audit.png"
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
-    """Audit the calibrated solver of a config with `runs` runs per side.
+    """Return a tuple of `TradeOff`s, one per kind of person, for a config's solver.
 
     Returns:
         One outcome per kind of person.

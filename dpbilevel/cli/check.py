@@ -82,7 +82,7 @@ def _lines(data: CsvFile, table: Table, ids: str | None) -> Iterator[str]:
 
 
 def _lists(data: TableData) -> dict[str, tuple[tuple[Value, ...], str]]:
-    """Return the columns with listed values, and the effect of an unlisted value."""
+    """Return, by column, its listed values and the effect of an unlisted value."""
     label, none = data.label, "the record has no influence"
     found = {b.column: (b.values, "counts as none of them") for b in data.categorical}
     if label.positive:

@@ -77,7 +77,7 @@ class Records:
         return dataclasses.replace(self, **parts)
 
     def tree(self) -> PyTree:
-        """Return the records as the losses of the library read them."""
+        """Return an array, or a dict of arrays, for the losses of the library."""
         if self.features.ndim > 2:
             return self.features
         parts = {k: v for k, v in vars(self).items() if v is not None}
@@ -279,7 +279,7 @@ class AbstractPlaces:
     values: tuple[Value, ...] = ()
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
-        """Return the position of each cell, -1 for others, and the cells' marks."""
+        """Return each cell's position in `values`, -1 for others, and the marks."""
         found = positions(table.column(self.column), self.values)
         return found, {self.column: listed_marks(found)}
 
@@ -306,7 +306,7 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
 
 
 def listed_marks(found: np.ndarray) -> np.ndarray:
-    """Return the marks of cells at these positions of a list: -1 is unusable."""
+    """Return the marks of cells at these positions: `UNUSABLE` for -1, else `FITS`."""
     return np.where(found < 0, UNUSABLE, FITS)
 
 
@@ -371,7 +371,7 @@ def reader(unit: str, decimal: str) -> Callable[[str], float]:
 
 
 def number(cell: str) -> float:
-    """Return a cell as a number in the form that programs write, or NaN."""
+    """Return the number that a cell holds in the form that programs write, or NaN."""
     try:
         return float(cell)
     except ValueError:

@@ -85,14 +85,14 @@ class Config:
 
     @property
     def sizes(self) -> Sizes | int:
-        """Planned numbers of records: an integer for one level."""
+        """Planned `Sizes`; for one level an integer, the number of records."""
         if self.privacy.people is None:
             return self.data.training
         return Sizes(self.data.validation, self.data.training, self.privacy.people)
 
     @property
     def check(self) -> RecordsCheck:
-        """First release of a run: the fractions of usable records."""
+        """`RecordsCheck`, the first release of a run: fractions of usable records."""
         data, people = self.data, self.privacy.people
         own = data.checked_columns if self.privacy.check_records else None
         columns = {}
@@ -138,7 +138,7 @@ class Config:
 
 
 def read_config(path: str | Path) -> Config:
-    """Return the config in a TOML file.
+    """Return the `Config` in a TOML file.
 
     It holds no key: keys come from the operating system's entropy when a run starts.
 
@@ -186,7 +186,7 @@ def _check_filled(text: str, place: Location) -> None:
 
 
 def parse_config(tables: dict[str, Any], place: Location) -> Config:
-    """Return the config of the tables of a file; raises as `read_config` does."""
+    """Return the `Config` of the tables of a file; raises as `read_config` does."""
     if "solver" not in tables and {*tables} <= {*_TABLES}:
         raise place.error(
             "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml writes one."
@@ -284,7 +284,7 @@ def _solver(
 
 
 def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
-    """Return every uncalibrated mechanism, under the relation of `[privacy]`."""
+    """Return an uncalibrated mechanism by class, under the relation of `[privacy]`."""
     return {
         cls: cls(neighbours=neighbours)
         for cls in public_classes(object).values()

@@ -135,7 +135,7 @@ def read_csv(path: Path, separator: str = ",") -> Table:
 
 
 def _cells(line: str, separator: str, width: int) -> list[str]:
-    """Return the cells of one line; unreadable ones if the line is malformed."""
+    """Return the cells of one line; only `MALFORMED` ones if the line is malformed."""
     try:
         (cells,) = csv.reader([line], delimiter=separator, strict=True)
     except csv.Error:

@@ -47,7 +47,7 @@ class AbstractData(abc.ABC):
 
     @property
     def blocks(self) -> tuple[tuple[str, int], ...]:
-        """Name and number of features of each block, the constant last."""
+        """Pairs of each block's name and number of features, the constant last."""
         sizes = ((block.name, len(block.names)) for block in self.feature_blocks)
         return (*sizes, (_CONSTANT, 1)) if self.feature_blocks else ()
 
@@ -59,7 +59,7 @@ class AbstractData(abc.ABC):
 
     @abc.abstractmethod
     def load(self, file: Path | None) -> Records:
-        """Read `file`, or download or generate the records, and encode them.
+        """Read, download or generate the records, and return them as `Records`.
 
         Returns:
             The records. NON-PRIVATE: this is the data.
@@ -92,7 +92,7 @@ class CsvFile(AbstractData):
 
     @abc.abstractmethod
     def encode(self, table: Table) -> Records:
-        """Return the rows of a table as records; raise `ValueError` without a column.
+        """Return the rows of a table as `Records`; raise `ValueError` without a column.
 
         Privacy:
             Row by row, by constants of the config; a cell's content never raises.
@@ -134,7 +134,7 @@ class TableData(AbstractData):
         return _unit_rows([block.encode(table)[0] for block in self.feature_blocks])
 
     def encode(self, table: Table) -> Records:
-        """Return the rows of a table as records.
+        """Return the rows of a table as `Records`.
 
         Raises:
             ValueError: A column is missing.
@@ -163,7 +163,7 @@ class TableData(AbstractData):
 
     @property
     def places(self) -> list[Sources | Groups]:
-        """Columns of the sources and groups, if there are any."""
+        """`Sources` and `Groups` that are read from columns, if there are any."""
         return [p for p in (self.sources, self.groups) if p is not None and p.column]
 
     @property
@@ -336,7 +336,7 @@ SOURCES: dict[str, type[AbstractData]] = {kind.source: kind for kind in _KINDS}
 
 
 def _table(name: str, bunch: Any, targets: list[str]) -> Table:
-    """Return a data set of scikit-learn as cells; NaN becomes an empty cell."""
+    """Return a data set of scikit-learn as a `Table`; NaN becomes an empty cell."""
     columns = {}
     for j, feature in enumerate(bunch.feature_names):
         # Nominal cells are positions in the list of the column's categories.

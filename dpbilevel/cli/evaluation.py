@@ -69,7 +69,7 @@ class Evaluation:
     noise_std: float = 0.0
 
     def __str__(self) -> str:
-        """Return one line, which says what protects the people of the file."""
+        """Return one line, the result and what protects the people of the file."""
         value = "no record to test on" if self.value is None else f"{self.value:.4g}"
         text = f"test {self.metric}: {value}{self._spread()}"
         if self.trivial is not None:
@@ -103,7 +103,7 @@ class Evaluation:
         return dataclasses.replace(self, trivial=found)
 
     def _spread(self) -> str:
-        """Return one standard deviation of noise and sample, as far as it is known."""
+        """Return text on one standard deviation of noise and sample, or no text."""
         if self.value is None:
             return ""
         parts = [f"noise {self.noise_std:.2g}"] if self.noise_std else []
@@ -159,7 +159,7 @@ def ledger_of(config: Config) -> Ledger:
 def evaluate(
     config: Config, model: np.ndarray, records: Records, *, key: PRNGKey
 ) -> Evaluation:
-    """Return the accuracy of a released linear model, or its error on numeric labels.
+    """Return the `Evaluation` of a released linear model on the test file.
 
     Args:
         config: The config, with a test file.
@@ -227,21 +227,21 @@ def _release(config: Config) -> Release:
 
 
 def _described(config: Config) -> tuple[HeldOut, Label]:
-    """Return the test file of a config, and its label."""
+    """Return the `HeldOut` of a config's test file, and its `Label`."""
     assert isinstance(config.data, CsvData)
     assert config.data.test is not None
     return config.data.test, config.data.label
 
 
 def _metric(label: Label, mean: float) -> float:
-    """Return the metric of a mean score."""
+    """Return the accuracy or root mean squared error that a mean score stands for."""
     if label.positive or label.scale is None:
         return float(mean)
     return 2 * label.clip * label.scale * math.sqrt(mean)  # times the range of labels
 
 
 def _score(label: Label, model: Float[Array, " d"], record: PyTree) -> Array:
-    """Return a score in [0, 1]; NaN if a feature or the label is NaN.
+    """Return a record's score in [0, 1]; NaN if a feature or the label is NaN.
 
     It is 1 if the signs of margin and label agree, else 0; for a numeric label the
     squared error, in units of the largest one.

@@ -66,7 +66,7 @@ def of_result(result: Result) -> Figure:
 
 
 def drawings(result: Result) -> dict[str, str]:
-    """Return the same panels as SVG elements without background, by their titles."""
+    """Return `of_result`'s panels as SVG texts without background, by title."""
     found = {}
     for title, (draw, height) in _panels(result).items():
         # The salt makes the names of elements the same every time.
@@ -96,7 +96,7 @@ def of_audit(outcomes: tuple[TradeOff, ...]) -> Figure:
 
 
 def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
-    """Return the function and the height of each panel, by its title."""
+    """Return the function that draws each panel, and the panel's height, by title."""
     panels = {}
 
     def add(title: str, draw: Callable[[Any, Result], None], bars: int) -> None:

@@ -149,7 +149,7 @@ def _rendered(facts: dict[str, Any]) -> str:
 
 
 def header_of(file: Path) -> Header:
-    """Return the names in the first line of a file; read nothing else.
+    """Return the `Header` of a file; read nothing but its first line.
 
     Raises:
         ValueError: There is no such file, it is empty or no text in UTF-8, or its first
@@ -172,7 +172,7 @@ def header_of(file: Path) -> Header:
 
 
 def content_of(text: str) -> Range | Values:
-    """Return the range or the values that the text after `NAME=` describes.
+    """Return the `Range` or the values that the text after `NAME=` describes.
 
     Raises:
         ValueError: The text is neither `LOW..HIGH` nor two values or more.
@@ -188,7 +188,7 @@ def content_of(text: str) -> Range | Values:
 
 
 def values_of(text: str) -> Values:
-    """Return values that are separated by commas; quoted ones may hold commas.
+    """Split text at commas into a tuple of values; quoted ones may hold commas.
 
     Raises:
         ValueError: There is none, or one is there twice.
@@ -201,7 +201,7 @@ def values_of(text: str) -> Values:
 
 
 def proposed(header: Header) -> dict[str, Range | Values]:
-    """Return what is in each column of a public file, if that is clear.
+    """Return the `Range` or the values of each column of a public file, if clear.
 
     Privacy:
         NON-PRIVATE: reads all values. For files that are public.
@@ -220,7 +220,7 @@ def proposed(header: Header) -> dict[str, Range | Values]:
 
 
 def _rounded(end: float, direction) -> float:
-    """Return a number rounded to two digits, up or down."""
+    """Return a number rounded to two significant digits, up or down."""
     if end == 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(abs(end))) - 1)
@@ -248,7 +248,7 @@ def _check_names(names: list[str], header: Header) -> None:
 def _classes(
     flags: argparse.Namespace, hint: Range | Values | None
 ) -> Range | tuple[Values, Values] | None:
-    """Return the values of both classes, or the range of the label, if known."""
+    """Return both classes' values, or the label's `Range`; `None` if not known."""
     is_game = TASKS[flags.task].is_game
     if flags.label_range and is_game:
         raise ValueError(
@@ -300,7 +300,7 @@ def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int 
 
 
 def _delta(*counts: int | None) -> str:
-    """Return the largest power of ten up to a tenth over the number of records."""
+    """Return as text the largest power of ten up to 0.1 over the number of records."""
     records = max(count or 0 for count in counts)
     return f"1e-{len(str(10 * records - 1)):02d}" if records else "1e-06"
 

@@ -66,7 +66,7 @@ def find_files(
 def load(
     config: Config, file: Path | None, other: Path | None = None
 ) -> dict[str, Records]:
-    """Return the records of all levels, from two files or split from one file.
+    """Return `Records` by level, from two files or split from one file.
 
     Args:
         config: The config.
@@ -140,7 +140,7 @@ def load_test(config: Config, *others: Path | None) -> Records | None:
 
 
 def test_file(config: Config) -> Path | None:
-    """Return the test file, checked to exist; `None` if the config has none."""
+    """Return the path of the test file, checked to exist; `None` if there is none."""
     if config.data.test is None:
         return None
     file = config.folder / config.data.test.path
@@ -148,7 +148,7 @@ def test_file(config: Config) -> Path | None:
 
 
 def as_levels(records: Mapping[str, Records]) -> PyTree:
-    """Return records by role as float32 arrays, as `Levels` if there are two levels."""
+    """Return the arrays of one level, or `Levels` of arrays if there are two."""
     trees = {role: level.tree() for role, level in records.items()}
     if RECORDS in trees:
         return trees[RECORDS]
@@ -156,7 +156,7 @@ def as_levels(records: Mapping[str, Records]) -> PyTree:
 
 
 def indicators(columns: Columns, records: Records) -> np.ndarray:
-    """Return the indicators of how records of one level fit the config.
+    """Return an array, a row per record: how it fits the config.
 
     Args:
         columns: The checked columns of the level.
@@ -175,7 +175,7 @@ def indicators(columns: Columns, records: Records) -> np.ndarray:
 
 
 def without_sources(data: AbstractData) -> CsvData:
-    """Return `data` for a file that need not name the sources and groups."""
+    """Return a copy of `data` without sources and groups."""
     assert isinstance(data, CsvData)
     return dataclasses.replace(data, sources=None, groups=None)
 
@@ -197,7 +197,7 @@ def _check_classes(label: Label, records: Records, file: Path) -> None:
 
 
 def _chosen(rows: int, data: AbstractData, counts: dict[str, int]) -> list[np.ndarray]:
-    """Return disjoint row numbers, as many as are wanted for each name."""
+    """Return a list of disjoint arrays of row numbers, one for each of `counts`."""
     if rows < sum(counts.values()):
         asked = " and ".join(f"{name} = {count}" for name, count in counts.items())
         raise ValueError(
@@ -209,7 +209,7 @@ def _chosen(rows: int, data: AbstractData, counts: dict[str, int]) -> list[np.nd
 
 
 def _split(records: Records, config: Config, *levels: str) -> list[Records]:
-    """Return the records of each level of a file, a level being a key of `[data]`."""
+    """Split a file's records into one part per level, in the order of `levels`."""
     data = config.data
     counts = {level: getattr(data, level) for level in levels}
     if config.privacy.neighbours is Neighbours.REPLACE_ONE:

@@ -26,7 +26,7 @@ from .tasks import TASKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, and return its exit status.
 
     Args:
         argv: The arguments, by default those of the process.
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(action: Callable[[argparse.Namespace], int | None]) -> Any:
-        """Add the command `action`, whose docstring is its help."""
+        """Add the command `action`; return the function that adds its arguments."""
         text = inspect.getdoc(action) or ""
         first = text.partition("\n")[0].rstrip(".")
         words = f"{first[:1].lower()}{first[1:]}"
@@ -185,7 +185,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _planned(path: str, said: TextIO) -> Config:
-    """Return a config; print settings chosen by dry runs to `said` if it has none."""
+    """Return a file's config; choose its settings by dry runs if it has none."""
     config, is_planned = plans.read_for_run(path)
     return config if is_planned else _completed(config, said)
 

@@ -37,7 +37,7 @@ TERMS = {
 
 
 def page(result: Result, spent: str, title: str) -> str:
-    """Return the page: guarantee, figures, ledger, settings and assumptions.
+    """Return HTML text: guarantee, figures, ledger, settings and assumptions.
 
     Args:
         result: Result of the run.
@@ -78,7 +78,7 @@ def page(result: Result, spent: str, title: str) -> str:
 
 
 def _facts(result: Result) -> dict[str, str]:
-    """Return the numbers at the head of the page, by name."""
+    """Return the facts at the head of the page as texts, by name."""
     report, test = result.report, result.test
     facts = {"guarantee": report.status.value.capitalize()}
     if report.status is not Status.HEURISTIC:
@@ -119,7 +119,7 @@ def _ledger(result: Result) -> Iterable[tuple[str, ...]]:
 
 
 def _terms(result: Result) -> list[tuple[str, str]]:
-    """Return the words in the ledger with their meaning."""
+    """Return pairs of a word in the ledger and its meaning."""
     words, meanings = [], TERMS | {**result.task.terms}
     for row in result.report.ledger:
         words += [word_of(row.release), *row.roles]
@@ -149,5 +149,5 @@ def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
 
 
 def _percent(fraction: float) -> str:
-    """Return a bound in percent, rounded up."""
+    """Return a fraction as text in percent, rounded up."""
     return f"{math.ceil(round(1000 * fraction, 6)) / 10:g} %"

@@ -45,7 +45,7 @@ _STAND_INS = {
 
 
 def read_unplanned(path: str) -> tuple[Config, str]:
-    """Read a config whose tables `[solver]` and `[refit]` may be missing.
+    """Return a config that may lack `[solver]` and `[refit]`, and the file's text.
 
     Returns:
         The config, with a stand-in for its solver, and the text of the file. Keys of
@@ -58,7 +58,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
 
 
 def parse_unplanned(text: str, place: Location) -> tuple[Config, str]:
-    """Return what `read_unplanned` returns, from the text of a config."""
+    """Return the pair that `read_unplanned` returns, from the text of a config."""
     tables = tomllib.loads(text)
     task = TASKS.get(str(tables.get("task")))
     if task is not None and task.is_game:
@@ -82,7 +82,7 @@ def parse_unplanned(text: str, place: Location) -> tuple[Config, str]:
 
 
 def read_for_run(path: str) -> tuple[Config, bool]:
-    """Read a config whose settings may be missing.
+    """Return a config whose settings may be missing, and whether it has them.
 
     Returns:
         The config, and whether it has settings; if not, a stand-in is in their place.
@@ -94,7 +94,7 @@ def read_for_run(path: str) -> tuple[Config, bool]:
 
 
 def parse_for_run(text: str, place: Location) -> tuple[Config, bool]:
-    """Return what `read_for_run` returns, from the text of a config."""
+    """Return the pair that `read_for_run` returns, from the text of a config."""
     tables = tomllib.loads(text)
     if any(name in tables for name in _SETTINGS):
         return parse_config(tables, place), True
@@ -102,12 +102,12 @@ def parse_for_run(text: str, place: Location) -> tuple[Config, bool]:
 
 
 def completed(config: Config, found: AutoPlan) -> Config:
-    """Return a config that was read without settings, with those of a plan."""
+    """Return a copy of a config with the settings of a plan."""
     return _with(config, tomllib.loads(found.to_toml()))
 
 
 def as_before(config: Config, out: Path) -> Config:
-    """Return a config without settings with those of the run to be resumed.
+    """Return a copy of a config with the settings of the run to be resumed.
 
     Raises:
         ValueError: The folder has no checkpoint.
@@ -122,7 +122,7 @@ def _with(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def plan(config: Config, effort: Effort) -> AutoPlan:
-    """Return the best settings for a config, by dry runs with a progress bar.
+    """Return the `AutoPlan` of a config, by dry runs with a progress bar.
 
     Privacy:
         Touches no data.
@@ -213,7 +213,7 @@ def largest_power(*ledgers: Ledger) -> float:
 
 
 def prepare(config: Config) -> Prepared:
-    """Plan a run from the config alone.
+    """Return a `Prepared` run, planned from the config alone.
 
     Raises:
         ValueError: No noise reaches the budget with this solver and sampling.

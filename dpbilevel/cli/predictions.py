@@ -34,7 +34,7 @@ class Predictions:
     unlisted: dict[str, int]
 
     def remarks(self) -> str:
-        """Return remarks for the readers of the answers, each after a semicolon."""
+        """Return text for the readers of the answers: remarks after semicolons."""
         text = ""
         if self.empty:
             text += f"; {self.empty} without an answer: text in the place of a number"
@@ -46,7 +46,7 @@ class Predictions:
 
 
 def predict(folder: Path, file: Path) -> Predictions:
-    """Return the answers of the model of a result folder for the rows of a file.
+    """Return the `Predictions` of a result folder's model for the rows of a file.
 
     Args:
         folder: The folder of a finished run.

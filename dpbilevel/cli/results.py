@@ -76,7 +76,7 @@ class Result:
 
     @property
     def model(self) -> np.ndarray | None:
-        """Coefficients of the released model, if the task has one."""
+        """Coefficients of the released model; `None` if the task has no model."""
         if not self.task.has_model:
             return None
         return self.y if self.task.two_levels else self.x  # of a game the first
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def checked(self) -> list[str]:
-        """Text on the released fractions of usable records, for each level."""
+        """Lines of text on the released fractions of usable records, one per level."""
         levels = {} if self.usability is None else self.usability.levels
         lines = []
         for role, level in levels.items():
@@ -192,7 +192,7 @@ def _plain(part: Any) -> dict[str, Any] | None:
 
 
 def set_aside(folder: Path, number: int) -> int:
-    """Move the result of the last run on record into a folder of its own, `run-N`.
+    """Move the last run's result into a folder `run-N`; return the run's number.
 
     Returns:
         The number of the last run. It is higher than on record if a `run-N` shows that
@@ -271,7 +271,7 @@ def _settle(out: Path) -> None:
 
 
 def load(folder: Path) -> Result:
-    """Read a finished result folder.
+    """Return the `Result` in the folder of a finished run.
 
     Raises:
         ValueError: The folder holds no finished run, or a damaged one.
@@ -304,7 +304,7 @@ def load(folder: Path) -> Result:
 
 
 def usability_of(page: dict[str, Any]) -> Usability | None:
-    """Return the released result of the check of the records, for JSON."""
+    """Return the released `Usability` from a dict read as JSON, or `None`."""
     found = page.get(checkpoint.CHECK)
     if found is None:
         return None

@@ -59,7 +59,7 @@ def run(
     progress: Callable[[int], None] = lambda done: None,
     **options: Any,
 ) -> Result:
-    """Run a planned config and write its result folder.
+    """Run a planned config, write its result folder and return the `Result`.
 
     Args:
         prepared: The plan.
@@ -148,7 +148,7 @@ def refuse(config: Config, out: Path, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _opened(out: Path, options: Options):
-    """Lock the folder of a run, if one may start or go on in it with these options."""
+    """Lock the folder of a run if the options allow it; yield a check of the lock."""
     if options.resume and options.restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
     if options.chunk is not None and options.chunk < 1:
@@ -176,7 +176,7 @@ def _data_errors(config: Config):
 def _steps(
     prepared: Prepared, levels: PyTree, saved: Checkpoint, keep: Keep
 ) -> Checkpoint:
-    """Run chunk after chunk, and call `keep` after each.
+    """Run chunk after chunk, `keep` each, and return the last `Checkpoint`.
 
     The bits do not depend on interruptions.
     """
@@ -203,7 +203,7 @@ def _checked(
     out: Path,
     keep: Keep,
 ) -> Checkpoint:
-    """Release the fractions of usable records once, and stop if they are too low.
+    """Check the records once, raise if too few fit, and return the `Checkpoint`.
 
     Args:
         prepared: The plan.
@@ -265,7 +265,7 @@ def _checked(
 
 
 def _begin(first: Checkpoint, out: Path) -> Checkpoint:
-    """Return a run with its number, written into its folder; move an earlier result."""
+    """Return a run's `Checkpoint`, numbered and written; move an earlier result."""
     with uninterruptible():
         number = results.set_aside(out, spending.read(out).last) + 1
         fingerprint = first.fingerprint | {"run": number}
@@ -275,7 +275,7 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 
 
 def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Result:
-    """Return what the run releases, from its last state and its test records."""
+    """Return the `Result` of a run, from its last state and its test records."""
     config = prepared.config
     found = checkpoint.solution_of(prepared.problem, prepared.solver, saved)
     usability = results.usability_of(saved.fingerprint)
@@ -304,7 +304,7 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
 def _read(
     config: Config, options: Options
 ) -> tuple[dict[str, Records], Records | None]:
-    """Return the records by role, and those of the test file."""
+    """Return the records by role, and those of the test file or `None`."""
     files = loading.find_files(config, options.data, options.validation)
     return loading.load(config, *files), loading.load_test(config, *files)
 

@@ -91,7 +91,7 @@ class Groups(AbstractPlaces):
     def generated(
         self, rng: np.random.Generator, features: np.ndarray, truth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random group for each record, and its margin in the group's model.
+        """Return arrays of each record's random group and its margin in that group.
 
         Args:
             rng: Generator of the public records.

@@ -112,12 +112,12 @@ class Task(Generic[Model]):
 
     @property
     def two_levels(self) -> bool:
-        """Whether its problems have two levels."""
+        """Whether the task's problems have two levels."""
         return issubclass(self.problem_type, BilevelProblem)
 
     @property
     def is_game(self) -> bool:
-        """Whether its problems are games, whose settings follow from theorems."""
+        """Whether the task is a game, whose settings follow from theorems."""
         return issubclass(self.problem_type, AbstractVariationalInequality)
 
     def check(self, model: Model, data: AbstractData, place: Location) -> None:
@@ -144,7 +144,7 @@ class Task(Generic[Model]):
 def listed_names(
     places: Sources | Groups | None, kind: str, count: int
 ) -> tuple[str, ...]:
-    """Return the values of the column that names sources or groups, or numbers."""
+    """Return the names of sources or groups: listed values, or numbered ones."""
     values = places.values if places is not None else ()
     return tuple(map(named, values)) or tuple(f"{kind} {i}" for i in range(count))
 

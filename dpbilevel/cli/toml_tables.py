@@ -32,11 +32,11 @@ class Location:
     table: str = ""  # its dotted name; empty for the top level
 
     def child(self, name: str) -> "Location":
-        """Return the place of the table `name` inside this one."""
+        """Return the `Location` of the table `name` inside this one."""
         return Location(self.file, f"{self.table}.{name}" if self.table else name)
 
     def error(self, message: str) -> ValueError:
-        """Return an error that names file and table before a message."""
+        """Return a `ValueError` that names file and table before a message."""
         return ValueError(f"{self}: {message}")
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Reader:
         return tuple(collect_errors(*parts))
 
     def _is_key(self, name: str, hint: Any) -> bool:
-        """Return whether a text file can hold a field with this annotation."""
+        """Return whether a text file can set this field."""
         hint = _plain(hint)
         return name not in self.reserved and (
             hint in _WORDS

@@ -84,7 +84,7 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
 
     @property
     def _updates(self) -> NoisyGD:
-        """Descent that moves the iterate along the released gradients."""
+        """`NoisyGD` that moves the iterate along the released gradients."""
         fields = self.num_steps, self.clip_norm, self.step_size, self.momentum
         return NoisyGD(*fields, output=self.output)
 
@@ -136,7 +136,7 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
         return self._release(problem, sizes, 1.0)
 
     def _release(self, problem, sizes, factor: Number) -> Release:
-        """Return the release of the first step, with all clip norms times `factor`.
+        """Return the first step's `Release`, with all clip norms times `factor`.
 
         A level may have a clip norm of its own, which `clip_norm` does not set. The
         ledger charges the people of each level by its fraction of the sensitivity, so
@@ -167,5 +167,5 @@ NoisyDescent = NoisyGD | AdaptiveClipGD
 
 
 def _beside(gradient: Callable[[PyTree], PyTree], length: Number) -> Callable:
-    """Return a function of a record: its gradient, and a number of this length."""
+    """Return a function of a record that returns its gradient and `length`."""
     return lambda record: (gradient(record), jnp.asarray(length))

@@ -82,7 +82,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
 
     @property
     def _updates(self) -> NoisyGD:
-        """Descent that moves the iterate along all released gradients of a run."""
+        """`NoisyGD` that moves the iterate along all released gradients of a run."""
         count = self.num_releases
         return NoisyGD(count, self.clip_norm, self.step_size, output=self.output)
 
@@ -118,7 +118,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
 
     @override
     def adversary_view(self, state):
-        """Return the last iterate, and the memory of the output rule."""
+        """Return the pair of the last iterate and the memory of the output rule."""
         return state.w, state.kept
 
     @override

@@ -39,16 +39,19 @@ class AbstractLinearModel(abc.ABC):
 
     @property
     def largest(self) -> float:
-        """How large a loss may be at margin 0: `start`, where that is finite."""
+        """Bound on a loss at margin 0: `start`, if that is finite."""
         return self.start
 
     @abc.abstractmethod
     def slope(self, margin: Number) -> Number:
-        r"""$p_1 \ge |\varphi'(t, b)|$ for $|t| \le$ `margin`, non-decreasing in it."""
+        r"""Return $p_1 \ge |\varphi'(t, b)|$ for all $|t| \le$ `margin`.
+
+        It does not decrease in `margin`.
+        """
 
     @abc.abstractmethod
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
-        r"""$\varphi(t, b)$ of one record, for every finite label."""
+        r"""Return the loss $\varphi(t, b)$ of one record, for every finite label."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +99,12 @@ class PseudoHuber(AbstractLinearModel):
 
     @property
     def third(self) -> float:
-        """The value at half the width."""
+        """Largest absolute third derivative, attained at half the width."""
         return 1.5 * 1.25**-2.5 / self.width
 
     @property
     def concordance(self) -> float:
-        """The value at the width."""
+        """Largest ratio of third to second derivative, attained at the width."""
         return 1.5 / self.width
 
     @property
@@ -110,7 +113,7 @@ class PseudoHuber(AbstractLinearModel):
         return _LARGEST_LABEL * self.width**2
 
     def slope(self, margin: Number) -> float:
-        """Return the width, for every margin."""
+        """Return the width, which bounds the slope at every margin."""
         return self.width
 
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
@@ -133,7 +136,7 @@ def _softplus_jvp(primals, tangents):
 
 
 def module_of(value: Any) -> Any:
-    """`jax.numpy` for arrays, `numpy` for what is known on the host."""
+    """Return `jax.numpy` for arrays of JAX, else `numpy`."""
     return jnp if isinstance(value, jax.Array) else np
 
 
@@ -152,7 +155,7 @@ def linear_risk(
     radius: float,
     row_norm: float = 1.0,
 ) -> FiniteSum:
-    r"""Minimize the mean convex loss of a linear model over a ball.
+    r"""Return the `FiniteSum` of a linear model's mean convex loss over a ball.
 
     Rows longer than $R$ are shortened to it, labels of classes cut to $[-1, 1]$, with 0
     read as -1, and targets to the largest margin there is, which moves no minimizer, so

@@ -178,7 +178,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     @override
     def answer(self, problem, state):
-        """Return the mean of the last round."""
+        """Return the mean of the iterates of the last round."""
         return state.center
 
     @override

@@ -19,7 +19,7 @@ Record = Mapping[str, Array] | tuple[Array, Array]
 
 
 def logistic_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
-    r"""$\log(1 + e^{-b \langle a, w \rangle})$ for features $a$ and label $b = \pm 1$.
+    r"""Return $\log(1 + e^{-b \langle a, w \rangle})$ for features $a$ and $b = \pm 1$.
 
     Args:
         weights: $w$.
@@ -35,7 +35,7 @@ def logistic_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
 
 
 def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
-    r"""$\frac12 (\langle a, w \rangle - b)^2$ for features $a$ and target $b$.
+    r"""Return $\frac12 (\langle a, w \rangle - b)^2$ for features $a$ and target $b$.
 
     Args:
         weights: $w$.
@@ -50,7 +50,7 @@ def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""
 
 
 def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
-    r"""$\max(0, 1 - b \langle a, w \rangle)$ for features $a$ and label $b = \pm 1$.
+    r"""Return $\max(0, 1 - b \langle a, w \rangle)$ for features $a$ and $b = \pm 1$.
 
     Args:
         weights: $w$.
@@ -65,7 +65,7 @@ def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
 
 
 def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
-    r"""$|\langle a, w \rangle - b|$ for features $a$ and target $b$.
+    r"""Return $|\langle a, w \rangle - b|$ for features $a$ and target $b$.
 
     Args:
         weights: $w$.
@@ -90,7 +90,7 @@ def signed(label: Scalar) -> Scalar:
 
 
 def example(record: Record) -> tuple[Float[Array, " d"], Array]:
-    """Features and label of one record.
+    """Return the features and the label of one record.
 
     Raises:
         TypeError: The record is neither a mapping with both nor a pair.
@@ -120,7 +120,7 @@ def example(record: Record) -> tuple[Float[Array, " d"], Array]:
 def bounded(
     record: Record, norm: float, dtype: DTypeLike
 ) -> tuple[Float[Array, " d"], Scalar]:
-    """Return features at most `norm` long and the label; zeros if not finite.
+    """Return features at most `norm` long, and the label; zeros if not finite.
 
     The public norm is between 1e-15 and 1e15. The row is zeros where the label is not
     finite either, so that such a record has no influence on a linear model.
@@ -133,7 +133,7 @@ def bounded(
 
 
 def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, ""]:
-    r"""$\langle a, w \rangle$; $w$ may be a matrix with a column per class.
+    r"""Return $\langle a, w \rangle$; $w$ may be a matrix with a column per class.
 
     Raises:
         ValueError: Their lengths differ.
@@ -157,7 +157,7 @@ def _margin(
 
 
 def _kind(record: PyTree) -> str:
-    """Return the structure of a record for a message; never a value."""
+    """Return text on the structure of a record for a message; never a value."""
     if isinstance(record, Mapping):
         return f"{{{', '.join(f'{k!r}: {_kind(v)}' for k, v in record.items())}}}"
     if isinstance(record, tuple | list) and len(record) <= 4:

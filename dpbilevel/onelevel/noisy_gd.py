@@ -78,7 +78,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
             )
 
     def descent(self, problem: AbstractFiniteSum) -> Descent:
-        """Return the projected steps in `w`."""
+        """Return the `Descent` that makes projected steps in `w`."""
         return Descent(self.step_size, problem.w_set, self.momentum)
 
     @override
@@ -136,7 +136,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return rows if steps overshoot the public terms or a declared smoothness."""
+        """Return `ForecastRow`s if steps overshoot public terms or the smoothness."""
         public = overshooting_row(self.step_size, problem.public_gradient, w0)
         smoothness = getattr(problem, "smoothness", None)
         return (*public, *unstable_row(self.step_size, smoothness, self.momentum))
@@ -165,6 +165,6 @@ def noisy_gradient(
 def gradient_release(
     solver: Any, problem: AbstractFiniteSum, sizes: Sizes | int
 ) -> Release:
-    """Return the release that each `noisy_gradient` of `solver` makes."""
+    """Return the `Release` that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
     return Release(GRADIENT, 1, queries, solver.release_noise, joint=joint)

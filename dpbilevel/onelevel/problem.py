@@ -35,7 +35,7 @@ class AbstractFiniteSum(AbstractOneLevel):
 
     @abc.abstractmethod
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """Return the gradient of one record's term at `w`, by role."""
+        """Return, by role, the function of one record's gradient at `w`."""
 
     @abc.abstractmethod
     def public_gradient(self, w: PyTree) -> PyTree:
@@ -45,7 +45,7 @@ class AbstractFiniteSum(AbstractOneLevel):
     def queries(
         self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes
     ) -> tuple[tuple[Query, ...], bool]:
-        """Return the queries of the gradients, and whether they share a batch."""
+        """Return a tuple of gradient queries, and whether they share a batch."""
 
 
 class FiniteSum(AbstractFiniteSum):
@@ -84,11 +84,11 @@ class FiniteSum(AbstractFiniteSum):
             )
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        r"""$\nabla_w \ell(w, z)$ of one record."""
+        r"""Return, by role, the function $z \mapsto \nabla_w \ell(w, z)$."""
         return {RECORDS: lambda record: jax.grad(self.loss)(w, record)}
 
     def public_gradient(self, w: PyTree) -> PyTree:
-        r"""$\nabla r(w)$."""
+        r"""Return $\nabla r(w)$, or zeros without a public term."""
         if self.public is None:
             return optax.tree.zeros_like(w)
         return jax.grad(self.public)(w)

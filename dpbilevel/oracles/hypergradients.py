@@ -28,7 +28,7 @@ def implicit_hypergradient(
     v0: PyTree = None,
     tolerance: float | None = objectives.CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
-    r"""NON-PRIVATE. Return the implicit gradient of $F$ at $y = y^*(x)$.
+    r"""NON-PRIVATE. Return the implicit gradient of $F$, and its `LinearSolution`.
 
     It is $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v = \nabla_y f$. At
     another $y$ the error is at most $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside

@@ -54,7 +54,7 @@ class AbstractLinearSolver(Checked):
     def solve(
         self, matvec: Matvec, b: PyTree, x0: PyTree | None = None
     ) -> LinearSolution:
-        r"""Solve $A v = b$.
+        r"""Solve $A v = b$ and return a `LinearSolution`.
 
         Args:
             matvec: $v \mapsto A v$.
@@ -96,7 +96,7 @@ class ConjugateGradient(AbstractLinearSolver):
     tolerance: Annotated[float | Scalar, positive] | None = 1e-5
 
     def solve(self, matvec, b, x0=None):
-        """Stop early at the tolerance, as `num_products` shows."""
+        """Return a `LinearSolution`; `num_products` shows an early stop."""
         start, scale = _start(matvec, b, x0)
         unit = _unit_square(b, scale)
         value, products, solves = self._iterated(matvec, start, unit, b)
@@ -120,7 +120,7 @@ class ConjugateGradient(AbstractLinearSolver):
     def _iterated(
         self, matvec: Matvec, state: _Conjugate, unit: Scalar, b: PyTree
     ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
-        """Return the last iterate, the steps, and whether it solves."""
+        """Return the last iterate, the number of steps, and whether $A v = b$ holds."""
         first, tolerance = state.square, self.tolerance
         wanted = jnp.asarray(0.0 if tolerance is None else tolerance, unit.dtype)
         enough = jnp.maximum(wanted, _rounding(b)) ** 2 * unit
@@ -159,7 +159,7 @@ class Neumann(AbstractLinearSolver):
     step_size: Annotated[float | Scalar, positive]
 
     def solve(self, matvec, b, x0=None):
-        """Sum the series, from `x0` on."""
+        """Return the `LinearSolution` of the series, summed from `x0` on."""
         rate = jnp.asarray(self.step_size)
 
         def step(_, value):
@@ -180,7 +180,7 @@ class Cholesky(AbstractLinearSolver):
     """
 
     def solve(self, matvec, b, x0=None):
-        """Factor the matrix; `x0` is not used."""
+        """Return the `LinearSolution` of a factored matrix; `x0` is not used."""
         flat, unravel = jax.flatten_util.ravel_pytree(b)
 
         def column(v):
@@ -230,7 +230,7 @@ def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:
 def differentiable_solve(
     solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
 ) -> LinearSolution:
-    """Solve $A v = b$ with derivatives of the solution instead of the iteration.
+    """Return a `LinearSolution` of $A v = b$ with the exact solution's derivatives.
 
     Forward and reverse mode, to any order: a derivative of $v$ is the solution of
     another system with $A$, by the same solver. Only `value` has one. `matvec` may
@@ -260,7 +260,10 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
 
 
 def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conjugate:
-    """Make one step; a zero one when the residual is small or curvature is missing."""
+    """Return the state after one step of conjugate gradients.
+
+    The step is zero if the residual is small or curvature is missing.
+    """
     product = matvec(state.direction)
     curvature = _dot(state.direction, product)
     is_curved = (state.square >= 0) & (curvature > 0) & (curvature < jnp.inf)

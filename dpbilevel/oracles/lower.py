@@ -91,7 +91,7 @@ def lower_solve(
     y0: PyTree = None,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
 ) -> tuple[PyTree, LowerInfo]:
-    """NON-PRIVATE. Return `lower_solution`, and how the solve ended.
+    """NON-PRIVATE. Return `lower_solution`, and a `LowerInfo` on how the solve ended.
 
     Args:
         problem: The problem.
@@ -118,7 +118,7 @@ def minimize_or_nan(
     y0: PyTree,
     y_set: AbstractSet,
 ) -> tuple[PyTree, LowerInfo]:
-    """Return `solver.minimize`, but NaN if a solver met numbers that are not finite."""
+    """Return a solver's minimizer, NaN after non-finite numbers, and a `LowerInfo`."""
     y, info = solver.minimize(objective, x, y0, y_set)
     return objectives.nan_unless_finite(y, info.gradient_norm), info
 

@@ -46,7 +46,7 @@ class AbstractLowerSolver(Checked):
         y0: PyTree,
         y_set: AbstractSet = Euclidean(),
     ) -> tuple[PyTree, LowerInfo]:
-        """Return the minimizer over a set, and how the solve ended.
+        """Return the minimizer over a set, and a `LowerInfo` on how the solve ended.
 
         Args:
             objective: The objective, from `lower_objective`.
@@ -95,7 +95,7 @@ class AcceleratedGradient(AbstractLowerSolver):
     def from_constants(
         cls, num_steps: int, *, smoothness: float, strong_convexity: float
     ) -> Self:
-        r"""Plan a fixed number of steps by the constants of $g(x, \cdot)$.
+        r"""Return a solver with steps planned by the constants of $g(x, \cdot)$.
 
         They have $s = 1/L$ and $\beta = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ with
         $\kappa = L / \mu$. From an initial point at distance $D$: $g(y_k) - g(y^*) \le
@@ -119,7 +119,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         return cls(num_steps, 1 / smoothness, (root - 1) / (root + 1), None)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Take the steps, from the projection of `y0` on."""
+        """Return the last iterate from the projection of `y0` on, and a `LowerInfo`."""
         y0 = y_set.project(y0)  # a feasible start
         dtype = jnp.result_type(*jax.tree.leaves(y0))
         first = 1.0 if self.step_size is None else self.step_size
@@ -194,7 +194,7 @@ class LBFGS(AbstractLowerSolver):
     memory_size: Count = eqx.field(static=True, default=10)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Take quasi-Newton steps; for problems without a set."""
+        """Return the last quasi-Newton iterate and a `LowerInfo`; no set is allowed."""
         check_no_set("LBFGS", y_set)
         rule = optax.lbfgs(memory_size=self.memory_size)
         value_fn = functools.partial(objective.value, x)
@@ -234,7 +234,7 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
-    """Return the outcome of a solve that stops by the norm."""
+    """Return the `LowerInfo` of a solve that stops by the norm."""
     converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
     return LowerInfo(norm, steps, converged)
 

@@ -52,7 +52,7 @@ class NewtonCG(AbstractLowerSolver):
     cg_steps: Count = eqx.field(static=True, default=200)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Take Newton steps; for problems without a set."""
+        """Return the last Newton iterate and a `LowerInfo`; no set is allowed."""
         check_no_set("NewtonCG", y_set)
 
         def unfinished(state):
@@ -73,7 +73,10 @@ class NewtonCG(AbstractLowerSolver):
         return state.y, ended(state.norm, state.steps, self.tolerance)
 
     def _step(self, objective, few, x, state: "_Newton") -> "_Newton":
-        """Try one length: one pass evaluates and linearizes, accepted or not."""
+        """Return the state after trying one step length, accepted or not.
+
+        One pass evaluates and linearizes.
+        """
         y = jax.tree.map(
             lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
         )
@@ -141,7 +144,7 @@ class _Newton(NamedTuple):
 
 
 def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
-    """Return Hessian products of the subsample, or those of the full one."""
+    """Return the function of Hessian products of the subsample, or of all records."""
 
     def rough(v):
         return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]

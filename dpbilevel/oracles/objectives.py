@@ -41,7 +41,7 @@ class AbstractObjective(abc.ABC):
 
     @abc.abstractmethod
     def value(self, x: PyTree, y: PyTree) -> Scalar:
-        """Return the value."""
+        """Return the value of the objective at a point."""
 
     @abc.abstractmethod
     def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
@@ -121,7 +121,7 @@ class Objective(AbstractObjective):
         return jax.jvp(lambda y: self.gradient(x, y, "x"), (y,), (v,))[1]
 
     def subsample(self) -> "Objective | None":
-        """Return the objective of every 16th record if records are read in pieces."""
+        """Return the objective of every 16th record, or `None` if records are few."""
         if _num_pieces(self.records) == 1:
             return None
         few = jax.tree.map(lambda v: v[::_STRIDE], self.records)
@@ -171,14 +171,14 @@ class WeightedSum(AbstractObjective):
 def upper_objective(
     problem: BilevelProblem, data: Levels, rest: PyTree = None
 ) -> Objective:
-    """NON-PRIVATE. Return the upper level's mean loss plus its public term."""
+    """NON-PRIVATE. Return the `Objective`: the upper mean loss plus its public term."""
     return Objective(problem.upper, problem.upper_public, data.upper, rest)
 
 
 def lower_objective(
     problem: BilevelProblem, data: Levels, rest: PyTree = None
 ) -> Objective:
-    """NON-PRIVATE. Return the lower level's mean loss plus its public term."""
+    """NON-PRIVATE. Return the `Objective`: the lower mean loss plus its public term."""
     return Objective(problem.lower, problem.lower_public, data.lower, rest)
 
 
@@ -329,7 +329,7 @@ def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
 
 
 def _contracts_rows(eqn) -> bool:
-    """Tell whether an equation is $A^T B$ of two matrices."""
+    """Return whether an equation is $A^T B$ of two matrices."""
     return (
         eqn.primitive is jax.lax.dot_general_p
         and eqn.params["dimension_numbers"] == _ROWS_BY_ROWS

@@ -108,7 +108,7 @@ class PrivateEstimator(_Fitted):
     def _entry(
         self, X: Any, key: PRNGKey | None, refused: dict[str, Any]
     ) -> tuple[PrivacyBudget, PRNGKey, Float[np.ndarray, "n d"], Frame]:
-        """Return the budget, the key of a fit, the features and their units.
+        """Return budget, key and features of a fit, and the `Frame` of their units.
 
         Raises:
             TypeError: There are further arguments, or the key is not typed.
@@ -142,7 +142,7 @@ class PrivateEstimator(_Fitted):
         return array
 
     def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
-        """Return a column beside the features, of any type."""
+        """Return the `Column` of values beside the features, of any type."""
         if isinstance(y, str):
             raise ValueError(
                 f"{self._owner}.fit: {name} must have one value for each row of X, got "
@@ -185,7 +185,7 @@ class PrivateEstimator(_Fitted):
         label: Int[np.ndarray, " n"] | None = None,
         place: tuple[str, np.ndarray, Int[np.ndarray, " n"]] | None = None,
     ) -> Description:
-        """Return the columns, and indicators of cells that differ from the declaration.
+        """Return the `Columns`, and indicators of cells that differ from them.
 
         Args:
             table: The features, NaN for cells that are no number.
@@ -221,7 +221,7 @@ class PrivateEstimator(_Fitted):
     def _check(
         self, budget: PrivacyBudget, public: PublicSize, **levels: Description
     ) -> Check:
-        """Plan the release of the fraction of usable records of each level."""
+        """Return the planned `RecordsCheck` of all levels, and their indicators."""
         _checks.instance(self._owner, bool, check_records=self.check_records)
         if not self.check_records:
             return RecordsCheck((), ()), {}
@@ -242,7 +242,7 @@ class PrivateEstimator(_Fitted):
         lengths: Lengths | None = None,
         prepare: Prepare | None = None,
     ) -> PyTree:
-        """Check the records, run a plan once, and keep report and released fractions.
+        """Check the records, run a plan once, and return the solution as numpy arrays.
 
         Args:
             problem: The problem.
@@ -307,7 +307,7 @@ class PrivateEstimator(_Fitted):
         return jax.tree.map(np.asarray, solution.value)
 
     def _stretch(self, found: Usability, solver: Any) -> float:
-        """Return the factor of the released unit."""
+        """Return the factor by which to lengthen the released unit."""
         return 1.0
 
 
@@ -347,10 +347,10 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
 
     @abc.abstractmethod
     def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """Return a score for each class."""
+        """Return the scores of each row, one for each class."""
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the class with the largest score.
+        """Return the class with the largest score, for each row.
 
         Args:
             X: Features, of shape `(n, d)`; not protected.
@@ -359,7 +359,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
         return self.classes_[np.argmax(scores, axis=1)]
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """Return the probabilities of the classes, in the order of `classes_`.
+        """Return the probabilities of the classes of each row, ordered as `classes_`.
 
         Args:
             X: Features, of shape `(n, d)`; not protected.
@@ -369,7 +369,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
         return exponents / exponents.sum(axis=1, keepdims=True)
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """Return the logarithms of `predict_proba`.
+        """Return the logarithms of `predict_proba`'s probabilities.
 
         Args:
             X: Features, of shape `(n, d)`; not protected.

@@ -45,7 +45,7 @@ class Frame:
 
     @property
     def longest(self) -> float:
-        """Length of the longest row."""
+        """Largest possible length of a row in these units."""
         return 1.0 if self.norm is not None else _UNIFORM**-0.5
 
     @property
@@ -59,7 +59,7 @@ class Frame:
         return float(np.mean((self.lower != 0) | (self.upper != 1)))
 
     def rows(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-        """Return rows in these units; NaN if an entry is not finite."""
+        """Return rows in the `Frame`'s units; all NaN if an entry is not finite."""
         finite = np.isfinite(X).all(axis=1, keepdims=True)
         rows = (self.cut(np.where(finite, X, 0)) - self.center) / self.scale
         return np.where(finite, rows, np.nan)
@@ -77,7 +77,7 @@ class Frame:
         return np.where(length > 0, rows, 0)
 
     def outside(self, X: Float[np.ndarray, "n d"]) -> Bool[np.ndarray, "n d"]:
-        """Return which entries `rows` changes; with a norm, whole rows."""
+        """Return a mask of the entries that `rows` cuts; with a norm, of whole rows."""
         if self.norm is not None:
             with np.errstate(all="ignore"):  # a warning would reveal a record
                 length = np.linalg.norm(X, axis=1, keepdims=True)
@@ -87,7 +87,10 @@ class Frame:
     def coefficients(
         self, weights: Float[np.ndarray, "k d"], intercept: Float[np.ndarray, " k"]
     ) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
-        """Return coefficients of the original features, from coefficients of `rows`."""
+        """Return coefficients and constants of the original features.
+
+        The arguments are for features in the units of the `Frame`.
+        """
         weights = weights / self.scale
         return weights, intercept - weights @ self.center
 
@@ -95,7 +98,7 @@ class Frame:
 def frame(
     owner: str, width: int, bounds: Any, data_norm: Any, centered: bool = True
 ) -> Frame:
-    """Return the units of records with declared bounds or a declared norm.
+    """Return the `Frame` of records with declared bounds or a declared norm.
 
     Args:
         owner: The name of the estimator.
@@ -126,7 +129,7 @@ def frame(
 def interval(
     owner: str, name: str, bounds: Any, width: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
-    """Return lower and upper bounds of so many numbers.
+    """Return arrays of `width` lower and `width` upper bounds.
 
     Raises:
         ValueError: They are not finite and increasing, their number differs, or they
@@ -194,7 +197,7 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
 def index_of(
     owner: str, name: str, declared: np.ndarray, column: Column
 ) -> Int[np.ndarray, " n"]:
-    """Return the number of each entry among the declared values; -1 if undeclared.
+    """Return each entry's index among the declared values; -1 if undeclared.
 
     Raises:
         ValueError: Texts were declared and numbers are given by type, or the reverse.

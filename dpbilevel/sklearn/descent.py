@@ -39,7 +39,7 @@ class Settings:
     clip_norm: tuple[float, float]
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
-        """Return the settings with the parameters of an estimator.
+        """Return a copy of the settings with the parameters of an estimator.
 
         Raises:
             ValueError: A parameter is out of range.
@@ -64,7 +64,7 @@ def plan_descent(
     settings: Settings,
     before: tuple[AbstractRelease, ...],
 ) -> tuple[FiniteSum, Plan[NoisyGD]]:
-    r"""Return a problem and a calibrated descent on full batches, cached by the sizes.
+    r"""Return a problem, and the `Plan` of a full-batch descent, cached by the sizes.
 
     A single release has noise of the deviation $s C$, and each of $T$ has $s C \sqrt
     T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. This walk is
@@ -115,7 +115,7 @@ def plan_of(
     shapes: tuple[tuple[int, ...], ...],
     before: tuple[AbstractRelease, ...],
 ) -> Plan[Any]:
-    """Return the calibrated solver, cached for fits of these sizes.
+    """Return the `Plan` of a calibrated solver, cached for fits of these sizes.
 
     Args:
         problem: The problem.

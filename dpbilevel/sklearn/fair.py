@@ -155,7 +155,7 @@ class FairClassifier(LinearClassifier):
 def _game_of(
     loss: Any, shares: tuple[float, ...], radius: float, classes: int
 ) -> GroupGame:
-    """Return the game of a loss, cached so that it is compiled once.
+    """Return the `GroupGame` of a loss, cached so that it is compiled once.
 
     Its steps are for the curvature of rows at the unit. The second derivative of a
     logistic loss is at most 1/4 of the squared length of a row, that of a softmax at

@@ -78,7 +78,7 @@ class Lengths(AbstractBeforehand):
         return 1.0 if math.isnan(length) else self.longest * length
 
     def frame(self, units: Frame, unit: float) -> Frame:
-        """Return the units of rows that are divided by a released length."""
+        """Return the `Frame` of rows that are divided by a released length."""
         return dataclasses.replace(units, scale=units.scale * unit)
 
     def in_unit(self, records: dict[str, Any], unit: float) -> dict[str, Any]:
@@ -93,7 +93,9 @@ class Lengths(AbstractBeforehand):
 
 
 def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-    """Return a one in the bin of each row's length; zeros if a row does not count.
+    """Return rows of zeros with a one in the bin of each row's length.
+
+    A row that does not count stays all zeros.
 
     Args:
         rows: Rows of length 1 at most.

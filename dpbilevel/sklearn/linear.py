@@ -52,7 +52,7 @@ def with_constant(
 def split(
     model: Float[np.ndarray, "k p"], constant: bool
 ) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
-    """Return coefficients and constants of features in the units of a `Frame`."""
+    """Split a linear model into coefficients for `Frame` features and constants."""
     if not constant:
         return model, np.zeros(len(model))
     return FEATURES * model[:, :-1], CONSTANT * model[:, -1]
@@ -62,7 +62,10 @@ def split(
 def ridge_on(
     weight: float, constant: bool
 ) -> Callable[[Float[Array, "d ..."]], Float[Array, ""]] | None:
-    """Return the public penalty, not on the constant; cached, so compiled once."""
+    """Return the penalty function, not on the constant; `None` if `weight` is 0.
+
+    It is cached, and so compiled once.
+    """
     if weight == 0:
         return None
 
@@ -89,7 +92,7 @@ class LinearClassifier(PrivateClassifier):
         return logistic_loss if len(self.classes_) == 2 else softmax_loss
 
     def _start(self) -> Float[Array, "d ..."]:
-        """Return coefficients of zero."""
+        """Return the initial coefficients, an array of zeros."""
         width = self.n_features_in_ + self._constant
         count = len(self.classes_)
         return jnp.zeros((width,) if count == 2 else (width, count))
@@ -97,7 +100,7 @@ class LinearClassifier(PrivateClassifier):
     def _records(
         self, rows: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
     ) -> dict[str, np.ndarray]:
-        """Return records of the losses; NaN if a label is not declared."""
+        """Return a dict of features and labels; NaN if a label is not declared."""
         features = with_constant(rows, labels >= 0, self._constant)
         label = np.maximum(labels, 0)
         binary = len(self.classes_) == 2

@@ -159,11 +159,11 @@ class DPLogisticRegression(LinearClassifier):
         return self
 
     def _stretch(self, found: Usability, solver: Any) -> float:
-        """Return a longer unit if a class is rare, so that few of its rows are clipped.
+        """Return the factor of the unit: above 1 if a class is rare, else 1.
 
         Records of a rare class have gradients as long as their rows. A clip norm below
         1 would shorten only these gradients, and underestimate the class. So the rows
-        of all classes are shortened instead.
+        of all classes are shortened instead, by a longer unit.
         """
         level = found.levels.get("records")
         if level is None or self.clip_norm != "auto":
@@ -174,7 +174,7 @@ class DPLogisticRegression(LinearClassifier):
     def _run_from_rates(
         self, run: Run, effects: "Effects", longest: float, key: PRNGKey
     ) -> Run:
-        """Return the run from the constant answer, with a ridge by the effects."""
+        """Return the `Run` from the constant answer, with a ridge by the effects."""
         problem, solver, records, w0 = run
         width, count = self.n_features_in_, len(self.classes_)
         label = records["label"]
@@ -237,7 +237,7 @@ class Effects(AbstractBeforehand):
         key: PRNGKey,
         owner: str,
     ) -> tuple[Float[np.ndarray, " k"], float]:
-        r"""Release the rates, and the weight of a ridge for noise 1.
+        r"""Release the rates of the classes, and the weight of a ridge for noise 1.
 
         Args:
             features: Rows of length about 1, without a constant; NaN for rows that do

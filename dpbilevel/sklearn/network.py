@@ -206,7 +206,7 @@ def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
 
 
 def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
-    """Return the scores of the classes.
+    """Return the scores of the classes for one row of features, or several.
 
     Args:
         activation: The name of the activation.
@@ -229,7 +229,7 @@ def _all_scores(activation: str, layers: Layers, rows: Float[Array, "n d"]) -> A
 
 @functools.lru_cache(maxsize=8)
 def _loss_of(activation: str) -> Any:
-    """Return the loss of a record, cached so that it is compiled once."""
+    """Return the loss function of a record, cached so that it is compiled once."""
 
     def loss(layers: Layers, record: Any) -> Float[Array, ""]:
         found = scores(activation, layers, record["features"])
@@ -245,7 +245,7 @@ def _loss(model: Any, record: Any) -> Float[Array, ""]:
 
 @functools.lru_cache(maxsize=64)
 def _problem(ridge: float) -> FiniteSum:
-    """Return the problem of a ridge, cached so that it is compiled once."""
+    """Return the `FiniteSum` with a ridge, cached so that it is compiled once."""
 
     def penalty(model):
         return ridge * optax.tree.norm(model, squared=True)
@@ -275,7 +275,7 @@ class Recalibration:
 
     @classmethod
     def plan(cls, budget: PrivacyBudget, public: Any, classes: int) -> "Recalibration":
-        """Return the fit for a fifth of the squared budget.
+        """Return a `Recalibration`, planned for a fifth of the squared budget.
 
         Args:
             budget: The budget of the whole fit; delta is not 0.
@@ -307,7 +307,7 @@ class Recalibration:
     def fit(
         self, scores: Float[np.ndarray, "n k"], labels: np.ndarray, *, key: PRNGKey
     ) -> tuple[float, Float[np.ndarray, " k"]]:
-        """Release the slope and the constants.
+        """Release the slope of the scores, and a constant for each class.
 
         Args:
             scores: The scores of a released model, in the planned number of rows; NaN

@@ -35,7 +35,7 @@ class PublicSize:
     def of(
         cls, owner: str, neighbours: str, size: int | None, rows: int
     ) -> "PublicSize":
-        """Return the public size from parameters of an estimator and the rows of a fit.
+        """Return a `PublicSize` from an estimator's parameters and the rows of a fit.
 
         Raises:
             ValueError: The relation is unknown, or the size is missing or superfluous.
@@ -56,7 +56,7 @@ class PublicSize:
         return cls(relation, int(size))
 
     def rows(self, records: PyTree) -> PyTree:
-        """Return records in a public number of rows; if theirs is private, add NaN.
+        """Return records, padded with NaN to a public number if theirs is private.
 
         So no shape reveals their number, and no program is compiled for it.
         """
@@ -108,16 +108,16 @@ class AbstractBeforehand(abc.ABC):
     @property
     @abc.abstractmethod
     def terms(self) -> Terms:
-        """Terms of the release, from public numbers."""
+        """`Terms` of the release, from public numbers."""
 
     @property
     def release(self) -> Release | None:
-        """The release; `None` with too much noise, or if delta is 0."""
+        """Planned `Release`; `None` with too much noise, or if delta is 0."""
         return _release_within(self.budget, self.public, self.terms)
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """Release for `calibrate(before=)`, if there is one."""
+        """Tuple of the `Release` for `calibrate(before=)`, or an empty tuple."""
         return () if self.release is None else (self.release,)
 
 

@@ -242,7 +242,7 @@ class Spread(AbstractBeforehand):
             grid: Float[np.ndarray, " k"],
             keys: PRNGKey,
         ) -> float:
-            """Return about the value of a sorted grid that a fraction of values exceed.
+            """Release the value of a grid that about a fraction of values exceed.
 
             Every answer has a weight by its noise, so later ones correct a wrong one.
             """
@@ -272,7 +272,7 @@ class Spread(AbstractBeforehand):
 
 
 def middle(grid: Float[np.ndarray, " k"], belief: Float[np.ndarray, " k"]) -> float:
-    """Return the median of a grid by log probabilities."""
+    """Return the median of a grid's values with these log probabilities."""
     chances = np.cumsum(np.exp(belief - belief.max()))
     return float(grid[np.searchsorted(chances, chances[-1] / 2)])
 

@@ -155,7 +155,7 @@ class DPSourceReweighting(LinearClassifier):
         return self
 
     def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Description]:
-        """Return the clean records, and which of their cells are wrong."""
+        """Return a dict of the clean records, and which of their cells are wrong."""
         if not isinstance(clean, tuple | list) or len(clean) != 2:
             got = _checks.shown(clean)
             raise ValueError(

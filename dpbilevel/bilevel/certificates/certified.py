@@ -132,7 +132,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 
     @property
     def certificate(self) -> AbstractCertificate:
-        """Certificate that proves the sensitivity, beside the clip."""
+        """Certificate that proves the sensitivity, with the clip norm if any."""
         certificate = certificate_of(self.problem)
         if self.clip_norm is None:
             return certificate
@@ -156,7 +156,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 
     @override
     def read(self, point, data, *, precision, key, index=None) -> Bounded:
-        """Return the hypergradient at a point, sealed with its sensitivity there.
+        """Return the hypergradient at a point, a `Bounded` with its sensitivity there.
 
         The point is the upper variable, released, and where the lower solve starts
         after projection onto the ball that holds all lower solutions: public or already
@@ -194,7 +194,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 def _rounded(
     value: PyTree, shares: Levels, precision: Precision
 ) -> tuple[Bounded, Levels]:
-    """Return a hypergradient, on a grid if asked, and the shares with that rounding."""
+    """Return a hypergradient as a `Bounded`, and sensitivities with its rounding."""
     if precision == "grid":
         least = jnp.minimum(shares.upper, shares.lower)
         rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
@@ -206,10 +206,10 @@ def _rounded(
 def _with_lower(
     clipped: Bounded, x: PyTree, shares: Levels, clip: Number, precision: Precision
 ) -> tuple[Bounded, Levels]:
-    r"""Return a clipped mean that lower records move too.
+    r"""Return a clipped mean sealed for lower records too, and both sensitivities.
 
-    They move what every upper record counts for, and so all roundings of a grid: each
-    of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
+    Lower records move what every upper record counts for, and so all roundings of a
+    grid: each of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
     """
     nothing = optax.tree.zeros_like(x)
     lower = shares.lower
@@ -276,7 +276,7 @@ class LowerLevel(NamedTuple):
     counts: sensitivities.StepCounts
 
     def hypergradient(self) -> PyTree:
-        """Return the hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE."""
+        """Return the hypergradient as a plain pytree, not sealed. NON-PRIVATE."""
         means, y, solve = self._solved()
         direct, right = means.upper(self.x, y)  # the right-hand side of the system
         lower_x = functools.partial(means.lower_x, self.x)
@@ -316,7 +316,7 @@ class LowerLevel(NamedTuple):
         return fun
 
     def _solved(self) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
-        """Return means, the lower solution, and a solver of its Hessian's systems."""
+        """Return the `Means`, the lower solution, and a solver for its Hessian."""
         ball = Ball(self.bounds.solution_radius)
         spectrum = self.bounds.spectrum
         means = Means(self.problem, self.data, self.sizes)

@@ -51,7 +51,7 @@ class Constants:
 
     @property
     def ell(self) -> float:
-        r"""$\ell$, the largest of the bounds."""
+        r"""$\ell$, the largest of the constants but for the strong convexity."""
         return max(v for name, v in vars(self).items() if name != "strong_convexity")
 
     @property
@@ -73,7 +73,7 @@ class AbstractCertificate(abc.ABC):
 
     @abc.abstractmethod
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        """Return the bounds at `x`, or for all x of the set.
+        """Return the `Bounds` at `x`, or for all x of the set.
 
         Args:
             sizes: The planned `Sizes`.
@@ -84,7 +84,7 @@ class AbstractCertificate(abc.ABC):
         """
 
     def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree) -> Metric:
-        """Return the metric to solve the lower level in; by default that of `y` itself.
+        """Return the `Metric` to solve the lower level in, by default Euclidean.
 
         Args:
             problem: The problem that holds the certificate.
@@ -103,17 +103,17 @@ class AbstractCertificate(abc.ABC):
     @property
     @abc.abstractmethod
     def second_order(self) -> "SecondOrderConstants":
-        """Constants for all x and all records, for the theorem and for the refuter."""
+        """`SecondOrderConstants` for all x and records, for theorem and refuter."""
 
     @property
     def largest_loss(self) -> float:
-        """How large an upper record's loss may be beyond what it varies by."""
+        """Bound on an upper record's loss beyond the range over which it varies."""
         return 0.0
 
     @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions, in the words of the report."""
+        """Assumptions, as sentences of the privacy report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,7 +272,7 @@ class SecondOrderConstants(AbstractCertificate):
         )
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        r"""Return the bounds, which are the same for all x.
+        r"""Return the `Bounds`, which are the same for all x.
 
         A replaced lower record changes $\nabla_y G$ by at most $2 L^d_{gy} / n_g$, so
         $y^*$ by at most $d = 2 L^d_{gy} / (\mu n_g)$. The hypergradient at the new
@@ -336,7 +336,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Every declared constant."""
+        """One sentence that lists every declared constant."""
         declared = ", ".join(f"{k} = {v:.6g}" for k, v in self._numbers().items())
         also = ", of single records too" if self.per_record else ""
         start = "declared for every possible record and all x of the set"
@@ -347,7 +347,7 @@ class SecondOrderConstants(AbstractCertificate):
 
 
 def terms_of(problem: Any) -> tuple[Any, ...]:
-    """Return the functions of a `BilevelProblem`, which a certificate is about."""
+    """Return a tuple of a `BilevelProblem`'s losses and public terms."""
     return problem.upper, problem.lower, problem.upper_public, problem.lower_public
 
 

@@ -40,17 +40,17 @@ class Means:
     sizes: Sizes
 
     def lower_y(self, x: PyTree, y: PyTree) -> PyTree:
-        r"""$\nabla_y G$ at `x` and `y`."""
+        r"""Return $\nabla_y G$ at `x` and `y`."""
         return self._lower(1, x, y)
 
     def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
-        r"""$\nabla_x G$ at `x` and `y`."""
+        r"""Return $\nabla_x G$ at `x` and `y`."""
         if self.problem.reads_x("lower"):
             return self._lower(0, x, y)
         return _plus(optax.tree.zeros_like(x), self.problem.lower_public, 0, x, y)
 
     def lower_yx(self, x: PyTree, y: PyTree, direction: PyTree) -> PyTree:
-        r"""$\nabla_{yx} G$ at `x` and `y`, times a direction of `x`."""
+        r"""Return $\nabla_{yx} G$ at `x` and `y`, times a direction of `x`."""
         lower_y = functools.partial(self.lower_y, y=y)
         if not self.problem.reads_x("lower"):
             zeros = optax.tree.zeros_like(y)
@@ -69,7 +69,7 @@ class Means:
         return _plus(mean, self.problem.lower_public, argument, x, y)
 
     def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        r"""$\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
+        r"""Return $\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
 
         def gradients(total):
             return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
@@ -125,7 +125,7 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
 
 
 def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
-    """One or many records with their floating-point entries in a dtype."""
+    """Return one or many records with their floating-point entries in a dtype."""
 
     def widened(v):
         return v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v

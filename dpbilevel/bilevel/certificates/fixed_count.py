@@ -47,7 +47,7 @@ class Spectrum:
         start: PyTree,
         num_steps: int | Int[Array, ""],
     ) -> PyTree:
-        r"""Minimizes a strongly convex function by a fixed number of accelerated steps.
+        r"""Return an approximate minimizer after a fixed number of accelerated steps.
 
         With $q = \mu / \beta$, $w_0 = 0$, $x_0 = z_0$ and $S_k = \sqrt{q (q + (1 - q)
         w_k)}$:
@@ -90,18 +90,19 @@ class Spectrum:
         return jax.lax.fori_loop(0, num_steps, step, (start, start, w))[1]
 
     def accelerated_error(self, distance: Number, num_steps: int) -> Number:
-        r"""$\|z_k - z^*\| \le D / \cosh((k + 1) \operatorname{artanh} \kappa^{-1/2})$.
+        r"""Return a bound on the error $\|z_k - z^*\|$ of `accelerated_gradient`.
 
-        With `distance` $D \ge \|z_0 - z^*\|$ and `num_steps` $k \ge 1$.
+        It is $D / \cosh((k + 1) \operatorname{artanh} \kappa^{-1/2})$, with
+        `distance` $D \ge \|z_0 - z^*\|$ and `num_steps` $k \ge 1$.
         """
         angle = self._angle
         decay = module_of(angle).exp(-(num_steps + 1) * angle)
         return distance * 2 * decay / (1 + decay**2)
 
     def accelerated_steps(self, distance: Number, error: Number) -> Number:
-        """Return a number of steps that makes `accelerated_error` at most `error` > 0.
+        """Return steps, a whole number, that make `accelerated_error` at most `error`.
 
-        A whole number: a float on the host, an array for arrays.
+        They are a float on the host, an array for arrays; `error` is positive.
         """
         angle, ratio = self._angle, distance / error
         module = module_of(ratio / angle)
@@ -117,7 +118,7 @@ class Spectrum:
     def chebyshev(
         self, matvec: Callable[[PyTree], PyTree], b: PyTree, num_steps: int
     ) -> PyTree:
-        r"""Solves $A v = b$ by a fixed number of steps of Chebyshev's iteration.
+        r"""Solve $A v = b$ by a fixed number of steps of Chebyshev's iteration.
 
         A fixed polynomial of $A$ times $b$, the best one for a spectrum in $[\mu,
         \beta]$.
@@ -154,14 +155,17 @@ class Spectrum:
         return jax.lax.fori_loop(0, num_steps, step, state)[0]
 
     def chebyshev_error(self, num_steps: int) -> Number:
-        r"""$2 q^m$ with $q = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ in $m$ steps."""
+        r"""Return the bound $2 q^m$ on the relative error of `chebyshev`.
+
+        Here $q = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ and $m$ is `num_steps`.
+        """
         root = self.condition_number**0.5
         return 2 * ((root - 1) / (root + 1)) ** num_steps
 
     def chebyshev_steps(self, factor: Number) -> Number:
-        """Return a number of steps that makes `chebyshev_error` at most `factor` > 0.
+        """Return steps, a whole number, that make `chebyshev_error` at most `factor`.
 
-        A whole number, at least 1: a float on the host, an array for arrays.
+        They are at least 1: a float on the host, an array for arrays.
         """
         root = self.condition_number**0.5
         ratio, rate = 2 / factor, (root + 1) / (root - 1)
@@ -227,12 +231,12 @@ class Bounds:
 
     @property
     def largest(self) -> Number:
-        """The largest norm of what is computed."""
+        """Largest norm of the hypergradient; the clip norm if there is one."""
         return self.gradient if self.clip is None else self.clip
 
     @property
     def spectrum(self) -> Spectrum:
-        """The eigenvalues of $H$."""
+        """`Spectrum` that holds the eigenvalues of $H$."""
         return Spectrum(self.strong_convexity, self.smoothness)
 
 

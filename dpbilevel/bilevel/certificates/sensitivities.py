@@ -48,7 +48,7 @@ class StepCounts:
 
 @functools.lru_cache
 def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
-    r"""Return the fewest steps with errors of at most 1 % of the sensitivities.
+    r"""Return the least `StepCounts` with errors of at most 1 % of the sensitivities.
 
     An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
     Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
@@ -86,7 +86,7 @@ def hypergradient_sensitivity(
     x: PyTree | None = None,
     dimensions: tuple[int, int] = (1, 1),
 ) -> Levels:
-    r"""How far one replaced record of each level moves the computed hypergradient.
+    r"""Return how far one replaced record of each level moves the hypergradient.
 
     $S_r + 2 (C \alpha + c \tau + \omega)$ with $\alpha$ and $\tau$ what the fixed
     numbers of steps guarantee at this $x$, and $\omega$ a bound on floating-point
@@ -164,7 +164,7 @@ def ledger_sensitivity(
 def multiple_of_ratios(
     certificate: AbstractCertificate, sizes: Sizes, shares: Levels
 ) -> tuple[Levels, Any]:
-    """Return the per-level noise scales and their common factor.
+    """Return the ratios of the levels' sensitivities, and their common factor.
 
     For disjoint people `role_ratios` and the least factor that makes them as large as
     the shares, what a record of each level changes at some $x$; the shares themselves
@@ -179,7 +179,7 @@ def multiple_of_ratios(
 
 
 def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
-    """Return the ratios of the listed sensitivities of disjoint people."""
+    """Return `Levels` in the ratio of disjoint people's listed sensitivities."""
     bounds = certificate.bounds(sizes)
     error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
@@ -192,7 +192,7 @@ def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
 
 
 def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
-    """How far both inexact solves move the hypergradient."""
+    """Return how far both inexact solves move the hypergradient."""
     spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
     lower = spectrum.accelerated_error(radius, counts.lower)
     linear = spectrum.chebyshev_error(counts.linear) * bounds.upper_gradient
@@ -205,7 +205,7 @@ def rounding_error(
     dtype: DTypeLike,
     dimensions: tuple[int, int] = (1, 1),
 ) -> Number:
-    """How far rounding moves the hypergradient, to first order.
+    """Return how far rounding moves the hypergradient, to first order.
 
     As derived at `hypergradient_sensitivity`.
     """
@@ -227,14 +227,14 @@ def rounding_error(
 
 
 def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
-    """How far rounding moves a computed lower solution, to first order."""
+    """Return how far rounding moves a computed lower solution, to first order."""
     gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
     gradient += 100 * _unit(dtype) * bounds.smoothness * bounds.solution_radius
     return 2 * gradient / bounds.strong_convexity
 
 
 def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
-    """Return the relative error of a mean over records."""
+    """Return a bound on the relative rounding error of a mean over records."""
     n = max(sizes.upper, sizes.lower)  # the longer mean
     return _unit(dtype) * (UNITS + min(n, ROWS) + -(-n // ROWS))
 

@@ -69,7 +69,7 @@ class Penalties(AbstractModel):
         return penalty_tuning(LOSSES[self.loss], groups, bounds=self.bounds)
 
     def _groups(self, blocks: Blocks) -> np.ndarray:
-        """Return the number of the penalty of each coefficient."""
+        """Return the index of each coefficient's penalty."""
         return {
             "single": np.zeros(dimension(blocks), int),
             "per_block": np.repeat(np.arange(len(blocks)), [n for _, n in blocks]),
