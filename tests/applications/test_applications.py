@@ -217,7 +217,9 @@ def test_penalty_of_weights_is_half_their_chi_squared_divergence_from_equal_ones
     assert plain.upper_public is None
 
 
-@pytest.mark.parametrize("parametrization", ["logits", "simplex"])
+@pytest.mark.parametrize(
+    "parametrization", ["logits", pytest.param("simplex", marks=pytest.mark.slow)]
+)
 def test_penalty_of_weights_keeps_them_equal_where_it_is_large(parametrization):
     data = two_sources(400)
     logits = parametrization == "logits"

@@ -90,6 +90,7 @@ def second_moments(models, start):
     return gradients.T @ gradients / len(gradients)
 
 
+@pytest.mark.slow
 def test_the_fit_of_a_mixture_starts_at_the_mean_of_kept_models_by_their_sizes():
     sizes = np.array([30, 10, 20])
     data = levels(counts=sizes)
@@ -99,6 +100,7 @@ def test_the_fit_of_a_mixture_starts_at_the_mean_of_kept_models_by_their_sizes()
     np.testing.assert_allclose(found["fit"], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_mixtures_are_found_for_a_loss_with_a_derivative_of_its_own():
     @jax.custom_vjp
     def loss(y, record):

@@ -65,9 +65,15 @@ PAID = {
 }
 
 both = pytest.mark.parametrize("solver", PAID, ids=lambda s: type(s).__name__)
+# MixedSources, whose programs take longest to compile, in the slow suite.
+one_at_once = pytest.mark.parametrize(
+    "solver",
+    [SELECTED, pytest.param(MIXED, marks=pytest.mark.slow)],
+    ids=lambda solver: type(solver).__name__,
+)
 
 
-@both
+@one_at_once
 def test_the_answer_is_finite_whatever_the_noise(solver):
     sizes = WEIGHTING.sizes_of(DATA, "disjoint")
 
@@ -120,7 +126,7 @@ def test_a_score_has_norm_one_and_other_runs_their_own_clip_norm(solver):
     assert clips == dict.fromkeys(PAID[solver], 1.0) | {"fit": 3.0}
 
 
-@both
+@one_at_once
 def test_float32_records_are_solved_where_float64_is_enabled(solver, x64):
     answer = jax.eval_shape(
         lambda data: runs(solver, data)[0], jax.tree.map(np.asarray, DATA)
@@ -128,7 +134,7 @@ def test_float32_records_are_solved_where_float64_is_enabled(solver, x64):
     assert {v.dtype for v in jax.tree.leaves(answer)} == {jnp.dtype("f4")}
 
 
-@both
+@one_at_once
 @pytest.mark.parametrize("dtypes", [("f4", "f8"), ("f8", "f4")])
 def test_weights_and_model_may_differ_in_precision(solver, dtypes, x64):
     w0 = tuple(np.zeros(len(w), dtype) for w, dtype in zip(W0, dtypes, strict=True))
@@ -207,7 +213,7 @@ def losses():
     return [loss(solver) for solver in solvers]
 
 
-@pytest.mark.parametrize("ours", [3, 4])
+@pytest.mark.parametrize("ours", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_kept_sources_and_mixtures_are_better_than_one_level_alone(ours):
     found = losses()
     assert found[ours] < min(found[:3]) - 0.03

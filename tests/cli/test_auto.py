@@ -65,6 +65,7 @@ def test_a_config_without_settings_gets_some_that_run(file, few, capsys, tmp_pat
     assert "ENFORCED" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_without_settings_takes_those_of_auto(file, few, capsys, tmp_path):
     out = tmp_path / "run"
     assert main(["run", str(file), "--out", str(out)]) == 0
@@ -92,6 +93,7 @@ def test_a_run_without_settings_is_resumed_with_those_that_it_had(
     assert results.load(out).config.tables["solver"]["type"] == "SelectedSources"
 
 
+@pytest.mark.slow
 def test_the_config_of_the_first_page_runs_on_two_files(few, tmp_path):
     page = Path(__file__).parents[2] / "docs" / "getting_started.md"
     text = re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)[0]

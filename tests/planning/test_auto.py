@@ -72,6 +72,7 @@ def test_the_chosen_setting_is_better_than_the_start_on_fresh_records():
     assert loss < 0.8 * np.log(2)
 
 
+@pytest.mark.slow
 def test_two_levels_are_planned_where_sources_are_good_or_bad():
     plan = plan_for(planning.GoodOrBad())
     assert plan.two_levels
@@ -102,7 +103,9 @@ def test_a_plan_shows_why_settings_and_guarantee():
     [
         (2000 * 6, "fast", 3 * 1 + 3 + 6 + 8),
         (2000 * 6 - 1, "fast", 2 * 1 + 1 + 2 + 3),  # the first and the third setting
-        (2000 * 6 - 1, "thorough", 3 * 2 + 6 + 22 + 22),
+        pytest.param(
+            2000 * 6 - 1, "thorough", 3 * 2 + 6 + 22 + 22, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_large_problems_are_planned_from_fewer_settings_and_runs(
@@ -157,6 +160,7 @@ def network_loss(y, record):
     return -jax.nn.log_softmax(hidden @ y["out"])[record["label"]]
 
 
+@pytest.mark.slow
 def test_a_network_is_planned_on_records_of_the_declared_layout():
     keys = jax.random.split(jax.random.key(0))
     start = {

@@ -79,7 +79,9 @@ def holds(content, number):
     return any(form in content for form in (*forms, f"{number:.9f}"[:-1].encode()))
 
 
-@pytest.mark.parametrize("solver", [RANDOM, UCB, BEST])
+@pytest.mark.parametrize(
+    "solver", [RANDOM, UCB, pytest.param(BEST, marks=pytest.mark.slow)]
+)
 def test_no_loss_of_a_record_and_no_mean_is_in_the_storage(solver, stored):
     study, content = stored
     objective = Objective()
