@@ -192,7 +192,7 @@ def _plain(part: Any) -> dict[str, Any] | None:
 
 
 def set_aside(folder: Path, number: int) -> int:
-    """Move the last run's result into a folder `run-N`; return the run's number.
+    """Move the last run's result, if there is one, into `run-N`; return the last N.
 
     Returns:
         The number of the last run. It is higher than on record if a `run-N` shows that

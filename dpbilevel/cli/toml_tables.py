@@ -262,7 +262,7 @@ def check_choice(value: Any, options: Iterable[str], place: Location, key: str) 
 
 
 def _plain(hint: Any) -> Any:
-    """Return the part of an annotation that a text file can hold."""
+    """Return one type of a union, if possible one of a text file; others unchanged."""
     if hint in _WORDS:
         return hint
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

@@ -142,7 +142,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return _State(x, y, losses, kept, memory, rejections, t + 1)
 
     def released(self, state) -> PyTree:
-        """Return the model and the weights of the groups, in the game's units."""
+        """Return the model and the game's $y$: the groups' weights times its scale."""
         return state.x, state.y
 
     def adversary_view(self, state) -> PyTree:

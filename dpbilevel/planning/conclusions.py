@@ -150,7 +150,7 @@ def _percent(fraction: float) -> str:
 
 
 def _comparison(trial: Trial, place: int, populations: Sequence[str]) -> str:
-    """Return sentences on where a method that is not planned is better or worse."""
+    """Return text on where an unplanned method is better or worse; '' if nowhere."""
     pairs = list(zip(populations, trial.advantage, strict=False))
     better = ", ".join(name for name, lead in pairs if lead > _NOISE)
     if not better:

@@ -92,7 +92,7 @@ class DeclaredTraining:
         num_records: int,
         people: People | str = People.OVERLAPPING,
     ) -> Self:
-        """Declare a training by its event of dp-accounting, as jax_privacy gives it.
+        """Make a `DeclaredTraining` of the training's event of dp-accounting.
 
         Args:
             event: Gaussian releases with Poisson or full batches, or compositions of

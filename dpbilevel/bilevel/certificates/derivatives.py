@@ -44,7 +44,7 @@ class Means:
         return self._lower(1, x, y)
 
     def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
-        r"""Return $\nabla_x G$ at `x` and `y`."""
+        r"""Return the lower objective's gradient in x, $\nabla_x G$, at `x` and `y`."""
         if self.problem.reads_x("lower"):
             return self._lower(0, x, y)
         return _plus(optax.tree.zeros_like(x), self.problem.lower_public, 0, x, y)

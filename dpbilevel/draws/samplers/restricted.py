@@ -279,7 +279,7 @@ def _simplex(mean, deviation, scale, tries, key):
 
 
 def _ball_acceptance(dimension: int, radius: float, reach: float) -> float:
-    r"""Return the least acceptance over means with $A \le r + $ reach, in deviations.
+    r"""Return the least acceptance on a ball, over means at most `reach` outside of it.
 
     Let $Z(A)$ be the probability of the ball and $B(A) = \min_\theta
     \sup_Q (\psi_A(Q) + \theta Q) - \frac{d-1}{2} \log(1 + 2 \theta)$ the logarithm of

@@ -159,7 +159,7 @@ def shapes_of(records: PyTree) -> PyTree:
 def reader(
     records: PyTree, mask: Bool[Array, " n"] | None, n: int, rows: int
 ) -> Reader:
-    """Return a function that reads chunks of `rows` of `n` rows in a compiled program.
+    """Return a function from a chunk's number to its `rows` rows and their mask.
 
     Args:
         records: Arrays, or `OnDisk`, which is padded to `n` rows.
