@@ -103,7 +103,7 @@ class SimplexFrame(AbstractFrame):
         self.reach, self.stretch = float(n**2), math.sqrt(dimension)
 
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        """Return the gauge of a point of the simplex's frame, from its smallest entry."""
+        """Return the gauge of a point in the simplex's frame, by its smallest entry."""
         smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
         return 1 - (len(z) + 1) * smallest / self.scale
 

@@ -96,7 +96,7 @@ class Factored(eqx.Module):
         return Factored(self.right, self.left, self.shape, *axes)
 
     def times(self, change: Callable[[Array], Array]) -> "Factored":
-        """Return the `Factored` array with parts changed by `change`: scaled or converted."""
+        """Return the `Factored` array with parts scaled or converted by `change`."""
         return dataclasses.replace(self, right=change(_widened(self.right)))
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
@@ -155,7 +155,7 @@ class SparseRows(eqx.Module):
         return self.count, *self.rows.shape[self.indices.ndim :]
 
     def times(self, change: Callable[[Array], Array]) -> "SparseRows":
-        """Return the `SparseRows` with its rows changed by `change`: scaled or converted."""
+        """Return the `SparseRows` with its rows scaled or converted by `change`."""
         return dataclasses.replace(self, rows=change(_widened(self.rows)))
 
     def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
