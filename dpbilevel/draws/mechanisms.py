@@ -179,7 +179,10 @@ class AbstractDrawMechanism(AbstractMechanism):
         """
         value = getattr(self, self.parameter)
         if value is None:
-            raise ValueError(f"{type(self).__name__}: not calibrated. Call calibrate.")
+            raise ValueError(
+                f"{type(self).__name__}: not calibrated yet. Take the solver from "
+                "dpbilevel.calibrate(problem, solver, budget, sizes=...).solver."
+            )
         return value
 
 

@@ -202,6 +202,7 @@ class Gaussian(AbstractNoise):
     def multiplier(self) -> Number:
         if self.noise_multiplier is None:
             raise ValueError(
-                "Gaussian: no noise yet. Use dpbilevel.calibrate(...).solver."
+                "Gaussian: no noise multiplier yet. Take the solver from "
+                "dpbilevel.calibrate(problem, solver, budget, sizes=...).solver."
             )
         return self.noise_multiplier

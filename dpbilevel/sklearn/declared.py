@@ -187,7 +187,7 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
         raise ValueError(f"{owner}: {name} must be all texts or all numbers.")
     array = np.asarray(listed)
     if array.ndim != 1 or len(set(listed)) != len(listed) or len(listed) < 2:
-        got = _checks.shown(values)
+        got = "one class" if len(listed) == 1 else _checks.shown(values)
         raise ValueError(
             f"{owner}: {name} must be at least two distinct values, got {got}."
         )

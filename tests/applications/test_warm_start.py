@@ -180,5 +180,5 @@ def test_errors_name_all_classes_of_problems_that_a_solver_takes():
     solver = dpb.applications.WarmStarted(draw, implicit())
     with pytest.raises(TypeError, match="instance of BilevelProblem or FiniteSum"):
         solver.ledger(3, SIZES)
-    with pytest.raises(TypeError, match="RandomSearch solves a FiniteSum or BlackBox"):
+    with pytest.raises(TypeError, match="not a FiniteSum or BlackBox"):
         dpb.applications.WarmStarted(dpb.search.RandomSearch(4, 1.0), implicit())

@@ -188,7 +188,7 @@ def test_optax_optimizers_replace_the_step_sizes():
         ({"penalty": 0.0}, "penalty must be positive"),
         ({"lower_step_size": None}, "give lower_step_size="),
         ({"cross_clip_norm": -1.0}, "cross_clip_norm must be positive"),
-        ({"budget_split": (1.0, 1.0)}, "for y, z and x"),
+        ({"budget_split": (1.0, 1.0)}, "for y, z, x"),
         ({"sampling": dpb.privacy.SinglePass(3)}, "F2SA"),
     ],
 )

@@ -250,7 +250,7 @@ def test_the_x_block_is_free_exactly_where_no_record_meets_x():
     [
         ({"penalty": 0.0}, "penalty must be positive"),
         ({"difference_clip_norm": -1.0}, "difference_clip_norm must be positive"),
-        ({"budget_split": (1.0, 1.0)}, "for y, delta and x"),
+        ({"budget_split": (1.0, 1.0)}, "for y, delta, x"),
         ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
     ],
 )

@@ -356,7 +356,7 @@ def test_optax_optimizers_replace_the_step_sizes_of_all_blocks():
         ({"lower_step_size": jnp.sin}, "Schedules go in"),
         ({"linear_step_size": -1.0}, "linear_step_size must be"),
         ({"hessian_clip_norm": 0.0}, "hessian_clip_norm must be"),
-        ({"budget_split": (1.0, 1.0)}, "for y, v and x"),
+        ({"budget_split": (1.0, 1.0)}, "for y, v, x"),
         ({"budget_split": (1.0, 0.0, 1.0)}, "budget_split must be from 1e-30"),
         ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
     ],

@@ -193,7 +193,7 @@ def test_what_has_no_order_is_refused_by_its_type(container):
 def test_one_short_record_leaves_the_width_of_a_fit(container):
     rows = [[1.0], *([0.5, 0.2],) * (N - 1)]
     model = DPRidge(bounds=(-1, 1), target_bounds=(-1, 1))
-    assert np.isnan(model._table(container(rows))[0]).all()
+    assert np.isnan(model._read(container(rows), 1)[0]).all()
     assert model.n_features_in_ == 2
 
 
@@ -208,12 +208,12 @@ def test_a_masked_entry_is_no_number(place):
 def test_the_number_of_columns_is_that_of_most_rows():
     model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1))
     for ragged in ([[0.5]], [[1, 2, 3]], ["text"], [None]):
-        found = model._table(ragged + [[0.1, 0.2]] * 3)
+        found = model._read(ragged + [[0.1, 0.2]] * 3, 1)
         assert found.shape == (4, 2)
         assert model.n_features_in_ == 2
         assert np.isnan(found[0]).all()
     with pytest.raises(ValueError, match="Expected 2D array, got 1D array"):
-        model._table([1.0, 2.0, [3.0, 4.0]])
+        model._read([1.0, 2.0, [3.0, 4.0]], 1)
 
 
 def test_one_ragged_label_leaves_the_model():

@@ -248,5 +248,5 @@ def test_a_solver_that_cannot_serve_a_relation_refuses_it():
     output, sizes = dpb.outputs.Last(), dpb.Sizes(100, 100, "disjoint")
     certified = dpb.ImplicitBilevel(num_steps=2, step_size=1.0, output=output)
     planned = certified.with_noise(1.0).with_sizes(sizes)
-    with pytest.raises(ValueError, match="proved under replace-one only"):
+    with pytest.raises(ValueError, match="needs Neighbours"):
         planned.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)

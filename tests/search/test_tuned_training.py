@@ -338,7 +338,7 @@ def test_the_ledger_says_where_time_tells_what_was_drawn():
         ),
         ({"num_steps": 5}, r"TunedTraining: more than num_steps=5"),
         ({"mean": 1.0}, "mean must be above 1"),
-        ({"budget_split": (1.0,)}, "training and loss"),
+        ({"budget_split": (1.0,)}, "training, loss"),
     ],
 )
 def test_what_cannot_be_accounted_for_is_refused(fields, message):
