@@ -3,11 +3,13 @@
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -32,11 +34,6 @@ from .samplers.base import (
     SamplerGuarantee,
     scaled_potential,
 )
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 # The contribution of a score bounds this measure of the change by one record: the
 # largest difference between two points, or the Lipschitz constant.

@@ -4,11 +4,13 @@ import abc
 import dataclasses
 import math
 import typing
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import numpy as np
 import scipy
+from equinox import AbstractVar  # noqa: F811
 
 from .. import _checks
 from ..core.outputs import AbstractOutput, Mean
@@ -18,11 +20,6 @@ from ..privacy.budget import PrivacyBudget
 from ..sets import Simplex
 from .problem import AbstractVariationalInequality
 from .resolvents import parts
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]

@@ -3,12 +3,13 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
@@ -19,11 +20,6 @@ from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.per_example.clipping import one_record
 from ..sets import AbstractSet, Euclidean, Product, Simplex
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

@@ -1,19 +1,16 @@
 """Kernels: covariance functions of losses, with derivatives in closed form."""
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from .._checks import Checked, Positive
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 

@@ -8,23 +8,20 @@ distribution may be from it.
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Checked, Count, NonNegative, Number, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 _BATCH = 128  # points whose potentials are computed side by side
 

@@ -4,7 +4,8 @@ import abc
 import bisect
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
@@ -12,17 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Bool, Float, PyTree
 
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet, Ball
 from . import restricted
 from .base import AbstractPotential, Regularity
-
-if TYPE_CHECKING:  # type checkers let fields override a class variable
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 _MOST_DRAW_TRIES = 100_000
 _MOST_TRIES = 10**9
