@@ -95,7 +95,9 @@ def plan_run(
         try:  # before the first evaluation, which may take hours
             solver.ledger(problem, solver.sizes).events()
         except ValueError as error:
-            raise ValueError(f"{owner}: {error} Or give budget=.") from None
+            raise ValueError(
+                f"{owner}: not calibrated. {error} Or give budget=."
+            ) from None
         costs = process_spending.costs_of(problem, unbound, n, owner)
         page = fingerprint(problem, solver, w0, budget, report)
         options = {"key": key, "fingerprint": page, "with_start": False}

@@ -76,7 +76,7 @@ def test_what_jax_traces_and_what_fails_is_no_run():
     jax.jit(dpb.solve)(*args, key=jax.random.key(0))
     with pytest.raises(ValueError, match="plan is for 30"):
         solved(plan.solver, jnp.ones(31))
-    with pytest.raises(ValueError, match="no noise yet"):
+    with pytest.raises(ValueError, match="no noise multiplier yet"):
         solved(SOLVER)
     assert dpb.spent().runs == ()
     assert "no private run" in str(dpb.spent())
