@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import inspect
 import math
 import zlib
 
@@ -138,6 +139,21 @@ def test_every_sampling_scheme_is_compared_for_several_solvers():
     drawn = collections.Counter(case.id.partition("-")[2] for case in BATCHES)
     assert min(drawn[name] for name in ("Poisson", "FixedSize", "FullBatch")) >= 8
     assert drawn["SinglePass"] >= 2
+
+
+def test_every_sampling_scheme_has_a_second_accountant():
+    compared = {"FullBatch", "Poisson", "FixedSize", "SinglePass"}  # by the test above
+    compared |= {"RandomAllocation"}  # in tests/privacy/test_allocation.py
+    missing = {kind.__name__ for kind in schemes()} - compared
+    assert not missing, f"compare the event of {missing} with another accountant"
+
+
+def schemes(kind=AbstractSampling):
+    """All sampling schemes of the library that can be made."""
+    for other in kind.__subclasses__():
+        yield from schemes(other)
+        if other.__module__.startswith("dpbilevel.") and not inspect.isabstract(other):
+            yield other
 
 
 def forgets_a_release(ledger):
