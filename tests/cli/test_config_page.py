@@ -41,6 +41,7 @@ SELECTORS = {"type", "source"}
 
 
 def section(title):
+    assert f"\n## {title}\n" in PAGE, f"docs/config.md needs the section {title}"
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 

@@ -316,7 +316,7 @@ def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypa
 def test_a_solver_without_noise_is_refused_before_the_first_evaluation():
     for solver in SOLVERS.values():
         counted = Counted()
-        with pytest.raises(ValueError, match="Give budget="):
+        with pytest.raises(ValueError, match="give budget="):
             dpb.search.minimize(
                 black_box(counted), solver, START, key=jax.random.key(0)
             )
