@@ -101,7 +101,7 @@ def test_a_multiplier_is_traced_not_compiled_in(getkey):
 
 def test_nothing_is_released_without_a_multiplier_a_bound_or_a_typed_key(getkey):
     bounded = dpb.privacy.Bounded(jnp.zeros(2), 1.0)
-    with pytest.raises(ValueError, match=r"Use dpbilevel"):
+    with pytest.raises(ValueError, match="Take the solver from dpbilevel"):
         dpb.privacy.Gaussian(precision="float").release(bounded, key=getkey())
     with pytest.raises(TypeError, match="bounded must be an instance of Bounded"):
         dpb.privacy.Gaussian(1.0, precision="float").release(jnp.zeros(2), key=getkey())
