@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--validation", **_FILE, help="CSV file of validation records instead")
     check("--ids", metavar="COLUMN", help="column with the person of each row")
     once("--out", **_FOLDER, required=True, help="a new folder")
-    once("--resume", **_FLAG, help="continue an interrupted run, bit for bit")
+    once("--resume", **_FLAG, help="continue an interrupted run; costs nothing more")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     once("--restart", **_FLAG, help=again)
     once("--chunk", metavar="N", type=int, help="steps between two checkpoints")

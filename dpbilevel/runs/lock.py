@@ -55,7 +55,7 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
         except filelock.Timeout:
             raise ValueError(
                 f"{folder} is in use by another run{_holder(file)}. Wait until that "
-                "run ends, or give a new folder."
+                "run ends, or give a new folder. Nothing was spent."
             ) from None
         except OSError as error:
             raise OSError(

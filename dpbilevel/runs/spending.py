@@ -401,7 +401,7 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
         except (ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{place / LIMIT} is damaged. Declare the limit again by "
-                "dpbilevel.search.limit_spending(folder, budget)."
+                "dpbilevel.search.limit_spending(folder, budget). Nothing was spent."
             ) from None
         found = spent(place)
         costs = found.epsilon + ahead[0], min(1.0, found.delta + ahead[1])
