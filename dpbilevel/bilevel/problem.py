@@ -54,7 +54,7 @@ class BilevelProblem(AbstractProblem):
         x_set: The feasible set of $x$.
         y_set: The feasible set of $y$.
         x_in_records: Which per-record losses read $x$: `True` (both), `False`
-            (neither), or a level's name, as in `("lower",)`. Where no record's loss
+            (neither), or a level's name, as in `("lower",)`. If no record's loss
             reads $x$ the outer gradient is public and its release costs no budget. A
             claim that a level does not read $x$ is verified by tracing before anything
             runs; `traced` fills it in. Static.

@@ -2,7 +2,7 @@
 
 A record is `{"features": a, "label": b}`, with further entries or without, or the pair
 `(a, b)`: records are then a dict of arrays `X`, shape `(n, d)`, and `y`, shape `(n,)`,
-or `(X, y)`. Where labels are classes, 0 means what -1 does, so that 0 and 1, `False`
+or `(X, y)`. If labels are classes, 0 means what -1 does, so that 0 and 1, `False`
 and `True`, -1 and 1 are the same classes.
 """
 

@@ -32,6 +32,13 @@ def test_every_public_solver_has_its_cases():
     assert without_a_case() == []
 
 
+def test_the_page_on_choices_names_every_public_solver():
+    text = (tables.ROOT / "docs/choosing.md").read_text()
+    solvers = public_classes(dpb.AbstractSolver)
+    missing = [name for name in solvers if not re.search(rf"`(\w+\.)*{name}\b", text)]
+    assert not missing, f"docs/choosing.md does not say when to use {missing}"
+
+
 @pages
 def test_a_page_has_the_table_that_follows_from_the_public_solvers(page, table):
     assert is_on_the_page(page, table), "run python -m docs.tables"

@@ -148,7 +148,7 @@ def ledger_sensitivity(
     r"""Return the sensitivities that a ledger lists: the largest ones over all x.
 
     Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and
-    the dtype are known. Where the sensitivities vary with $x$, each by its own factor,
+    the dtype are known. If the sensitivities vary with $x$, each by its own factor,
     both roles are listed with the larger one: noise that serves the role that needs it
     most then serves the whole budget best. The rounding of clipped contributions is
     listed for 64 coordinates of $x$ and 4096 of $y$; with more, the noise is larger

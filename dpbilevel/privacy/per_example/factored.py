@@ -233,7 +233,7 @@ def products(
 ) -> Float[Array, "groups q p"]:
     """Return the weighted sums of products of factors over groups of `size` records.
 
-    To be folded as products of `value.turned()`. Where a weight is zero, factors may
+    To be folded as products of `value.turned()`. If a weight is zero, factors may
     hold anything.
     """
     used, weights = (v[:, None, None] for v in (weights > 0, weights))

@@ -88,7 +88,7 @@ class AbstractSum(abc.ABC):
         r"""Fraction of the clip norm that is kept for the rounding of groups' sums.
 
         Let leaf $l$ have $T_l$ places and groups of $k_l$ records, $m_l = k_l T_l + 4$,
-        $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Where all others keep their
+        $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. If all others keep their
         rows it is $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$,
         else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
         groups in all. The derivation is in docs/precision.md.
