@@ -102,16 +102,16 @@ def run(
             saved = _begin(first, out)
         else:
             saved = checkpoint.resume_run(out, before, first)
+
+        def keep(saved):
+            still_locked()
+            checkpoint.write(out, saved)
+
+        def keep_and_show(saved):
+            keep(saved)
+            progress(saved.done)
+
         try:
-
-            def keep(saved):
-                still_locked()
-                checkpoint.write(out, saved)
-
-            def keep_and_show(saved):
-                keep(saved)
-                progress(saved.done)
-
             saved = _checked(prepared, rows, saved, out, keep)
             progress(saved.done)  # a bar begins below the warnings
             saved = _steps(prepared, levels, saved, keep_and_show)
@@ -180,14 +180,11 @@ def _steps(
 
     The bits do not depend on interruptions.
     """
-    problem, solver, chunk = (
-        prepared.problem,
-        prepared.solver,
-        saved.fingerprint["chunk"],
-    )
+    problem, solver = prepared.problem, prepared.solver
     while saved.done < solver.num_steps:
+        count = min(saved.fingerprint["chunk"], solver.num_steps - saved.done)
         # The next checkpoint holds `key`, from which earlier noise cannot be computed.
-        key, keys = step_keys(saved.key, min(chunk, solver.num_steps - saved.done))
+        key, keys = step_keys(saved.key, count)
         state, rows = all_steps(
             problem, solver, levels, saved.state, keys, trajectory=True
         )
