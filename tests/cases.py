@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dpbilevel as dpb
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +66,18 @@ class Mutant:
     of: str
     broken: Callable[[], Any]
     sound: Callable[[], Any]
+
+
+def slow(*values):
+    """Parameters of the slow suite, after one of the fast: `["a", *slow("b", "c")]`."""
+    values = [v if isinstance(v, tuple | list) else (v,) for v in values]
+    return [pytest.param(*v, marks=pytest.mark.slow) for v in values]
+
+
+def fast_first(values):
+    """These parameters, all but the first in the slow suite."""
+    first, *others = values
+    return [first, *slow(*others)]
 
 
 def planned(solver, people=None, scale=1.0):

@@ -100,6 +100,7 @@ def test_slopes_leave_out_where_a_method_makes_no_progress():
     assert lower_bound.slope(sizes[:3], results[:3]) is None
 
 
+@pytest.mark.slow
 def test_the_constants_of_the_lower_bound_instance_are_not_refuted(x64):
     example = lower_bound.instance(lower_bound.Setting(8, 1.0, 3, 2), 0.5)
     problem = lower_bound.certified(example.problem)

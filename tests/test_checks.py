@@ -95,6 +95,7 @@ def test_records_in_a_wrong_place_are_refused_without_their_values(place, kind):
     assert "0.12" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_numpy_integers_are_sizes_and_numpy_floats_a_start():
     records = {"features": np.eye(4), "label": np.ones(4)}
     plan = dpb.calibrate(SUM, DESCENT, BUDGET, sizes=np.int64(4))

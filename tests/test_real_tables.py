@@ -137,6 +137,7 @@ def test_no_table_is_declared_twice_and_bounds_increase():
         assert all(len({*v}) == len(v) > 1 for v in table.categories.values())
 
 
+@pytest.mark.slow
 def test_ada_ssp_is_least_squares_if_the_noise_is_small():
     rng = np.random.default_rng(0)
     numbers, codes = rng.uniform(0, 1, (20_000, 2)), rng.integers(0, 2, (20_000, 1))

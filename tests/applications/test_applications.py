@@ -28,6 +28,7 @@ def two_sources(n=4000, d=5, seed=0):
     return dpb.Levels(batch(slice(half, n), label), lower)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parametrization", ["logits", pytest.param("simplex", marks=pytest.mark.slow)]
 )
@@ -67,6 +68,7 @@ def test_uniform_logits_and_uniform_simplex_are_the_same_problem():
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_penalties_grow_on_useless_features_and_shrink_on_useful_ones():
     rng = np.random.default_rng(1)
     features = jnp.asarray(rng.normal(size=(400, 6)), jnp.float32)
@@ -139,6 +141,7 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
     assert np.linalg.norm(before - exact) > 1e-2
 
 
+@pytest.mark.slow
 def test_refit_of_both_levels_weighs_all_records_alike():
     data = two_sources(300)
     data = dpb.Levels(jax.tree.map(lambda v: v[:50], data.upper), data.lower)
@@ -217,6 +220,7 @@ def test_penalty_of_weights_is_half_their_chi_squared_divergence_from_equal_ones
     assert plain.upper_public is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parametrization", ["logits", pytest.param("simplex", marks=pytest.mark.slow)]
 )

@@ -116,6 +116,7 @@ def test_mixtures_are_found_for_a_loss_with_a_derivative_of_its_own():
     np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_that_of_seven_problems_one_after_the_other():
     (x, y), found = mixed()
     by_source = [of_sources(DATA, [s]) for s in range(K)]

@@ -25,7 +25,7 @@ from tests.applications.sources import (
     one_level,
     runs,
 )
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 
 CONTRACT = {
     "one_level": Case(WEIGHTING, OneLevel(GD), DATA, W0, "disjoint", keeps_x=True),
@@ -39,7 +39,7 @@ AUDITS = {
 }
 
 
-@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("level", ["upper", *slow("lower")])
 def test_one_level_is_noisy_descent_on_the_records_of_that_level(level):
     noisy = GD.with_noise(1.0)
     solver = OneLevel(noisy, level).with_sizes(WEIGHTING.sizes_of(DATA, "disjoint"))
@@ -52,6 +52,7 @@ def test_one_level_is_noisy_descent_on_the_records_of_that_level(level):
     np.testing.assert_array_equal(ours[0], W0[0])
 
 
+@pytest.mark.slow
 def test_one_level_on_both_descends_on_the_mean_over_all_records():
     lower = {name: DATA.lower[name] for name in DATA.upper}
     pooled = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), DATA.upper, lower)

@@ -20,7 +20,7 @@ from dpbilevel.applications import (
 from dpbilevel.applications.recalibration import constants_of
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.bilevel.levels import Level
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 
 D, RIDGE = 8, 0.05
 GD = dpb.NoisyGD(4, clip_norm=1.0, step_size=0.5)
@@ -103,6 +103,7 @@ def mean_loss(y, level="upper"):
     return np.mean(np.logaddexp(0, -label * (x @ y)))
 
 
+@pytest.mark.slow
 def test_from_a_model_of_zeros_the_answer_is_the_base_rate_of_the_upper_labels():
     y = noiseless(EXACT)
     positive = float(np.mean(np.asarray(DATA.upper["label"]) > 0))
@@ -110,7 +111,7 @@ def test_from_a_model_of_zeros_the_answer_is_the_base_rate_of_the_upper_labels()
     assert y[-1] == pytest.approx(math.log(positive / (1 - positive)), abs=1e-3)
 
 
-@pytest.mark.parametrize("intercept", [-1, None])
+@pytest.mark.parametrize("intercept", [-1, *slow(None)])
 def test_without_noise_slope_and_constant_are_the_best_ones_of_the_upper_records(
     intercept,
 ):
@@ -134,6 +135,7 @@ def curvature(solver, y, data=DATA, x=W0[0]):
     return np.asarray(state.outputs["curvature"], float)
 
 
+@pytest.mark.slow
 def test_the_curvature_is_the_mean_hessian_of_the_lower_losses_at_zero():
     y = jnp.arange(1.0, D + 1)
     wide = dataclasses.replace(EXACT, curvature=NoisyGD(1, 10.0, 1.0))
@@ -151,6 +153,7 @@ def test_the_curvature_is_the_mean_hessian_of_the_lower_losses_at_zero():
     np.testing.assert_allclose(curvature(narrow, y), clipped, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_records_of_no_known_source_and_unequal_weights_do_not_change_curvatures():
     y = jnp.ones(D)
     unknown = DATA.lower | {"source": jnp.full(90, 7)}
@@ -161,6 +164,7 @@ def test_records_of_no_known_source_and_unequal_weights_do_not_change_curvatures
     np.testing.assert_allclose(unequal, curvature(EXACT, y), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_scale_of_the_features(getkey):
     key = getkey()
 
@@ -259,7 +263,9 @@ def test_of_several_scores_each_has_a_constant():
     assert np.sum(found) == 3
 
 
-@pytest.mark.parametrize("solver", [EXACT, after(OneLevel(LONG, "lower"), EXACT)])
+@pytest.mark.parametrize(
+    "solver", [EXACT, *slow(after(OneLevel(LONG, "lower"), EXACT))]
+)
 def test_released_models_are_in_the_set(solver):
     inside = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.5))
     exact = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)

@@ -12,7 +12,7 @@ import dpbilevel as dpb
 from dpbilevel.applications import ScaledGroups
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.privacy.accounting import profiles
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import found_by, records
 
 GROUPS = np.asarray([0, 0, 1, 2])
@@ -69,7 +69,7 @@ def scales_of(q, above=0.95):
     return np.minimum(1, energy / (above * energy.max()))
 
 
-@pytest.mark.parametrize("start", [0.0, 0.3])
+@pytest.mark.parametrize("start", [0.0, *slow(0.3)])
 def test_without_noise_it_is_descent_in_coordinates_scaled_by_the_first_gradient(start):
     w0 = W0[0], jnp.full(4, start)
     (x, y), found = exact(ScaledGroups(LONG, full_above=0.95, screen=WIDE), w0=w0)
@@ -102,6 +102,7 @@ def test_the_energy_of_the_noise_is_taken_off_with_its_margin():
     np.testing.assert_allclose(solver.scales(TUNING, {"screen": q}), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_screen_has_the_energy_that_is_taken_off():
     zero = jax.tree.map(jnp.zeros_like, DATA)  # gradients of zero
     solver = ScaledGroups(TWO).with_noise(2.0).with_precision("float")
@@ -113,6 +114,7 @@ def test_the_noise_of_a_screen_has_the_energy_that_is_taken_off():
     np.testing.assert_allclose(jnp.mean(found["screen"] ** 2), sigma**2, rtol=0.07)
 
 
+@pytest.mark.slow
 def test_a_group_without_energy_stays_at_the_start_and_gets_the_largest_penalty():
     data = jax.tree.map(lambda v: v.at[..., 2].set(0) if v.ndim > 1 else v, DATA)
     w0 = W0[0], jnp.asarray([0.0, 0.0, 0.7, 0.0])
@@ -131,6 +133,7 @@ def test_all_groups_have_scale_one_where_none_stands_out():
     np.testing.assert_array_equal(y, W0[1])
 
 
+@pytest.mark.slow
 def test_with_equal_scales_it_is_one_level_on_both():
     one_group = dpb.penalty_tuning(dpb.logistic_loss, np.zeros(4, int), bounds=(-6, 2))
     w0 = jnp.full(1, -6.0), W0[1]
@@ -255,6 +258,7 @@ def uncentred(seed, n):
     return {"features": rows.astype("f4"), "label": label.astype("f4")}
 
 
+@pytest.mark.slow
 def test_steps_too_long_for_the_kept_groups_end_below_the_constant_answer():
     problem = dpb.penalty_tuning(dpb.logistic_loss, np.repeat(np.arange(8), 25))
     data = dpb.Levels(uncentred(0, 500), uncentred(1, 2000))

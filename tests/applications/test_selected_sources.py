@@ -126,6 +126,7 @@ def test_a_source_is_kept_for_its_own_score_whatever_its_size():
     assert not np.array_equal(over_mean_size > LONG.keep_above, [True, False, False])
 
 
+@pytest.mark.slow
 def test_the_model_of_kept_sources_is_a_fit_on_their_records_alone():
     (x, y), found = selected()
     np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)
@@ -134,6 +135,7 @@ def test_the_model_of_kept_sources_is_a_fit_on_their_records_alone():
     np.testing.assert_array_equal(y, found["fit"])
 
 
+@pytest.mark.slow
 def test_a_fit_on_both_levels_is_one_on_kept_and_validation_records_pooled():
     (_, y), _ = runs(dataclasses.replace(LONG, fit_reads="both"))
     kept = of_sources(DATA, [0, 1])
@@ -142,6 +144,7 @@ def test_a_fit_on_both_levels_is_one_on_kept_and_validation_records_pooled():
     np.testing.assert_allclose(y, alone(pooled, long(30)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_another_model_scores_the_sources_and_is_not_released():
     solver = dataclasses.replace(LONG, scoring=SCORING)
     (x, y), found = runs(solver)
@@ -203,6 +206,7 @@ def test_all_sources_are_kept_where_none_passes():
     np.testing.assert_allclose(y, alone(data.lower, long(30)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_are_in_the_parametrization_of_the_problem():
     simplex = dpb.source_weighting(
         dpb.logistic_loss, K, ridge=RIDGE, parametrization="simplex"

@@ -73,6 +73,7 @@ one_at_once = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @one_at_once
 def test_the_answer_is_finite_whatever_the_noise(solver):
     sizes = WEIGHTING.sizes_of(DATA, "disjoint")
@@ -213,6 +214,7 @@ def losses():
     return [loss(solver) for solver in solvers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_kept_sources_and_mixtures_are_better_than_one_level_alone(ours):
     found = losses()

@@ -87,6 +87,7 @@ def long_penalty():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
@@ -110,6 +111,7 @@ def test_the_second_goes_on_where_the_first_ended(first):
     assert not np.allclose(both.x, run(noiseless(then)).x, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_second_one_that_releases_y_gives_it():
     both = run(
         noiseless(dpb.applications.WarmStarted(implicit(num_steps=2), long_penalty()))
@@ -142,6 +144,7 @@ def test_the_status_is_the_worse_of_the_two():
     assert plan.report.status is dpb.privacy.Status.ENFORCED
 
 
+@pytest.mark.slow
 def test_a_private_y_is_bought_by_a_refit():
     solver = noiseless(dpb.Refitted(implicit(num_steps=2), INNER, (0.7, 0.3)))
     solution = run(solver)

@@ -14,6 +14,7 @@ from dpbilevel import audit
 from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.onelevel.losses import shortened
+from tests.cases import slow
 from tests.problems import DECLARED
 
 RADIUS = 0.7
@@ -140,8 +141,7 @@ def test_proved_constants_are_not_refuted(model, x64):
     ("name", "factor"),
     [
         ("strong_convexity", 1.05),
-        ("lower_xy", 0.9),
-        ("lower_yy_in_y", 0.3),
+        *slow(("lower_xy", 0.9), ("lower_yy_in_y", 0.3)),
         pytest.param("upper_y", 0.5, marks=pytest.mark.slow),
         pytest.param("lower_yy_spread", 0.9, marks=pytest.mark.slow),
         pytest.param("lower_xy_in_y", 0.9, marks=pytest.mark.slow),
@@ -317,6 +317,7 @@ def test_hostile_records_move_the_computed_value_no_further(role, precision):
     assert found.ratio > 0.1
 
 
+@pytest.mark.slow
 def test_declared_constants_must_make_sense():
     good = quadratic().problem.constants
     with pytest.raises(ValueError, match="upper_y must be non-negative"):
@@ -346,6 +347,7 @@ def test_an_exchanged_box_is_refused_and_a_smaller_one_is_not():
     problem.constants.check(problem)
 
 
+@pytest.mark.slow
 def test_derivatives_in_the_features_pass_the_shortening():
     rows = jnp.asarray([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
     slopes = jax.vmap(jax.jacobian(lambda row: shortened(row, 1.0)))(rows)
@@ -387,6 +389,7 @@ def test_starts_of_mixed_or_half_precision_are_refused(dtypes):
             )
 
 
+@pytest.mark.slow
 def test_records_are_read_in_the_dtype_of_the_variables():
     with jax.enable_x64(True):
         rows = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2)), jnp.float16)

@@ -19,7 +19,7 @@ from tests.bilevel.test_single_loop import (
     solved,
     with_first_record_scaled,
 )
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, fast_first, planned
 from tests.problems import (
     LEVELS,
     POISSON,
@@ -124,7 +124,7 @@ def test_without_noise_the_bias_falls_like_one_over_the_penalty(x64):
 @pytest.mark.parametrize(
     "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
 )
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("name", fast_first(CLIPPED))
 def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
     problem, data, w0 = CLIPPED[name]
     solver = (
@@ -173,6 +173,7 @@ def test_the_x_block_is_free_exactly_where_no_record_meets_x():
     ]
 
 
+@pytest.mark.slow
 def test_optax_optimizers_replace_the_step_sizes():
     rules = {"step_size": optax.sgd(0.05), "lower_step_size": optax.sgd(0.2)}
     runs = [

@@ -15,7 +15,7 @@ from tests.bilevel.test_single_loop import (
     mean_before_the_noise,
     with_first_record_scaled,
 )
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, fast_first, planned
 from tests.problems import (
     LEVELS,
     POISSON,
@@ -105,6 +105,7 @@ def runs_of(*solvers):
     return [run(problem, s, data, w0, key=jax.random.key(0)).value for s in solvers]
 
 
+@pytest.mark.slow
 def test_without_noise_the_iterates_are_those_of_f2sa(x64):
     peer = unclipped(functools.partial(dpb.bilevel.F2SA, **RATES))
     ours, theirs, other = runs_of(
@@ -118,6 +119,7 @@ def test_without_noise_the_iterates_are_those_of_f2sa(x64):
     assert not np.allclose(ours[0], other[0], rtol=1e-5)  # the control
 
 
+@pytest.mark.slow
 def test_for_large_penalties_it_is_the_single_loop_method(x64):
     peer = unclipped(dpb.SingleLoopBilevel, "hessian_clip_norm")
     peer = (
@@ -183,7 +185,7 @@ def test_no_noise_is_multiplied_by_the_penalty():
 @pytest.mark.parametrize(
     "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
 )
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("name", fast_first(CLIPPED))
 def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
     problem, data, w0 = CLIPPED[name]
     clip_norms = {"clip_norm": 0.5, "cross_clip_norm": 0.3, "upper_clip_norm": 2.0}

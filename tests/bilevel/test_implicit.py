@@ -16,7 +16,7 @@ from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.fixed_count import Spectrum
 from dpbilevel.core.outputs import UniformIterate
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import CERTIFIED, DECLARED, EXACT, LEVELS, Y0
 
 BOX = (-1.0, 1.0)
@@ -85,6 +85,7 @@ def error_at(problem, x, sizes):
     return float(twice(x)) / 2
 
 
+@pytest.mark.slow
 def test_hypergradient_is_that_of_the_closed_form_within_the_stated_error(x64):
     rows = wide(EXACT.data)
     example = zoo.quadratic_bilevel(rows.upper, rows.lower, radius=1.0)
@@ -94,6 +95,7 @@ def test_hypergradient_is_that_of_the_closed_form_within_the_stated_error(x64):
     assert jnp.linalg.norm(found - example.hypergradient(x)) <= stated
 
 
+@pytest.mark.slow
 def test_hypergradient_of_a_linear_model_is_a_difference_of_objectives(x64):
     x, data = jnp.asarray([0.3, -0.2]), wide(LEVELS)
     found, _ = value_at(TUNING, x, data)
@@ -177,7 +179,7 @@ def test_accelerated_steps_keep_their_promise_where_curvature_changes(x64):
             assert off <= spectrum.accelerated_error(away, steps)
 
 
-@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
+@pytest.mark.parametrize("kappa", [4.0, *slow(100.0, 1e4)])
 def test_inexact_gradients_add_at_most_twice_their_error_over_the_convexity(kappa, x64):
     counts = jnp.arange(1, 4 * int(kappa**0.5) + 10)
     adversaries = {
@@ -265,6 +267,7 @@ def test_the_noise_for_people_in_both_levels_covers_both_shares(people, x64):
     )
 
 
+@pytest.mark.slow
 def test_neither_solution_nor_hypergradient_leaves_the_ball_of_its_bound(x64):
     # The lower solution is 10 e_1 and the hypergradient the solution itself.
     problem = dpb.BilevelProblem(
@@ -329,6 +332,7 @@ def test_a_value_that_is_not_finite_is_released_as_zero():
     assert np.all(np.asarray(value) == 0)
 
 
+@pytest.mark.slow
 def test_the_answer_is_x_alone_and_an_iterate():
     solver = implicit(num_steps=5).with_noise(1.0)
     solution = dpb.solve(

@@ -74,6 +74,7 @@ def noiseless(steps=(300, 300)):
     )
 
 
+@pytest.mark.slow
 def test_the_solution_is_that_of_the_two_problems_one_after_the_other():
     found = noiseless()
 
@@ -108,6 +109,7 @@ def test_a_mixture_of_linear_models_mixes_their_predictions():
     )
 
 
+@pytest.mark.slow
 def test_records_of_unknown_sources_change_nothing():
     outside = DATA.lower | {"source": jnp.full(80, SOURCES, jnp.int32)}
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), DATA.lower, outside)

@@ -9,7 +9,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import (
     INNER,
     LEVELS,
@@ -147,7 +147,7 @@ def test_penalty_hypergradient_converges_at_rate_one_over_penalty(name, x64):
     assert -1.05 < slope < -0.95
 
 
-@pytest.mark.parametrize("name", ["quadratic", "ridge"])
+@pytest.mark.parametrize("name", ["quadratic", *slow("ridge")])
 def test_outer_gradient_equals_the_formula_at_the_exact_solutions(name, x64):
     example, penalty = examples()[name], 7.0
     x = 0.2 * jnp.ones_like(example.w0[0])
@@ -183,6 +183,7 @@ def test_one_step_equals_the_pseudocode_in_numpy(x64):
     np.testing.assert_allclose(found.y, y, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_tuning_descends_to_the_known_penalty(x64):
     example = examples()["ridge"]
     solver = noiseless(300.0, num_steps=200, step_size=20.0)
@@ -213,6 +214,7 @@ def test_ascent_would_be_noticed(x64):
     assert better < example.hyper_objective(x) < worse
 
 
+@pytest.mark.slow
 def test_answer_is_the_iterate_before_the_smallest_step():
     example = examples()["quadratic"]
     inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
@@ -257,6 +259,7 @@ def test_shares_split_the_squared_budget():
     np.testing.assert_allclose(np.asarray(spent) * 2.0**2, split, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_optax_optimizer_replaces_the_step_size():
     example = examples()["quadratic"]
     inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
@@ -375,6 +378,7 @@ def test_an_error_about_the_split_shows_no_numbers():
     assert "0.123" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_forecast_is_the_noise_between_both_solutions_over_the_largest_signal():
     def no_signal(x, y, record):
         return 0 * jnp.sum(y) * record
@@ -396,6 +400,7 @@ def test_the_forecast_is_the_noise_between_both_solutions_over_the_largest_signa
     assert found / largest == pytest.approx(forecast, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_run_whose_inner_noise_hides_the_hypergradient_is_not_called_safe():
     problem = dpb.penalty_tuning(dpb.logistic_loss, np.arange(30))
     solver = dpb.PenaltyBilevel(20, 10.0, dpb.NoisyGD(10, 1.0, 1.0), step_size=20.0)

@@ -123,6 +123,7 @@ def test_the_batch_rule_is_the_smallest_batch_that_costs_no_more_than_privacy():
     assert many.sampling == dpb.privacy.FullBatch()
 
 
+@pytest.mark.slow
 def test_batch_error_falls_like_the_square_root_of_the_batch():
     """Fair signs in batches: 1 / b, as printed in the paper, is too small."""
     n, rate = 400, 0.2
@@ -297,6 +298,7 @@ def test_constants_that_the_theorem_divides_by_must_be_positive(name):
         made(problem=dataclasses.replace(QUADRATIC, constants=constants))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [300, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_a_run_on_the_lower_bound_instance_keeps_the_promise(n):
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (n, 3), p=[0.2, 0.8])

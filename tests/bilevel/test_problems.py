@@ -6,6 +6,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.levels import penalized_level
+from tests.cases import slow
 
 RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -53,6 +54,7 @@ def test_a_false_claim_that_x_is_public_is_refused(lower):
         run(problem)
 
 
+@pytest.mark.slow
 def test_fit_drops_the_outer_release_by_tracing():
     problem = dpb.BilevelProblem(
         bare, bare, lower_public=lambda x, y: jnp.sum(jnp.exp(x) * y**2)
@@ -260,8 +262,8 @@ def test_plan_and_data_must_agree_on_sharing(relation, people, data):
         dpb.solve(problem, solver, data, W0, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize("sampling", [dpb.FullBatch(), dpb.Poisson(0.3)])
-@pytest.mark.parametrize("empty", ["upper", "lower"])
+@pytest.mark.parametrize("sampling", [dpb.FullBatch(), *slow(dpb.Poisson(0.3))])
+@pytest.mark.parametrize("empty", ["upper", *slow("lower")])
 def test_an_empty_level_runs_where_the_number_of_records_is_private(sampling, empty):
     problem = dpb.BilevelProblem(with_x, with_x)
     parts = {"upper": RECORDS, "lower": RECORDS + 0} | {empty: RECORDS[:0]}

@@ -13,7 +13,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
 from dpbilevel.privacy.mechanisms import Gaussian
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, fast_first, planned
 from tests.problems import (
     LEVELS,
     POISSON,
@@ -198,6 +198,7 @@ def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
     np.testing.assert_allclose(moved.v, v, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_public_and_record_terms_are_differentiated_alike(x64):
     def loss(x, y, c):
         return jnp.sum(jnp.cosh(y - c * x)) + jnp.sum(x * x * y)
@@ -222,6 +223,7 @@ def test_public_and_record_terms_are_differentiated_alike(x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *runs)
 
 
+@pytest.mark.slow
 def test_a_record_within_its_clip_norms_is_not_clipped():
     example = quadratic()
     runs = []
@@ -258,7 +260,7 @@ CLIPPED = {
 @pytest.mark.parametrize(
     "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
 )
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("name", fast_first(CLIPPED))
 def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
     problem, data, w0 = CLIPPED[name]
     fields = {"clip_norm": 0.5, "hessian_clip_norm": 0.2, "upper_clip_norm": 2.0}

@@ -53,6 +53,7 @@ def few(monkeypatch):
     monkeypatch.setattr(auto_plan, "populations", lambda *a: defaults(*a)[:1])
 
 
+@pytest.mark.slow
 def test_a_config_without_settings_gets_some_that_run(file, few, capsys, tmp_path):
     out = tmp_path / "b.toml"
     assert main(["auto", str(file), "--out", str(out)]) == 0
@@ -119,6 +120,7 @@ def test_the_config_of_the_first_page_runs_on_two_files(few, tmp_path):
     assert (out / "figure.png").is_file()
 
 
+@pytest.mark.slow
 def test_calibrate_tells_the_guarantee_of_the_settings_that_a_run_takes(
     file, few, capsys
 ):
@@ -133,6 +135,7 @@ def test_the_reader_of_configs_says_what_writes_the_settings(file):
         read_config(file)
 
 
+@pytest.mark.slow
 def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):
     path = tmp_path / "a.toml"
     path.write_text(GENERATED)

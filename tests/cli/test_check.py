@@ -21,6 +21,7 @@ from dpbilevel.cli.toml_tables import Location
 from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.privacy.budget import PrivacyBudget
 from dpbilevel.runs import checkpoint, spending
+from tests.cases import slow
 from tests.cli.test_cli import failure
 from tests.cli.test_csv_files import SETTINGS, TRAINING
 from tests.cli.test_evaluation import TEST
@@ -276,7 +277,7 @@ def many(people, relation, size):
     return tables
 
 
-@pytest.mark.parametrize("listed", ["B", "b"])
+@pytest.mark.parametrize("listed", ["B", *slow("b")])
 def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
     rows = [
         (*row[:2], "A" if i % 4 else "B", row[3]) for i, row in enumerate(rows_of(1200))
@@ -298,8 +299,10 @@ def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
     ("people", "relation", "roles"),
     [
         ("disjoint", "replace_one", ["upper", "lower"]),
-        ("overlapping", "add_or_remove_one", ["upper", "lower"]),
-        ("shared", "replace_one", ["upper"]),
+        *slow(
+            ("overlapping", "add_or_remove_one", ["upper", "lower"]),
+            ("shared", "replace_one", ["upper"]),
+        ),
     ],
 )
 def test_both_levels_are_checked_and_the_one_with_the_sources_for_them(

@@ -101,6 +101,7 @@ def test_printed_text_does_not_depend_on_the_records(config_of_csv, tmp_path, ca
     assert pages[0] == pages[1]
 
 
+@pytest.mark.slow
 def test_data_flag_replaces_the_file_of_the_config(config_of_csv, tmp_path):
     (tmp_path / "other").mkdir()
     write_csv(tmp_path / "other", rows_of(60))

@@ -215,6 +215,7 @@ def test_a_malformed_record_is_unusable_and_stays_a_record(file, tmp_path):
         np.testing.assert_array_equal(found.marks[rest], plain.marks[rest])
 
 
+@pytest.mark.slow
 def test_a_delta_that_allows_to_publish_a_record_is_refused(file, tmp_path, capsys):
     write_csv(tmp_path, rows_of(60))
     text = file.read_text().replace("1e-5", "0.02")
@@ -259,6 +260,7 @@ def test_a_model_is_trained_on_one_level_and_named(file, tmp_path, capsys):
         assert tuple(arrays["features"]) == found.features
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default:auto. The plan")
 def test_training_without_settings_is_planned_by_every_command(
     tmp_path, capsys, one_candidate
@@ -271,6 +273,7 @@ def test_training_without_settings_is_planned_by_every_command(
     assert said.out.startswith("{")
 
 
+@pytest.mark.slow
 def test_nobody_who_reads_the_output_to_its_end_is_no_error(file, tmp_path):
     write_csv(tmp_path, rows_of(60))
     out = str(tmp_path / "out")

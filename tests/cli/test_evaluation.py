@@ -186,6 +186,7 @@ REGRESSION = (
 )
 
 
+@pytest.mark.slow
 def test_a_numeric_label_is_tested_by_its_error_in_its_own_unit(tmp_path):
     rng = np.random.default_rng(0)
     for name in ("people", "test"):

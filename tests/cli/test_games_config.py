@@ -109,6 +109,7 @@ def test_tables_are_the_game_and_its_solver():
     )
 
 
+@pytest.mark.slow
 def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
     prepared = prepare(parsed())
     out = tmp_path / "out"
@@ -212,6 +213,7 @@ def test_strength_of_a_robust_game_is_its_public_penalty():
     np.testing.assert_allclose(config.problem.public(x, y), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_run_of_a_matrix_game_leaves_the_row_that_is_always_worse(tmp_path):
     result = run(prepare(game()), tmp_path / "out", chunk=20)
     assert result.names == ("row 0", "row 1", "row 2", "column 0", "column 1")

@@ -19,6 +19,7 @@ from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.toml_tables import Location
 from dpbilevel.runs import checkpoint
+from tests.cases import slow
 
 GENERATED = """
 task = "source_weighting"
@@ -304,7 +305,8 @@ def failing_replace(monkeypatch, name, after):
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [(checkpoint.NAME, 2), ("figure.png", 0), ("result.json", 0)]
+    ("name", "after"),
+    [(checkpoint.NAME, 2), *slow(("figure.png", 0), ("result.json", 0))],
 )
 def test_full_disk_leaves_a_run_that_goes_on(prepared, tmp_path, name, after):
     out, free = tmp_path / "out", tmp_path / "free"
@@ -322,6 +324,7 @@ def test_full_disk_leaves_a_run_that_goes_on(prepared, tmp_path, name, after):
     assert bits(out) == bits(free)
 
 
+@pytest.mark.slow
 def test_penalties_of_example_data_run_to_the_end(tmp_path):
     tables = tomllib.loads(GENERATED) | {"task": "penalty_tuning"}
     tables["model"] = {"loss": "logistic", "bounds": [-6.0, 0.0]}
@@ -344,6 +347,7 @@ def test_penalties_of_example_data_run_to_the_end(tmp_path):
     assert np.all((result.shown >= -6) & (result.shown <= 0))
 
 
+@pytest.mark.slow
 def test_a_result_names_sources_and_features(tmp_path):
     write_csv(tmp_path, rows_of(60))
     result = run(prepare(config_of(tmp_path, data=CSV_DATA)), tmp_path / "out")
@@ -354,6 +358,7 @@ def test_a_result_names_sources_and_features(tmp_path):
     assert len(page["y"]) == len(result.features)
 
 
+@pytest.mark.slow
 def test_names_with_signs_of_formulas_are_drawn_as_they_are(tmp_path):
     data = CSV_DATA.replace("pay", "$_{$").replace('"A", "B"', '"$^{$", "B"')
     write_csv(tmp_path, rows_of(60), header="$_{$,town,clinic,rich")

@@ -26,7 +26,7 @@ scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 # Configs of the same games are run by test_games_config, tasks and searches by others.
 LONG = {"group_fair", "group_robust", "matrix_game", "equinox_network"}
 LONG |= {"private_search", "penalty_tuning", "optax_pipeline", "data_cleaning"}
-LONG |= {"meta_learning", "tuned_training", "optuna_study"}
+LONG |= {"meta_learning", "tuned_training", "optuna_study", "source_reweighting"}
 short_scripts = pytest.mark.parametrize(
     "script",
     [
@@ -72,11 +72,10 @@ def test_example_runs_as_a_process_of_its_own(script):
 PAGES = ("README.md", "docs/getting_started.md", "docs/tour.md")
 
 
-def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
-    capsys, monkeypatch, tmp_path
-):
+@pytest.fixture
+def names(monkeypatch, tmp_path):
+    """What the code of the first pages knows; it plans from little."""
     monkeypatch.chdir(tmp_path)  # where the figure goes
-    names = {}
     # Records are drawn on these pages, and few of their draws are hard to tell apart.
     keys = iter(jax.random.split(jax.random.key(1), 100))
     monkeypatch.setattr(dpb, "root_key", lambda: next(keys))
@@ -95,12 +94,27 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     defaults = planning.auto_plan.populations
     monkeypatch.setattr(planning.auto_plan, "populations", lambda *a: defaults(*a)[:1])
     monkeypatch.setattr(planning.auto_plan, "rounds_of", lambda *_, **__: (1, 1))
-    for page in PAGES:
-        text = (ROOT / page).read_text().replace("runs=20_000", "runs=1_000")
-        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(compile(code, page, "exec"), names)
+    return {}
+
+
+def run_code(page, names):
+    text = (ROOT / page).read_text().replace("runs=20_000", "runs=1_000")
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, page, "exec"), names)
     weights = names["dpb"].source_weights(names["solution"].x)
     assert float(jnp.sum(weights[2:])) < 0.1
+
+
+def test_code_of_the_first_page_runs_and_leaves_the_wrong_sources(names):
+    run_code(PAGES[0], names)
+
+
+@pytest.mark.slow
+def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
+    names, capsys, tmp_path
+):
+    for page in PAGES:
+        run_code(page, names)
     two_levels, one_level, oracle = names["found"].values()
     assert two_levels > one_level + 0.1
     assert oracle > one_level + 0.1

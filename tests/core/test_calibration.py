@@ -252,6 +252,7 @@ def test_a_delta_that_jumps_is_left_on_the_safe_side(above):
         assert 3.0 <= scale <= 3.0 * (1 + 1e-8)
 
 
+@pytest.mark.slow
 def test_a_large_delta_is_warned_of_once_by_the_name_and_at_the_line_of_the_call():
     ridge = DPRidge(1.0, 0.5, bounds=(-1.0, 1.0), target_bounds=(-1.0, 1.0))
     with warnings.catch_warnings(record=True) as said:

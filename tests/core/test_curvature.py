@@ -11,6 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.curvature import largest_curvature, overshooting_row
+from tests.cases import slow
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 SIZES = dpb.Sizes(300, 200, "disjoint")
@@ -121,7 +122,7 @@ def test_a_row_is_there_beyond_two_over_the_curvature(size, found):
         assert entry.public_curvature == pytest.approx(4.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("make", [penalty, single_loop, refitted])
+@pytest.mark.parametrize("make", [penalty, *slow(single_loop, refitted)])
 def test_the_box_of_x_decides_the_row_and_its_start_the_warning(make):
     found, warned, text = rows(make(1.0), LEAST)
     (row,) = found

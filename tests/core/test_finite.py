@@ -13,7 +13,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli import main as cli
 from dpbilevel.core.descent import Descent, Rule, SkippedUpdates, finite_or
-from tests.cases import first_of_each_class, found
+from tests.cases import found, slow
 from tests.cli.test_runner import GENERATED
 from tests.problems import EXACT, IN_BOX, LOWER, Y0
 
@@ -84,6 +84,7 @@ def quiet(solver):
     return dataclasses.replace(solver, noise_multiplier=0.0, precision="float")
 
 
+@pytest.mark.slow
 def test_step_beyond_public_curvature_ends_at_the_minimum_of_the_public_term():
     problem = dpb.FiniteSum(lambda w, r: 0.0 * jnp.sum(w), steep)
     solver = quiet(dpb.NoisyGD(1, 1.0, step_size=7.0))
@@ -109,6 +110,7 @@ def test_shorter_steps_do_not_move_the_solution():
     np.testing.assert_allclose(w, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_step_within_public_curvature_is_not_shortened():
     problem = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.3 * jnp.sum(w**2))
     plain = quiet(dpb.NoisyGD(5, 1.0, step_size=1.5))
@@ -161,11 +163,8 @@ def moves(case):
 
 
 FREE = {name: case for name, case in SOLVERS.items() if moves(case)}
-AT_ONCE = set(first_of_each_class(FREE)) - {"refitted", "f2sa"}  # those take longest
-MOVING = [
-    pytest.param(name, marks=() if name in AT_ONCE else pytest.mark.slow)
-    for name in FREE
-]
+AT_ONCE = "noisy_gd_adam", "penalty_both_levels", "single_loop", "extragradient"
+MOVING = [*AT_ONCE, *slow(*(name for name in FREE if name not in AT_ONCE))]
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -186,6 +185,7 @@ def test_certified_solver_that_diverges_stays_finite():
     assert int(solution.rejected_updates) == 3
 
 
+@pytest.mark.slow
 def test_point_that_overflows_with_noise_is_left_out():
     case = SOLVERS["proximal_point"]
     solution = run(case, 1e30)
@@ -193,7 +193,9 @@ def test_point_that_overflows_with_noise_is_left_out():
     assert int(solution.rejected_updates) == case.solver.num_steps
 
 
-@pytest.mark.parametrize("name", ["noisy_gd_adam", "single_loop", "extragradient"])
+@pytest.mark.parametrize(
+    "name", ["noisy_gd_adam", *slow("single_loop", "extragradient")]
+)
 def test_healthy_run_leaves_nothing_out(name):
     assert int(run(SOLVERS[name]).rejected_updates) == 0
 

@@ -54,6 +54,7 @@ def test_a_module_is_fitted_as_its_arrays_are():
     assert got.report == want.report
 
 
+@pytest.mark.slow
 def test_plans_and_runs_take_modules():
     problem = dpb.FiniteSum(error)
     options = {"sizes": 20, "precision": "float"}
@@ -64,6 +65,7 @@ def test_plans_and_runs_take_modules():
     assert jax.tree.structure(value) == jax.tree.structure(MODEL)
 
 
+@pytest.mark.slow
 def test_a_module_may_be_the_lower_variable():
     problem = dpb.BilevelProblem(error_with_x, error_with_x, lower_public=decay)
     solver = dpb.SingleLoopBilevel(

@@ -33,6 +33,7 @@ def row(epsilon=1.0, delta=1e-5, **fields):
     return ProcessRun("fit: NoisyGD", epsilon, delta, **found)
 
 
+@pytest.mark.slow
 def test_the_second_run_on_records_of_a_shape_warns_and_the_third_does_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error", dpb.PrivacyWarning)

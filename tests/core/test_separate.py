@@ -216,6 +216,7 @@ def test_the_number_of_columns_is_that_of_most_rows():
         model._read([1.0, 2.0, [3.0, 4.0]], 1)
 
 
+@pytest.mark.slow
 def test_one_ragged_label_leaves_the_model():
     rng = np.random.default_rng(0)
     X = rng.normal(size=(300, 2))

@@ -10,7 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.games import zoo
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.games.saddle_zoo import N, example, normal, point
 from tests.problems import LOWER, SADDLE, SADDLE_START
 
@@ -73,7 +73,7 @@ def noiseless_gap(name, steps):
     return float(made.gap(w)), bound
 
 
-@pytest.mark.parametrize("name", ["rotation", "bilinear", "strong"])
+@pytest.mark.parametrize("name", ["rotation", *slow("bilinear", "strong")])
 def test_without_noise_the_gap_vanishes_within_its_bound(name):
     start = float(example(name).gap(point(name)))
     gap, bound = noiseless_gap(name, 300)
@@ -167,6 +167,7 @@ def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
     assert float(path.value[0]) == pytest.approx(np.mean(midpoints))
 
 
+@pytest.mark.slow
 def test_the_mirrored_game_is_played_by_mirrored_steps():
     made, (x, y) = example("bilinear"), point("bilinear")
     game = made.problem
@@ -183,6 +184,7 @@ def test_the_mirrored_game_is_played_by_mirrored_steps():
     np.testing.assert_allclose(here.y, there.x, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_second_half_of_the_path_is_averaged_where_asked():
     made, start = example("bilinear"), point("bilinear")
     for rule, first in ((dpb.outputs.Mean(), 0), (dpb.outputs.TailMean(0.5), 3)):
@@ -199,6 +201,7 @@ def test_the_second_half_of_the_path_is_averaged_where_asked():
         solver.with_sizes(N).bound(made.problem, dimension=5)
 
 
+@pytest.mark.slow
 def test_an_optimizer_sees_both_operators_of_a_step_in_turn():
     made, start, adam = example("rotation"), jnp.asarray([0.6, 0.0]), optax.adam(0.1)
     game = made.problem
@@ -228,6 +231,7 @@ def test_an_optimizer_sees_both_operators_of_a_step_in_turn():
             extragradient(4, wrong)
 
 
+@pytest.mark.slow
 def test_public_terms_are_free_and_count_in_the_operator():
     made = example("strong")
     game = made.problem

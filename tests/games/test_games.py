@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import slow
 
 SHARES = (0.5, 0.3, 0.2)
 RADIUS, ROW_NORM = 2.0, 1.5
@@ -86,6 +87,7 @@ def test_no_record_exceeds_the_constants_of_a_linear_model(scale):
     assert 0.5 < slopes / problem.lipschitz <= 1 + 1e-5
 
 
+@pytest.mark.slow
 def test_public_constants_hold_and_are_attained():
     problem = dpb.games.group_robust(
         dpb.Logistic(), SHARES, 0.7, radius=RADIUS, ridge=0.1, scale=1.3
@@ -193,7 +195,7 @@ def on_average(data):
     ).value
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("scale", [1.0, *slow(2.0)])
 def test_worst_group_gains_where_groups_disagree(scale):
     data = two_groups()
     problem = dpb.games.group_fair(dpb.Logistic(), (0.8, 0.2), radius=5.0, scale=scale)
@@ -258,6 +260,7 @@ def test_matrix_game_constants_are_attained_and_never_exceeded():
         assert float(jnp.max(values)) == pytest.approx(constant, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_private_matrix_game_finds_the_even_mixture():
     scissors = jnp.asarray([[0.0, 1.0, -1.0], [-1.0, 0.0, 1.0], [1.0, -1.0, 0.0]])
     data = jnp.tile(scissors[None], (20_000, 1, 1))

@@ -173,6 +173,7 @@ def run(solver, game, data, key=0):
     return jax.jit(dpb.solve)(game, solver, data, w0, key=jax.random.key(key)).value
 
 
+@pytest.mark.slow
 def test_without_noise_groups_become_equal_and_without_settings():
     data = two_groups()
     game = dpb.games.group_fair(dpb.Logistic(), SHARES, radius=5.0)
@@ -189,6 +190,7 @@ def test_without_noise_groups_become_equal_and_without_settings():
     assert 0.3 < float(weights[1]) < 0.7
 
 
+@pytest.mark.slow
 def test_public_penalty_stops_the_weights_where_they_are_best():
     data, tau = two_groups(), 2.0
     game = dpb.games.group_robust(dpb.Logistic(), SHARES, tau, radius=5.0, scale=3.0)
@@ -200,6 +202,7 @@ def test_public_penalty_stops_the_weights_where_they_are_best():
     np.testing.assert_allclose(dpb.games.group_weights(game, y), best, atol=0.01)
 
 
+@pytest.mark.slow
 def test_noise_that_a_small_group_is_not_worth_keeps_the_weights_at_the_shares():
     data, size = two_groups(), 200
     data["features"] = jnp.pad(data["features"], ((0, 0), (0, size - 4)))

@@ -13,7 +13,7 @@ from dpbilevel.games import zoo
 from dpbilevel.games.certified import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling.base import Batch
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.games.saddle_zoo import N, example, point
 from tests.problems import LOWER, SADDLE, SADDLE_START
 
@@ -73,7 +73,7 @@ def resolvent(problem, **fields):
     return Resolvent(problem, **(defaults | fields))
 
 
-@pytest.mark.parametrize("name", ["rotation", "strong"])
+@pytest.mark.parametrize("name", ["rotation", *slow("strong")])
 def test_without_noise_the_gap_vanishes_within_its_bound(name):
     made = example(name)
     strength = 3 * (made.problem.lipschitz + (made.problem.public_lipschitz or 0))
@@ -114,7 +114,7 @@ def distance(inner, steps, strength):
     return apart, float(cert), plan
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, *slow(3)])
 def test_picards_iteration_ends_within_its_bounds(steps):
     apart, cert, plan = distance("picard", steps, 2 * skewed().problem.lipschitz)
     assert apart <= plan.distance + 1e-6
@@ -179,7 +179,7 @@ def neighbours_apart(steps, strength, tries=2000):
     return float(found.max()), 2 * float(plan.contribution(jnp.float32, "float"))
 
 
-@pytest.mark.parametrize(("steps", "strength"), [(1, 1.5), (2, 2.5), (8, 3.0)])
+@pytest.mark.parametrize(("steps", "strength"), [(1, 1.5), *slow((2, 2.5), (8, 3.0))])
 def test_neighbouring_batches_come_close_to_the_sensitivity_and_stay_below(
     steps, strength
 ):
@@ -209,6 +209,7 @@ def test_the_sensitivity_is_the_geometric_sum_with_public_terms_and_full_batches
     assert one.contribution(jnp.float64, "float") == pytest.approx(1 / 50, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_computed_resolvents_round_less_than_granted():
     made, centre = skewed(), point("affine")
     for inner in ("picard", "operator_extrapolation"):

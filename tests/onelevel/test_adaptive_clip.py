@@ -13,7 +13,7 @@ from dpbilevel.bilevel.levels import penalized_level
 from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.onelevel.noisy_gd import NoisyGD
 from dpbilevel.privacy.releases import Release
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import LEVELS, LOWER, ONE_LEVEL, WEIGHTING, X0, Y0
 
 N = 200
@@ -73,7 +73,7 @@ def share_kept(norm, weight):
     return float(np.mean(np.minimum(1.0, longest / whole)))
 
 
-@pytest.mark.parametrize("start", [0.05, 30.0])
+@pytest.mark.parametrize("start", [0.05, *slow(30.0)])
 def test_the_norm_goes_to_where_gradients_keep_the_share_that_is_asked(start):
     end = norms(adaptive(80, start, kept=0.6))[-1]
     assert share_kept(end, 0.3) == pytest.approx(0.6, abs=0.01)
@@ -138,7 +138,7 @@ def test_a_bad_field_is_named_in_the_error(field):
         adaptive(**{field: 0.0})
 
 
-@pytest.mark.parametrize("scale", [0.0, 100.0])
+@pytest.mark.parametrize("scale", [0.0, *slow(100.0)])
 def test_levels_keep_their_shares_of_the_sensitivity_where_the_norm_moves(
     monkeypatch, scale
 ):

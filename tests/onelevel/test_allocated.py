@@ -68,6 +68,7 @@ def placed(places):
     return in_pass
 
 
+@pytest.mark.slow
 def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
     drawn = np.arange(N) * 7 % 5
     monkeypatch.setattr(RandomAllocation, "in_pass", placed(drawn))
@@ -85,6 +86,7 @@ def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_the_mean_is_that_of_all_updates(monkeypatch):
     one = AllocatedGD(
         1,
@@ -106,6 +108,7 @@ def test_the_mean_is_that_of_all_updates(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_passes_of_one_run_and_of_two_keys_differ():
     solver = AllocatedGD(1, 5, 1e6, 0.1, noise_multiplier=0.0, precision="float")
     assert np.any(run(solver, 0).value != run(solver, 1).value)

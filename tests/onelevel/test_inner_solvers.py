@@ -174,6 +174,7 @@ def test_localized_trajectory_stays_in_each_ball():
     assert np.linalg.norm(second - center, axis=1).max() <= 0.1 + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.reuses_keys
 def test_localized_error_is_proportional_to_the_noise():
     keys = jax.random.split(jax.random.key(0), 200)

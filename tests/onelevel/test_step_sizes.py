@@ -13,6 +13,7 @@ from dpbilevel.core.descent import LastStep
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
+from tests.cases import slow
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 SQUARED = dpb.FiniteSum(dpb.squared_loss)
@@ -105,7 +106,9 @@ def loss_of(problem, solver, sizes, data, w0):
 
 
 @pytest.mark.parametrize(
-    "sampling", [dpb.FullBatch(), dpb.Poisson(0.3)], ids=lambda v: type(v).__name__
+    "sampling",
+    [dpb.FullBatch(), *slow(dpb.Poisson(0.3))],
+    ids=lambda v: type(v).__name__,
 )
 def test_steps_beyond_stability_end_near_those_that_are_stable(sampling):
     problem, data = dpb.FiniteSum(dpb.logistic_loss), RECORDS

@@ -74,6 +74,7 @@ def test_weights_of_records_are_gathered_and_no_array_is_quadratic(weight, quadr
     assert (max(sizes(program.jaxpr)) >= N * N) == quadratic
 
 
+@pytest.mark.slow
 def test_wrong_labels_lose_their_weight():
     problem, data = weighted(lower), records(flipped=100)
     run = jax.jit(step(problem))

@@ -88,6 +88,7 @@ def test_no_hessian_product_contracts_the_rows_of_the_features():
     assert products_of_rows(plain, y) == 1
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_matrix_agree_with_central_differences(double):
     problem, data, x, y0 = softmax()
     exact = {

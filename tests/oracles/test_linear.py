@@ -169,6 +169,7 @@ def test_a_fixed_count_stays_finite_however_ill_conditioned(condition):
     assert np.all(np.isfinite(found.value))
 
 
+@pytest.mark.slow
 def test_the_fixed_count_is_differentiable():
     matrix, b = map(jnp.asarray, system(np.float32))
 

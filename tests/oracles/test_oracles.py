@@ -149,6 +149,7 @@ def test_single_precision_converges(solver):
     assert info.num_steps < 40
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_both_modes_and_under_vmap(double):
     problem, data, x, y0 = logistic()
     objective = functools.partial(hyper_objective, problem, data, y0)
@@ -168,6 +169,7 @@ def test_second_derivatives_in_both_modes_and_under_vmap(double):
         np.testing.assert_allclose(row, single(point), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_closures_over_the_outer_variable_and_the_data(double):
     problem, data, x, y0 = logistic()
 
@@ -199,6 +201,7 @@ def test_closures_over_the_outer_variable_and_the_data(double):
     np.testing.assert_allclose(jax.jit(jax.grad(moved))(0.0), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_implicit_hypergradient_is_itself_differentiable(double):
     problem, data, x, y0 = logistic()
 
@@ -308,6 +311,7 @@ def test_no_oracle_multiplies_matrices_in_reduced_precision(case):
     assert rounded_products(lambda y: losses(y, data.upper), y0) == 1
 
 
+@pytest.mark.slow
 def test_a_warm_start_takes_fewer_products():
     problem, data, x, y0 = logistic()
     y = lower_solution(problem, x, data, y0=y0)
@@ -316,6 +320,7 @@ def test_a_warm_start_takes_fewer_products():
     assert warm.num_products == 1 < cold.num_products
 
 
+@pytest.mark.slow
 def test_an_extrapolated_start_halves_the_products_of_a_trajectory():
     problem, data, x, y = logistic(200, 20)
 
@@ -357,6 +362,7 @@ def test_extrapolation_is_exact_on_polynomials_and_keeps_dtypes():
         assert found["b"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_module_is_a_lower_variable(double):
     rng = np.random.default_rng(1)
     rows = {"a": jnp.asarray(rng.normal(size=(30, 2))), "b": jnp.arange(30.0) / 30}
@@ -392,6 +398,7 @@ def test_a_module_is_a_lower_variable(double):
     assert isinstance(v.value, eqx.nn.MLP)
 
 
+@pytest.mark.slow
 def test_an_accelerated_gradient_of_fixed_count_keeps_its_bound(double):
     problem, data, x, y0 = logistic()
     mu, smoothness = float(np.exp(-2.0)), float(np.exp(0.0)) + 2.0
@@ -408,6 +415,7 @@ def test_an_accelerated_gradient_of_fixed_count_keeps_its_bound(double):
         assert not info.converged
 
 
+@pytest.mark.slow
 def test_a_projected_solve_has_a_value_but_no_implicit_derivative(double):
     problem, data, x, y0 = logistic()
     problem = dataclasses.replace(problem, y_set=dpb.sets.Ball(0.3))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import slow
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "JAXopt is no longer maintained")
@@ -21,7 +22,7 @@ def rows(n, d, seed):
     return {"features": jnp.asarray(features), "label": jnp.asarray(np.sign(label))}
 
 
-@pytest.mark.parametrize("loss", [dpb.squared_loss, dpb.logistic_loss])
+@pytest.mark.parametrize("loss", [dpb.squared_loss, *slow(dpb.logistic_loss)])
 def test_hypergradients_agree_with_jaxopt(loss):
     with jax.enable_x64(True):
         problem = dpb.penalty_tuning(loss, jnp.arange(3))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import fast_first
 
 LOWER_SOLVERS = {
     "newton": dpb.oracles.NewtonCG(),
@@ -64,7 +65,7 @@ def test_a_record_with_nan_has_no_lower_solution(place, name):
 
 
 @places
-@pytest.mark.parametrize("name", LINEAR_SOLVERS)
+@pytest.mark.parametrize("name", fast_first(LINEAR_SOLVERS))
 def test_a_record_with_nan_has_no_derivative(place, name):
     problem, data, x, y0 = quadratic(place)
     solver = LINEAR_SOLVERS[name]
@@ -90,6 +91,7 @@ def test_a_record_with_nan_has_no_derivative(place, name):
         assert np.all(np.isnan(gradient))
 
 
+@pytest.mark.slow
 def test_a_derivative_that_does_not_depend_on_the_solution_is_nan_as_well():
     problem, data, x, y0 = quadratic("b")
     problem = dataclasses.replace(
@@ -132,6 +134,7 @@ def test_an_indefinite_hessian_has_no_derivative(name):
     assert np.all(np.isnan(gradient))
 
 
+@pytest.mark.slow
 def test_a_derivative_where_the_lower_level_is_not_solved_is_refused():
     problem, data, x, y0 = quadratic()
     early = dpb.oracles.AcceleratedGradient(2, 0.1, 0.0, None)
@@ -312,6 +315,7 @@ def test_a_momentum_that_cannot_settle_is_refused(momentum):
         dpb.oracles.AcceleratedGradient(10, 0.1, momentum)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "oracles.md").read_text()
     names = {}

@@ -12,6 +12,7 @@ from dpbilevel import planning
 from dpbilevel.applications import SelectedSources
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.planning import auto_plan
+from tests.cases import slow
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -64,6 +65,7 @@ def test_every_method_is_listed_best_first():
     assert {trial.method for trial in plan_of_one_level().trials} == methods
 
 
+@pytest.mark.slow
 def test_the_chosen_setting_is_better_than_the_start_on_fresh_records():
     plan = plan_of_one_level()
     drawn = planning.Alike(rate=0.5).draw(ONE, jnp.zeros(6), 2000, jax.random.key(77))
@@ -84,6 +86,7 @@ def test_two_levels_are_planned_where_sources_are_good_or_bad():
     assert assumed in str(plan)
 
 
+@pytest.mark.slow
 def test_one_level_is_planned_where_all_records_are_alike():
     plan = plan_for(planning.Alike(rate=0.5))
     assert not plan.two_levels
@@ -92,6 +95,7 @@ def test_one_level_is_planned_where_all_records_are_alike():
     assert "Two levels are no better at epsilon = 32 either." in plan.reason
 
 
+@pytest.mark.slow
 def test_a_plan_shows_why_settings_and_guarantee():
     text = str(plan_for(planning.GoodOrBad()))
     for part in ("GoodOrBad", "constant answer", "SelectedSources(", "epsilon = 2"):
@@ -102,7 +106,9 @@ def test_a_plan_shows_why_settings_and_guarantee():
     ("limit", "effort", "runs"),
     [
         (2000 * 6, "fast", 3 * 1 + 3 + 6 + 8),
-        (2000 * 6 - 1, "fast", 2 * 1 + 1 + 2 + 3),  # the first and the third setting
+        *slow(
+            (2000 * 6 - 1, "fast", 2 * 1 + 1 + 2 + 3)
+        ),  # the first and the third setting
         pytest.param(
             2000 * 6 - 1, "thorough", 3 * 2 + 6 + 22 + 22, marks=pytest.mark.slow
         ),
@@ -225,6 +231,7 @@ def test_a_budget_that_no_method_reaches_is_refused_with_the_reasons():
         dpb.auto(ONE, dpb.PrivacyBudget(1.0, 0.0), sizes=100, w0=jnp.zeros(6))
 
 
+@pytest.mark.slow
 def test_losses_that_do_not_read_the_synthetic_data_are_refused_with_what_to_do():
     problem = dpb.FiniteSum(lambda w, z: jnp.sum(w * z["rows"]))
     with pytest.raises(ValueError, match="the loss cannot read"):

@@ -15,6 +15,7 @@ from dpbilevel.applications import Recalibration, SelectedSources, WarmStarted
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.planning import Candidate, conclusions, models, race
 from dpbilevel.planning.settings import toml_of
+from tests.cases import fast_first
 
 D = 6
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -45,6 +46,7 @@ def test_the_constant_answer_of_labels_is_their_entropy(place):
     assert start == pytest.approx(math.log(2), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_constant_answer_of_classes_is_their_entropy():
     def loss(y, record):
         return -jax.nn.log_softmax(record["features"] @ y)[record["label"]]
@@ -100,7 +102,8 @@ def test_the_constant_answer_is_that_of_all_draws_and_harm_is_warned_of():
 
 
 @pytest.mark.parametrize(
-    "population", [*planning.populations(SOURCES), *planning.populations(ONE)]
+    "population",
+    fast_first([*planning.populations(SOURCES), *planning.populations(ONE)]),
 )
 def test_synthetic_records_have_a_constant_and_the_rate_of_tables(population):
     problem, w0, sizes = (SOURCES, W0, SIZES)

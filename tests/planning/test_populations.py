@@ -10,6 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.planning import auto_plan
+from tests.cases import fast_first, slow
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -30,6 +31,7 @@ def test_synthetic_data_have_the_planned_sizes_and_sources(population, expected)
     np.testing.assert_allclose(norms, 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_labels_follow_the_distribution_of_the_models():
     population = planning.GoodOrBad(test_size=1)
     drawn = population.draw(
@@ -50,6 +52,7 @@ def test_labels_follow_the_distribution_of_the_models():
     assert abs(np.mean(wrong * np.sign(margin))) > 0.1  # the control: another sign
 
 
+@pytest.mark.slow
 def test_synthetic_data_of_classes_have_labels_of_the_columns():
     def loss(y, record):
         return -jax.nn.log_softmax(record["features"] @ y)[record["label"]]
@@ -61,6 +64,7 @@ def test_synthetic_data_of_classes_have_labels_of_the_columns():
     assert set(np.asarray(drawn.data["label"]).tolist()) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_a_population_of_tables_is_none_of_the_sources_and_near_a_mixture_of_them():
     columns, population = 40, planning.Tables()
     problem = dpb.source_weighting(dpb.logistic_loss, 12)
@@ -80,7 +84,7 @@ def test_a_population_of_tables_is_none_of_the_sources_and_near_a_mixture_of_the
     assert entries[0] < 10
 
 
-@pytest.mark.parametrize(("useful", "count"), [(0.5, 5), (0.3, 3), (0.01, 1)])
+@pytest.mark.parametrize(("useful", "count"), [(0.5, 5), *slow((0.3, 3), (0.01, 1))])
 def test_a_share_of_the_groups_of_noise_groups_matters(useful, count):
     groups = np.arange(40) // 4
     problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
@@ -90,6 +94,7 @@ def test_a_share_of_the_groups_of_noise_groups_matters(useful, count):
     assert matters.sum() == count
 
 
+@pytest.mark.slow
 def test_coefficients_of_groups_fall_with_their_rank():
     groups = np.arange(6_000) // 1_000
     problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
@@ -102,7 +107,7 @@ def test_coefficients_of_groups_fall_with_their_rank():
         np.testing.assert_allclose(sizes / sizes[0], expected, atol=0.1)
 
 
-@pytest.mark.parametrize("shape", [(6,), (6, 3)])
+@pytest.mark.parametrize("shape", [(6,), *slow(((6, 3),))])
 def test_features_have_the_norm_of_the_largest_gradient_and_labels_are_the_same(shape):
     problem, w0 = dpb.source_weighting(dpb.logistic_loss, 3), (jnp.zeros(3),)
     w0 = (*w0, jnp.zeros(shape))
@@ -140,7 +145,7 @@ def chances_of(population, shape):
 @pytest.mark.parametrize(
     "population", POPULATIONS, ids=lambda population: population.name
 )
-@pytest.mark.parametrize("shape", [(20,), (20, 3), (200, 30)])
+@pytest.mark.parametrize("shape", [(20,), *slow(((20, 3),), ((200, 30),))])
 def test_labels_of_many_classes_follow_the_features_no_less_than_of_two(
     population, shape
 ):
@@ -149,7 +154,7 @@ def test_labels_of_many_classes_follow_the_features_no_less_than_of_two(
 
 
 @pytest.mark.parametrize(
-    "population", POPULATIONS, ids=lambda population: population.name
+    "population", fast_first(POPULATIONS), ids=lambda population: population.name
 )
 def test_records_of_several_classes_gather_by_class_and_those_of_two_do_not(population):
     def between(shape):
@@ -166,8 +171,8 @@ def test_records_of_several_classes_gather_by_class_and_those_of_two_do_not(popu
 @pytest.mark.parametrize(
     "population", POPULATIONS, ids=lambda population: population.name
 )
-@pytest.mark.parametrize("classes", [2, 4])
-@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("classes", [2, *slow(4)])
+@pytest.mark.parametrize("columns", [1, *slow(3)])
 def test_synthetic_data_of_few_features_have_finite_features_and_several_labels(
     population, columns, classes
 ):

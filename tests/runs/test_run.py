@@ -12,6 +12,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.core import loop
 from dpbilevel.runs import run as module
+from tests.cases import slow
 
 N, STEPS, KEY = 70, 6, 0
 ROWS = np.random.default_rng(0).normal(size=(N, 2)).astype(np.float32)
@@ -86,6 +87,7 @@ def test_the_epsilon_so_far_is_that_of_so_many_releases(in_parts):
     assert in_parts[-1].epsilon == PLAN.report.epsilon
 
 
+@pytest.mark.slow
 def test_fit_calls_back_with_released_values_and_may_end_early(capsys):
     def fitted(**options):
         key = jax.random.key(KEY)
@@ -233,7 +235,7 @@ def test_a_notebook_shows_small_tables_whose_text_is_escaped():
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("callback", [None, lambda run: False])
+@pytest.mark.parametrize("callback", [None, *slow(lambda run: False)])
 def test_a_run_checks_its_problem_once(callback, monkeypatch):
     check, seen = dpb.FiniteSum.check, []
 

@@ -20,6 +20,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.runs import checkpoint, lock, spending
 from dpbilevel.search import ask_tell, run
+from tests.cases import fast_first
 from tests.search import test_search as looped
 from tests.search.test_search import BUDGET, FINISHED, NAME, RECORDS, SOLVERS, START
 
@@ -49,7 +50,7 @@ def finished(search, most=10**6):
     return told
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", fast_first(SOLVERS))
 def test_it_releases_what_minimize_does(name):
     whole = looped.search(name, trajectory=True)
     search = made(name)

@@ -18,7 +18,7 @@ from dpbilevel.search.base import Proposal, uniform
 from dpbilevel.search.losses import clipped_loss
 from dpbilevel.search.noisy_ucb import posterior
 from tests.audit.mutants_draws import Hotter
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import LOWER, SEARCHED, Y0
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
@@ -86,7 +86,7 @@ def law(epsilon, extra=0.0):
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize("public", [None, lambda w: 0.3 * w[0]])
+@pytest.mark.parametrize("public", [None, *slow(lambda w: 0.3 * w[0])])
 def test_a_random_search_draws_by_the_exponential_law_of_clipped_losses(public):
     problem, losses = box_problem(public=public), jnp.asarray(LOSSES, jnp.float32)
     extra = 0.0 if public is None else 0.3 * np.linspace(-1, 1, 5)
@@ -243,6 +243,7 @@ def test_candidates_are_uniform_in_the_box_whatever_the_records():
         assert scipy.stats.kstest(column, wider.cdf).pvalue < 1e-6  # the control
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_the_surrogate_is_that_of_a_peer_and_ignores_rows_without_values():
     rng = np.random.default_rng(3)

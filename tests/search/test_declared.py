@@ -146,6 +146,7 @@ def test_a_search_with_declared_trainings_runs():
 SELECT = RepeatAndSelect(200, 1.0, mean=10.0)
 
 
+@pytest.mark.slow
 def test_a_selection_has_the_training_in_every_run():
     for people, with_both in (("overlapping", True), ("disjoint", False)):
         training = DeclaredTraining.gdp(0.1, 50_000, people)

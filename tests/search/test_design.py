@@ -10,6 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.search.design import choose_batch
 from dpbilevel.search.gp import gradient_posterior
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("x64")
 D = 15
@@ -53,7 +54,9 @@ def first(tolerance, seed=0, d=D, **options):
     return chosen(np.zeros(d), *nothing, np.float64(tolerance), seed, **options)[0]
 
 
-@pytest.mark.parametrize(("tolerance", "count"), [(1.0, 16), (0.5, 25), (0.3, 29)])
+@pytest.mark.parametrize(
+    ("tolerance", "count"), [(1.0, 16), *slow((0.5, 25), (0.3, 29))]
+)
 def test_the_first_step_takes_as_few_points_as_can_be(tolerance, count):
     design = first(tolerance)
     assert design.count == count
@@ -74,10 +77,12 @@ def test_structured_designs_are_the_best_of_joint_searches(count, least):
     ("nugget", "simplex", "cross"),
     [
         (0.0025, 0.9728, 0.1987),
-        (1e-4, 0.1977, 0.02191),
-        (1e-8, 0.001984, 4.57e-5),
-        (0.04, 3.633, 1.3785),
-        (1.0, 11.344, 9.0008),
+        *slow(
+            (1e-4, 0.1977, 0.02191),
+            (1e-8, 0.001984, 4.57e-5),
+            (0.04, 3.633, 1.3785),
+            (1.0, 11.344, 9.0008),
+        ),
     ],
 )
 def test_simplex_and_cross_have_the_traces_of_their_closed_forms(
@@ -147,6 +152,7 @@ def test_polish_never_harms_and_mostly_helps():
     assert sum(lower) >= 3
 
 
+@pytest.mark.slow
 def test_points_stay_in_the_set_and_near_the_iterate():
     for corner in (np.ones(3), np.asarray([1.0, 0.0, -1.0])):
         design, _ = chosen(
@@ -174,6 +180,7 @@ def test_points_stay_in_the_set_and_near_the_iterate():
         assert np.abs(far.points - corner[None]).max() <= 2 + 1e-12
 
 
+@pytest.mark.slow
 def test_at_the_end_of_an_interval_points_do_not_coincide():
     design = chosen(
         np.ones(1),
@@ -188,6 +195,7 @@ def test_at_the_end_of_an_interval_points_do_not_coincide():
     assert np.ptp(design.points[: design.count]) > 0.1
 
 
+@pytest.mark.slow
 def test_where_enough_is_known_one_point_is_asked_for_or_none():
     theta, points = np.zeros(3), known_of(4)
     arguments = theta, points, np.ones(16, bool), np.float64(1.0), 1
@@ -226,6 +234,7 @@ def test_choosing_points_takes_no_losses():
     assert names == expected | {"constant"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("taken_for", "error", "share"),
     [

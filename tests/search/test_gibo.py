@@ -16,7 +16,7 @@ from dpbilevel import audit
 from dpbilevel.core.loop import scan_steps
 from dpbilevel.privacy.noise import derive, step_keys
 from dpbilevel.search.gp import History, gradient_posterior, record_gradient
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import IN_BOX, LOWER
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -80,6 +80,7 @@ def test_without_noise_it_finds_the_minimizer_of_a_quadratic():
     np.testing.assert_allclose(found.value, RECORDS.mean(axis=0), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_public_term_is_added_to_the_released_gradient():
     problem = dataclasses.replace(SQUARES, public=lambda w: 0.5 * jnp.sum(w * w))
     found = solve(problem, gibo(), RECORDS, START, key=jax.random.key(0))
@@ -197,7 +198,7 @@ def history_of(values, d=D):
     return History(jnp.asarray(points), jnp.asarray(values), jnp.asarray(mask))
 
 
-@pytest.mark.parametrize("precision", ["float", "grid"])
+@pytest.mark.parametrize("precision", ["grid", *slow("float")])
 def test_no_losses_move_the_gradient_beyond_its_sensitivity(precision):
     solver = gibo(1.0, clip_norm=0.7).with_precision(precision).with_sizes(6)
     values = np.random.default_rng(3).normal(size=(6, 5))
@@ -240,6 +241,7 @@ def test_a_loss_that_is_not_finite_counts_as_the_largest_of_its_record():
     assert not usable(jnp.full(5, jnp.nan)).any()
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_at_some_points_does_not_stop_the_descent():
     def failing(w, z):
         loss = 0.5 * jnp.sum((w - z) ** 2)

@@ -7,6 +7,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.search.gp import gradient_posterior
+from tests.cases import fast_first
 
 KERNELS = [
     dpb.search.RBF(0.7, 1.3),
@@ -105,7 +106,7 @@ def test_prior_traces_are_those_of_the_closed_forms():
     np.testing.assert_allclose(traces, expected, rtol=1e-12)
 
 
-@kernels
+@pytest.mark.parametrize("kernel", fast_first(KERNELS))
 def test_equal_points_have_finite_slopes_and_traces(kernel):
     theta = rows(1, 3)[0]
     points = jnp.stack([theta, theta, theta + 0.1])
@@ -130,7 +131,7 @@ def test_masked_rows_change_nothing(kernel):
     assert not wide[:, 4:].any()
 
 
-@kernels
+@pytest.mark.parametrize("kernel", fast_first(KERNELS))
 def test_trace_with_further_points_is_the_trace_of_all(kernel):
     theta, points, more = rows(1, 3)[0], rows(5, 3, 2), rows(4, 3, 3)
     some, *_ = known(kernel, theta, points, nugget=1e-2)
@@ -158,7 +159,7 @@ def test_weights_and_trace_are_those_of_the_kernel_plus_a_constant(kernel, const
     assert trace == pytest.approx(np.trace(covariance), rel=1e-9)
 
 
-@kernels
+@pytest.mark.parametrize("kernel", fast_first(KERNELS))
 def test_the_slope_of_a_trace_agrees_with_central_differences(kernel):
     theta, points, more = rows(1, 3)[0], rows(5, 3, 2), rows(4, 3, 3)
     some, *_ = known(kernel, theta, points, nugget=1e-2)
@@ -175,6 +176,7 @@ def test_the_slope_of_a_trace_agrees_with_central_differences(kernel):
     np.testing.assert_allclose(jax.jacfwd(trace)(more), found, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_negative_trace_is_not_taken_for_precision():
     # Two equal points without a nugget: no Cholesky factor.
     empty, *_ = known(
@@ -209,6 +211,7 @@ def test_error_is_at_most_the_trace_times_the_squared_norm_of_the_function(kerne
         assert error @ error <= (c @ covariance @ c) * trace + 1e-6
 
 
+@pytest.mark.slow
 def test_quadratic_kernel_knows_all_after_as_many_points_as_features():
     points, theta = rows(30, 5, 6), jnp.full(5, 0.3)
     covariance = np.asarray(dpb.search.Quadratic().covariance(points, points, theta))

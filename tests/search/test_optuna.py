@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import slow
 from tests.contract.test_imports import output
 
 optuna = pytest.importorskip("optuna")
@@ -80,7 +81,7 @@ def holds(content, number):
 
 
 @pytest.mark.parametrize(
-    "solver", [RANDOM, UCB, pytest.param(BEST, marks=pytest.mark.slow)]
+    "solver", [RANDOM, *slow(UCB), pytest.param(BEST, marks=pytest.mark.slow)]
 )
 def test_no_loss_of_a_record_and_no_mean_is_in_the_storage(solver, stored):
     study, content = stored
@@ -175,6 +176,7 @@ def test_the_ledger_of_a_study_has_its_trainings():
     assert row.count == RANDOM.num_candidates + 1
 
 
+@pytest.mark.slow
 def test_every_value_of_a_distribution_comes_up_and_no_other():
     space = {
         "a": Float(0.1, 1.0, step=0.3),
@@ -244,6 +246,7 @@ def test_studies_with_other_directions_are_refused(directions):
         studied(None, Objective())
 
 
+@pytest.mark.slow
 def test_without_optuna_a_message_says_what_to_install():
     code = """import sys; sys.modules["optuna"] = None
 import dpbilevel

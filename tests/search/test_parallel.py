@@ -36,6 +36,7 @@ def searched(estimator=None, n_jobs=None, key=0, **fitting):
     return search.fit(*TRAINING, **options)
 
 
+@pytest.mark.slow
 def test_losses_and_answer_are_the_same_bits_for_any_number_of_processes():
     rows = dpb.PrivateSearch(Ridge(), SPACE, None)._rows(*TRAINING)
     losses = rows.black_box(*PRIVATE)

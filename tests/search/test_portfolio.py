@@ -12,6 +12,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.search.base import Proposal
 from dpbilevel.search.random_search import relative
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("x64")
 BOX = dpb.sets.Box(np.asarray([-4.0, 0.0]), np.asarray([2.5, 1.0]))
@@ -27,6 +28,7 @@ def points(portfolio, w0=None, box=BOX, seed=0):
     return portfolio.points(box, w0, 1.0, key=jax.random.key(seed))
 
 
+@pytest.mark.slow
 def test_the_start_the_middle_ones_own_and_the_diagonals_are_points():
     own = np.asarray([[-3.0, 0.25]])
     found = np.asarray(points(dpb.search.Portfolio(60, own)))
@@ -45,7 +47,7 @@ def test_the_start_the_middle_ones_own_and_the_diagonals_are_points():
     assert not np.array_equal(found[22:], other[22:])
 
 
-@pytest.mark.parametrize("feasible", [dpb.sets.Euclidean(), dpb.sets.Ball(1.5)])
+@pytest.mark.parametrize("feasible", [dpb.sets.Euclidean(), *slow(dpb.sets.Ball(1.5))])
 def test_of_an_unbounded_set_the_part_near_the_start_counts(feasible):
     start = jnp.asarray([1.0, -1.0])
     found = points(dpb.search.Portfolio(), start, feasible)
@@ -71,6 +73,7 @@ def drawn(solver, losses, runs=20_000):
     return np.asarray([np.sum(found[:, 0] == p) for p in line[:, 0]])
 
 
+@pytest.mark.slow
 def test_the_start_is_drawn_by_the_exponential_law_of_relative_losses():
     losses = np.random.default_rng(1).uniform(-0.5, 2.5, size=(10, 5))
     losses += 50 * np.arange(10)[:, None]  # what a record's losses have in common

@@ -68,6 +68,7 @@ def error_of(alpha):
     return np.mean((fitted.predict(PRIVATE[0]) - PRIVATE[1]) ** 2)
 
 
+@pytest.mark.slow
 def test_the_released_penalty_is_better_than_the_start(found):
     alpha = found.best_params_["alpha"]
     start = found.parameters(np.zeros(1))["alpha"]
@@ -148,6 +149,7 @@ def test_protected_training_records_tell_no_units():
             searched(training=TRAINED, **options)
 
 
+@pytest.mark.slow
 def test_one_parameter_is_searched_at_random_in_units_of_the_losses_of_training_rows():
     result = searched(solver=None)
     assert error_of(result.best_params_["alpha"]) < 0.9 * error_of(10**-0.5)
@@ -210,6 +212,7 @@ def test_parameters_of_a_pipeline_and_vectors_are_set_coordinate_by_coordinate()
     assert search.parameters(np.ones(4))["ridge__alpha"] == 100.0
 
 
+@pytest.mark.slow
 def test_a_number_of_neighbours_is_searched():
     result = searched(
         KNeighborsRegressor(),

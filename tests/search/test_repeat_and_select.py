@@ -14,7 +14,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles, repetitions
 from dpbilevel.privacy.accounting.repetitions import BestOf
 from dpbilevel.privacy.selection import Repetitions, Selection
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import LOWER, SEARCHED, Y0
 
 LAWS = [(5.0, 0.0), (5.0, 0.5), (10.0, 1.0), (10.0, 3.0), (10.0, math.inf)]
@@ -224,7 +224,7 @@ def worst_epsilon(law, delta):
 
 
 @laws
-@pytest.mark.parametrize(("delta", "slack"), [(1e-2, 1.6), (1e-5, 1.2)])
+@pytest.mark.parametrize(("delta", "slack"), [(1e-2, 1.6), *slow((1e-5, 1.2))])
 def test_the_claim_holds_for_the_worst_neighbours_and_little_more(
     mean, shape, delta, slack
 ):
@@ -344,7 +344,7 @@ def drawn():
     return {shape: answers(exact(shape)) for shape in (1.0, math.inf)}
 
 
-@pytest.mark.parametrize("shape", [1.0, math.inf])
+@pytest.mark.parametrize("shape", [1.0, *slow(math.inf)])
 def test_the_answer_is_the_best_of_a_number_with_the_stated_law(drawn, shape):
     def beyond(mean):
         law = chances(mean, shape, 400)

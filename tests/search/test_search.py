@@ -11,6 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.search import ask_tell as searching
+from tests.cases import slow
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
 BOX = dpb.sets.Box(-1.0, 1.0)
@@ -83,7 +84,7 @@ def whole():
     "name",
     [
         "noisy_ucb",
-        "gradient_informative",
+        *slow("gradient_informative"),
         pytest.param("random_search", marks=pytest.mark.slow),
         pytest.param("repeat_and_select", marks=pytest.mark.slow),
     ],
@@ -192,7 +193,7 @@ def test_any_vector_of_real_numbers_will_do(convert):
 
 
 @solvers
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, *slow(np.inf)])
 def test_a_model_that_fails_counts_as_the_worst_there_is(name, bad):
     def losses(point):
         # The least loss is away from where models fail: a slope that tells the sides.
@@ -299,6 +300,7 @@ def test_the_report_says_what_a_black_box_must_keep_to(whole):
     assert any("training data and other inputs" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     docs = Path(__file__).parents[2] / "docs"

@@ -93,6 +93,7 @@ def test_middles_have_every_choice_and_points_of_a_branch_share_theirs():
     assert [v.tolist() for v in Space({"a": Range(0.0, 1.0)}).middles()] == [[0.0]]
 
 
+@pytest.mark.slow
 def test_the_right_kernel_is_found_and_what_it_does_not_have_is_not_released():
     result = searched(SVR(), KERNELS)
     assert result.best_params_["kernel"] == "rbf"
@@ -102,6 +103,7 @@ def test_the_right_kernel_is_found_and_what_it_does_not_have_is_not_released():
     assert result.predict(PRIVATE[0]).shape == (500,)
 
 
+@pytest.mark.slow
 def test_whole_estimators_are_choices_and_are_not_fitted_in_place():
     models = [Ridge(), SVR()]
     space = {
@@ -254,6 +256,7 @@ def test_descent_is_refused_with_categories():
         searched(SVR(), KERNELS, solver=solver, budget=budget)
 
 
+@pytest.mark.slow
 def test_categories_with_a_pipeline_are_searched_by_the_best_of_some_runs():
     space = {"svr__kernel": Categorical(["linear", "rbf"])}
     solver = dpb.search.RepeatAndSelect(40, 2.0, mean=2.0)

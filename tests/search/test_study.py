@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import slow
 from tests.search.test_optuna import (
     BEST,
     RANDOM,
@@ -58,6 +59,7 @@ def test_queued_trials_come_first_under_their_numbers(solver):
         assert [first.value, second.value] == released(answer)[:2]
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_longer_than_the_search_goes_on_waiting():
     study = optuna.create_study()
     for j in range(7):
@@ -75,6 +77,7 @@ def test_a_queue_that_is_longer_than_the_search_goes_on_waiting():
     assert states(study)[6] == "WAITING"
 
 
+@pytest.mark.slow
 def test_a_queued_trial_may_leave_parameters_open_and_has_steps():
     space = {"a": Float(0.1, 1.0, step=0.3), "b": Int(2, 11, step=3), "c": Float(1, 9)}
     seen = []
@@ -102,9 +105,15 @@ def test_a_queued_trial_may_leave_parameters_open_and_has_steps():
             UCB,
             "queued trial 0 has .*7.0.*Declare these parameters, or drop",
         ),
-        ({"z": 0.0}, UCB, "queued trial 0 has .*'z'"),
-        ({"kind": "nearby"}, RANDOM, "queued trial 0 has .*'nearby'"),
-        ({"x": 0.1}, BEST, "1 trials are queued, but RepeatAndSelect takes no points"),
+        *slow(
+            ({"z": 0.0}, UCB, "queued trial 0 has .*'z'"),
+            ({"kind": "nearby"}, RANDOM, "queued trial 0 has .*'nearby'"),
+            (
+                {"x": 0.1},
+                BEST,
+                "1 trials are queued, but RepeatAndSelect takes no points",
+            ),
+        ),
     ],
 )
 def test_a_queue_that_does_not_fit_is_refused_and_stays(params, solver, words):
@@ -276,6 +285,7 @@ def test_what_is_no_exception_cannot_be_caught(catch):
         studied(optuna.create_study(), Objective(), catch=catch)
 
 
+@pytest.mark.slow
 def test_a_second_search_of_a_study_warns_and_takes_the_first_answer_first():
     study = optuna.create_study()
     first = studied(study, Objective())
@@ -288,6 +298,7 @@ def test_a_second_search_of_a_study_warns_and_takes_the_first_answer_first():
         studied(study, Objective(), BEST, key=2)
 
 
+@pytest.mark.slow
 def test_starts_of_noisy_ucb_are_evaluated_first():
     starts = np.asarray([[0.3, -0.2], [3.0, 0.0]])
     solver = dpb.search.NoisyUCB(3, 2.0, num_candidates=20, starts=starts)

@@ -17,7 +17,7 @@ from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.repetitions import Repetitions
 from dpbilevel.privacy.noise import step_keys
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import LEVELS, WEIGHTING, X0, Y0
 from tests.search.test_repeat_and_select import chances, exact_delta, selected
 
@@ -214,6 +214,7 @@ def answers():
     return tuple(map(np.asarray, found))
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_one_run(answers):
     y, setting, value = answers
     np.testing.assert_allclose(y, 0.6 * np.asarray(SIZES)[setting], atol=2e-3)
@@ -271,7 +272,7 @@ class CountsAllRuns(dpb.search.TunedTraining):
         return dataclasses.replace(after, rejections=SkippedUpdates(hidden))
 
 
-@pytest.mark.parametrize("kind", [dpb.search.TunedTraining, CountsAllRuns])
+@pytest.mark.parametrize("kind", [dpb.search.TunedTraining, *slow(CountsAllRuns)])
 def test_updates_left_out_count_for_the_shown_run_alone(kind):
     # Every step of the only candidate is longer than any number, and left out.
     solver = tuned(kind, (dpb.NoisyGD(3, 5.0, 3e38),), num_steps=24).with_noise(1e5)

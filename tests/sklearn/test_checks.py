@@ -31,12 +31,9 @@ def failed(estimator):
     return FAILED | (OF_REGRESSORS if estimator is RIDGE else OF_CLASSIFIERS)
 
 
-@parametrize_with_checks([LOGISTIC], expected_failed_checks=failed)
-def test_a_classifier_passes_the_check(estimator, check):
-    check(estimator)
-
-
 @pytest.mark.slow
-@parametrize_with_checks([RIDGE, NETWORK, FAIR, SOURCES], expected_failed_checks=failed)
+@parametrize_with_checks(
+    [LOGISTIC, RIDGE, NETWORK, FAIR, SOURCES], expected_failed_checks=failed
+)
 def test_an_estimator_passes_the_check(estimator, check):
     check(estimator)

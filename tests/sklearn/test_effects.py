@@ -82,6 +82,7 @@ def test_effects_that_noise_hides_have_a_ridge_within_the_limits(getkey):
         assert WIDTH / 4 < weight < 4 * WIDTH / logistic._WEAKEST
 
 
+@pytest.mark.slow
 def test_weak_effects_of_many_records_have_the_largest_ridge(getkey):
     features, labels = records(50_000, (0.5, 0.5), 0.0)
     _, weight = planned(50_000, 2).rates_and_ridge(
@@ -204,11 +205,13 @@ def noise_of_release(monkeypatch, share):
     return np.std(seen, axis=0).mean() / found.release.noise_std
 
 
+@pytest.mark.slow
 def test_the_noise_of_effects_is_that_of_the_ledger(monkeypatch):
     assert noise_of_release(monkeypatch, 1.0) == pytest.approx(1, abs=0.06)
     assert noise_of_release(monkeypatch, 0.9) < 0.94  # the control
 
 
+@pytest.mark.slow
 def test_a_rare_class_of_few_records_is_about_as_good_as_the_constant_answer():
     rng = np.random.default_rng(0)
     X = rng.uniform(-1, 1, (5000, 5))
@@ -222,6 +225,7 @@ def test_a_rare_class_of_few_records_is_about_as_good_as_the_constant_answer():
     assert np.median(losses) < constant + 0.015
 
 
+@pytest.mark.slow
 def test_strong_effects_of_few_records_are_not_hidden_by_a_ridge(monkeypatch):
     rng = np.random.default_rng(0)
     factors = rng.normal(size=(3000, 3)) @ rng.normal(size=(3, 20))

@@ -20,6 +20,7 @@ from dpbilevel.sklearn import (
     FairClassifier,
 )
 from dpbilevel.sklearn import sources as sources_module
+from tests.cases import slow
 
 NAMES = np.asarray(["left", "right"])
 BOX = {"bounds": ([-1, 2, -3], [1, 4, 5])}
@@ -38,6 +39,7 @@ def labelled(n=2000, seed=0):
     return X, NAMES[(margin > 0).astype(int)]
 
 
+@pytest.mark.slow
 def test_a_classifier_of_two_texts_learns_the_direction():
     X, y = labelled()
     model = DPLogisticRegression(**LABELS, epsilon=10.0).fit(X, y)
@@ -49,6 +51,7 @@ def test_a_classifier_of_two_texts_learns_the_direction():
     assert model.n_iter_ == model.privacy_report_.ledger[-1].count
 
 
+@pytest.mark.slow
 def test_scores_chances_and_predictions_agree():
     X, margin = records()
     y = np.digitize(margin, [-1, 1]) * 10
@@ -64,6 +67,7 @@ def test_scores_chances_and_predictions_agree():
     assert model.score(X, y) > 0.7
 
 
+@pytest.mark.slow
 def test_without_a_constant_the_model_is_zero_at_zero():
     X, y = labelled()
     for model in (
@@ -75,6 +79,7 @@ def test_without_a_constant_the_model_is_zero_at_zero():
         assert np.all(np.asarray(model.intercept_) == 0)
 
 
+@pytest.mark.slow
 def test_a_regression_finds_coefficients_and_constant():
     X, target = records(20_000)
     model = DPRidge(**BOX, target_bounds=(0, 10), epsilon=10.0).fit(X, 5 + target / 2)
@@ -82,6 +87,7 @@ def test_a_regression_finds_coefficients_and_constant():
     np.testing.assert_allclose(model.coef_, [1.5, -0.5, 0.125], atol=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.reuses_keys
 def test_units_of_the_features_do_not_matter(getkey):
     X, target = records()
@@ -96,6 +102,7 @@ def test_units_of_the_features_do_not_matter(getkey):
     np.testing.assert_allclose(*fits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_ridge_shortens_the_model():
     X, y = labelled()
     lengths = [
@@ -105,6 +112,7 @@ def test_a_ridge_shortens_the_model():
     assert lengths[1] < lengths[0] / 2
 
 
+@pytest.mark.slow
 def test_a_large_ridge_leaves_the_constant():
     X, _ = records()
     y = NAMES[(np.arange(len(X)) % 4 == 0).astype(int)]
@@ -114,7 +122,7 @@ def test_a_large_ridge_leaves_the_constant():
     assert chance.mean() == pytest.approx(0.25, abs=0.06)
 
 
-@pytest.mark.parametrize("declared", [{"bounds": (-1, 1)}, {"data_norm": 1.0}])
+@pytest.mark.parametrize("declared", [{"bounds": (-1, 1)}, *slow({"data_norm": 1.0})])
 def test_rows_to_predict_are_cut_as_those_of_the_fit(declared):
     X = np.random.default_rng(0).uniform(-0.5, 0.5, (2000, 3))
     y = NAMES[(X[:, 0] > 0).astype(int)]
@@ -126,6 +134,7 @@ def test_rows_to_predict_are_cut_as_those_of_the_fit(declared):
     assert np.ptp(model.decision_function(far)) < 1e-9
 
 
+@pytest.mark.slow
 def test_bounds_that_may_be_pairs_of_two_features_are_refused():
     X, y = records()
     X, y = X[:, :2], (y > 0).astype(int)
@@ -136,6 +145,7 @@ def test_bounds_that_may_be_pairs_of_two_features_are_refused():
     model.set_params(bounds=([-1, 2], [1, 4])).fit(X, y, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_rare_class_gets_a_longer_unit_and_its_share():
     rng = np.random.default_rng(0)
     X = rng.uniform(-1, 1, (8000, 4))
@@ -149,6 +159,7 @@ def test_a_rare_class_gets_a_longer_unit_and_its_share():
     assert model._unit == pytest.approx(model.row_length_ * 3**0.5)
 
 
+@pytest.mark.slow
 def test_a_network_learns_what_no_linear_model_does():
     X, _ = records(3000)
     y = NAMES[(np.abs(X[:, 0]) > 0.5).astype(int)]
@@ -158,6 +169,7 @@ def test_a_network_learns_what_no_linear_model_does():
     np.testing.assert_allclose(model.predict_proba(X).sum(axis=1), 1)
 
 
+@pytest.mark.slow
 def test_batches_are_those_that_are_charged():
     X, y = labelled(3000)
     few = {"batch_size": 300, "hidden_layer_sizes": 2, "max_iter": 50}
@@ -167,6 +179,7 @@ def test_batches_are_those_that_are_charged():
     assert "Poisson(rate=0.1" in row.roles["records"].sampling
 
 
+@pytest.mark.slow
 def test_a_fair_model_serves_the_small_group_better():
     X, y = labelled(6000)
     small = np.arange(6000) % 8 == 0
@@ -218,6 +231,7 @@ def test_sources_are_planned_by_dry_runs_and_the_plan_is_kept():
     assert clone(model).fit(X, y, **fit).plan_ is plan
 
 
+@pytest.mark.slow
 def test_dry_runs_are_shown_where_verbose_and_kept_for_fits_that_are_not(
     monkeypatch, capsys
 ):
@@ -362,6 +376,7 @@ def test_arrays_of_texts_are_no_features_and_no_targets():
         DPRidge(**BOX, target_bounds=(-1, 1)).fit(X, X[:, 0].astype(str))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*noise of all steps together")  # tiny
 def test_labels_that_are_texts_by_type_are_no_numbers():
     X, y = labelled(20)
@@ -396,6 +411,7 @@ def test_names_of_columns_are_kept():
         model.predict(frame[["c", "b", "a"]])
 
 
+@pytest.mark.slow
 def test_a_norm_may_be_declared_instead_of_bounds():
     X, y = labelled()
     rows = X - [0, 3, 1]
@@ -403,6 +419,7 @@ def test_a_norm_may_be_declared_instead_of_bounds():
     assert model.fit(rows, y).score(rows, y) > 0.9
 
 
+@pytest.mark.slow
 def test_pipelines_and_cross_validation_fit_it():
     X, y = labelled(600)
     model = DPLogisticRegression(classes=NAMES, bounds=(-1, 1), epsilon=20.0)

@@ -23,6 +23,7 @@ from dpbilevel.sklearn import (
     logistic,
     ridge,
 )
+from tests.cases import slow
 
 # A few records, one step: hardly more than noise, which fits say from public numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*noise of all steps together")
@@ -237,7 +238,7 @@ def test_a_gradient_whose_constant_is_not_clipped_moves_more(runs, getkey, monke
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("name", ["logistic", "ridge", "network", "fair"])
+@pytest.mark.parametrize("name", ["logistic", *slow("ridge", "network", "fair")])
 def test_records_that_count_for_nothing_are_all_alike(name, runs, getkey):
     X, y = table()
     key = getkey()
@@ -324,7 +325,7 @@ def releases_of(model, monkeypatch):
 
 
 @NAMED
-@pytest.mark.parametrize("relation", [{}, PRIVATE_SIZE])
+@pytest.mark.parametrize("relation", [{}, *slow(PRIVATE_SIZE)])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_release_of_a_fit_is_charged_and_has_its_own_key(
     name, relation, monkeypatch
@@ -376,7 +377,7 @@ def is_key(leaf):
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 1.0])
+@pytest.mark.parametrize("epsilon", [0.5, *slow(1.0)])
 def test_the_claim_is_that_of_as_many_gaussian_releases(epsilon):
     X, y = table()
     model = DPLogisticRegression(
@@ -401,7 +402,7 @@ def test_the_claim_is_that_of_as_many_gaussian_releases(epsilon):
     assert "the declared classes, bounds and the like" in str(model.privacy_report_)
 
 
-@pytest.mark.parametrize("kind", [DPLogisticRegression, DPRidge])
+@pytest.mark.parametrize("kind", [DPLogisticRegression, *slow(DPRidge)])
 def test_the_solver_that_runs_is_the_one_that_is_charged(kind, runs):
     more = {"target_bounds": (0, 1)} if kind is DPRidge else {"classes": [0, 1]}
     model = kind(**BOX, **more).fit(*table())

@@ -13,6 +13,7 @@ from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
 from dpbilevel.sklearn.lengths import PART, Lengths, in_bins
 from dpbilevel.sklearn.public_size import PublicSize
+from tests.cases import slow
 
 N = 2000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -65,6 +66,7 @@ def test_the_declared_unit_is_kept_without_records_enough(getkey):
     assert not pure.releases
 
 
+@pytest.mark.slow
 def test_a_fiftieth_of_the_squared_budget_is_charged():
     X = np.random.default_rng(0).uniform(-1, 1, (N, 3))
     model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), max_iter=2)
@@ -124,7 +126,7 @@ def test_the_noise_is_what_the_ledger_claims(monkeypatch):
     assert spread_of(lengths, monkeypatch, share=0.7) < 0.85  # the control
 
 
-@pytest.mark.parametrize("kind", [DPLogisticRegression, DPRidge])
+@pytest.mark.parametrize("kind", [DPLogisticRegression, *slow(DPRidge)])
 def test_coefficients_are_in_units_of_the_features(kind):
     rng = np.random.default_rng(1)
     X = rng.uniform(-1, 1, (N, 2))

@@ -13,6 +13,7 @@ from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
 from dpbilevel.sklearn.network import PART, Recalibration
 from dpbilevel.sklearn.public_size import PublicSize
+from tests.cases import slow
 
 N = 20_000
 BUDGET = dpb.PrivacyBudget(3.0, 1e-6)
@@ -31,7 +32,7 @@ def planned(size=N, neighbours=Neighbours.REPLACE_ONE):
     return Recalibration.plan(BUDGET, PublicSize(neighbours, size), 3)
 
 
-@pytest.mark.parametrize("slope", [0.4, 0.8])
+@pytest.mark.parametrize("slope", [0.4, *slow(0.8)])
 def test_slope_and_constants_are_found(slope, getkey):
     scores, labels = drawn(slope, [1.0, 0.0, -1.0])
     found, constants = planned().fit(scores, labels, key=getkey())
@@ -76,6 +77,7 @@ def test_the_run_is_what_is_charged_and_a_fifth_of_the_squared_budget(relation):
     assert Ledger((all_of_it,)).epsilon(1e-6) == pytest.approx(3, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_network_lists_the_recalibration():
     X = np.random.default_rng(0).uniform(-1, 1, (500, 2))
     y = (X[:, 0] > 0).astype(int)
@@ -87,6 +89,7 @@ def test_the_report_of_a_network_lists_the_recalibration():
     assert model.privacy_report_.epsilon <= 1
 
 
+@pytest.mark.slow
 def test_scores_of_noise_leave_an_answer_that_is_nearly_constant():
     rng = np.random.default_rng(0)
     scores = 8 * rng.normal(size=(600, 3)).astype(np.float32)

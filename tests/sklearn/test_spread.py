@@ -14,6 +14,7 @@ from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPRidge, ridge
 from dpbilevel.sklearn.public_size import PublicSize
 from dpbilevel.sklearn.ridge import Spread, comparisons
+from tests.cases import slow
 
 N = 4000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -124,6 +125,7 @@ def test_if_most_targets_are_equal_the_declared_range_is_kept(getkey):
     assert planned(targets).center_and_unit(key=getkey(), owner="fit") == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_every_comparison_has_the_noise_of_the_ledger_and_its_own_key(monkeypatch):
     released, seen = usability._released, []
 
@@ -142,7 +144,7 @@ def test_every_comparison_has_the_noise_of_the_ledger_and_its_own_key(monkeypatc
     assert np.std(seen) == pytest.approx(found.release.noise_std, rel=0.07)
 
 
-@pytest.mark.parametrize("width", [10, 100])
+@pytest.mark.parametrize("width", [10, *slow(100)])
 def test_a_target_range_far_too_wide_costs_little_and_is_warned_of(width):
     X, y = records()
     exact = np.var(X @ [3, -2, 1]) / np.var(y)
@@ -160,6 +162,7 @@ def test_a_target_range_far_too_wide_costs_little_and_is_warned_of(width):
     assert model.target_range_ == pytest.approx((low, high), rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*most targets")
 def test_without_a_constant_the_unit_is_found_about_zero(getkey):
     X, y = records()

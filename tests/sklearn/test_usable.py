@@ -85,6 +85,7 @@ def test_a_misspelt_rare_class_is_warned_of_by_its_name():
     assert not fitted(X, y, "no", "yes").records_check_.remarks
 
 
+@pytest.mark.slow
 def test_a_column_of_texts_and_wrong_targets_are_warned_of():
     X, y = drawn()
     cells = X.astype(object)
@@ -106,6 +107,7 @@ def test_a_norm_below_that_of_most_rows_is_warned_of():
     model.fit(unit.astype(np.float32), y, key=jax.random.key(0))  # no warning
 
 
+@pytest.mark.slow
 def test_many_columns_are_checked_in_groups():
     X = np.random.default_rng(0).random((N, 200))
     X[:, 7] = np.nan
@@ -114,6 +116,7 @@ def test_many_columns_are_checked_in_groups():
     assert len(model.records_check_.levels["records"].columns) == 65
 
 
+@pytest.mark.slow
 def test_the_check_is_left_out_where_it_says_nothing_or_is_not_wanted():
     X, y = drawn()
     unchecked = fitted(X, y, "No", "Yes", check_records=False)
@@ -208,6 +211,7 @@ def test_a_private_number_of_records_shows_in_no_indicator(checks):
     assert not measured[-1][1].records.any()
 
 
+@pytest.mark.slow
 def test_undeclared_labels_are_warned_of_where_their_share_stands_out():
     rng = np.random.default_rng(1)
     X, size = rng.random((8000, 3)), 1440  # 18 %
@@ -217,12 +221,14 @@ def test_undeclared_labels_are_warned_of_where_their_share_stands_out():
         fitted(X, y, "No", "Yes", epsilon=0.3)
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_all_noise_is_warned_of():
     X, y = drawn()
     with pytest.warns(UserWarning, match="noise of all steps together"):
         fitted(X[:100], y[:100], "No", "Yes", epsilon=0.1)
 
 
+@pytest.mark.slow
 def test_many_indicators_are_not_taken_for_wide_bounds():
     rng = np.random.default_rng(2)
     X = np.eye(100)[rng.integers(0, 100, N)]
