@@ -12,6 +12,7 @@ generated. True losses are shown: of real records they are NON-PRIVATE.
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import time
 import tomllib
@@ -128,7 +129,9 @@ def replication(settings, seed):
 
 def replications(settings, file):
     """Return all replications of a curve; those of earlier calls come from `file`."""
-    name, found = json.dumps(settings, sort_keys=True), []
+    setting = {k: v for k, v in settings.items() if k != "replications"}
+    setting["records"] = os.environ.get("CT_SLICE")
+    name, found = json.dumps(setting, sort_keys=True), []
     for seed in range(settings["replications"]):
         done = pages.kept(file, dict) if file else {}
         if (key := f"{seed} {name}") not in done:
