@@ -1,12 +1,19 @@
 """Tuning from losses alone: the experiments of the method, each a config with seeds.
 
 Run by `python -m benchmarks black_box`, with `--task=NAME` for configs whose names
-in configs/experiments begin so. Prints the table of docs/black_box.md. Data are
-generated, so that true losses may be shown; of real records they would be NON-PRIVATE.
+in configs/experiments begin so and `--curve=LABEL` for curves whose labels do. Prints
+the table of docs/black_box.md. `--stated=yes` takes the sizes that the paper states,
+the table `stated` of a config; they need hours. `--saved=FILE` keeps every replication
+in a JSON file, and a later call goes on where an earlier one ended. $CT_SLICE names
+the CSV file of the CT slices, which the paper's E.2 reads; without it data are
+generated. True losses are shown: of real records they are NON-PRIVATE.
 """
 
 import dataclasses
 import functools
+import json
+import os
+import pathlib
 import time
 import tomllib
 
@@ -37,6 +44,8 @@ def gradient_search(task, settings):
     fields = {name: settings[name] for name in names if name in settings}
     if "trace" in settings:
         fields["tolerance"] = settings["trace"] / settings["task"]["dimension"]
+    if "tolerance" in settings:
+        fields["tolerance"] = settings["tolerance"]
     quadratic = settings.get("kernel") == "quadratic"
     solver = dpb.search.GradientInformativeBO(
         settings["num_steps"],
@@ -94,37 +103,63 @@ def descent(task, settings, start, seed):
 
 
 def random(task, settings, start, seed):
-    """Return the best of uniform points by their true loss. NON-PRIVATE."""
-    box, rng = task.w_set, np.random.default_rng((seed, 2))
-    points = rng.uniform(box.lower, box.upper, (settings["evaluations"], len(start)))
+    """Return the best of points from the law of the starts. NON-PRIVATE."""
+    rng = np.random.default_rng((seed, 2))
+    points = [task.start(rng) for _ in range(settings["evaluations"])]
     return task.objective([start, *points]).min(), len(points)
+
+
+def middle(task, settings, start, seed):
+    """Return the true loss at the middle of the box, which reads no record."""
+    point = np.full(len(start), (task.w_set.lower + task.w_set.upper) / 2)
+    return task.objective([point])[0], 0
 
 
 def replication(settings, seed):
     """Return the final loss of a curve and its evaluations; all seeds are `seed`."""
     sizes = {k: v for k, v in settings["task"].items() if k != "name"}
-    task = TASKS[settings["task"]["name"]](*sizes.values(), seed=seed)
+    task = TASKS[settings["task"]["name"]](**sizes, seed=seed)
     start = task.start(np.random.default_rng((seed, 1)))
-    if settings.get("method") == "descent":
-        return descent(task, settings, start, seed)
-    if settings.get("method") == "random":
-        return random(task, settings, start, seed)
+    others = {"descent": descent, "random": random, "middle": middle}
+    if other := others.get(settings.get("method")):
+        return other(task, settings, start, seed)
     box = task.black_box(settings.get("noise", 0.0), seed)
     return follow(task, gradient_search(task, settings), box, start, seed)
 
 
+def replications(settings, file):
+    """Return all replications of a curve; those of earlier calls come from `file`."""
+    setting = {k: v for k, v in settings.items() if k != "replications"}
+    setting["records"] = os.environ.get("CT_SLICE")
+    name, found = json.dumps(setting, sort_keys=True), []
+    for seed in range(settings["replications"]):
+        done = pages.kept(file, dict) if file else {}
+        if (key := f"{seed} {name}") not in done:
+            loss, asked = replication(settings, seed)
+            done[key] = float(loss), int(asked)
+            if file:
+                pages.keep(file, done)
+        found.append(done[key])
+    return found
+
+
 def main():
-    rows, prefix = [], pages.options().get("task", "")
-    for file in sorted(CONFIGS.glob(f"{prefix}*.toml")):
-        experiment = tomllib.loads(file.read_text())
+    given, rows = pages.options(), []
+    file = pathlib.Path(given["saved"]) if "saved" in given else None
+    for config in sorted(CONFIGS.glob(f"{given.get('task', '')}*.toml")):
+        experiment = tomllib.loads(config.read_text())
+        stated, curves = experiment.pop("stated", {}), experiment.pop("curve")
+        if "stated" in given:
+            task = experiment["task"] | stated.pop("task", {})
+            experiment |= stated | {"task": task}
         print(experiment["title"], flush=True)
-        for curve in experiment["curve"]:
+        for curve in curves:
+            if not curve["label"].startswith(given.get("curve", "")):
+                continue
             began, settings = time.perf_counter(), experiment | curve
-            seeds = range(settings["replications"])
-            found = [replication(settings, seed) for seed in seeds]
-            final, asked = np.transpose(found)
+            final, asked = np.transpose(replications(settings, file))
             error = final.std(ddof=1) / len(final) ** 0.5 if len(final) > 1 else np.nan
-            rows.append([file.stem, curve["label"], f"{np.mean(asked):.0f}"])
+            rows.append([config.stem, curve["label"], f"{np.mean(asked):.0f}"])
             rows[-1] += [f"{final.mean():.4f} ± {error:.4f}", f"{np.median(final):.4f}"]
             rows[-1].append(f"{(time.perf_counter() - began) / len(final):.1f}")
             print(*rows[-1], flush=True)

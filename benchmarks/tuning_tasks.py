@@ -1,9 +1,11 @@
 """Tasks of the black-box benchmarks: losses of many records at one point.
 
-All data are generated, so that nothing here is anybody's: seeds are stated.
+Data are generated, so that nothing here is anybody's, and seeds are stated. Only the CT
+slices are read, if their file is named.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -129,20 +131,37 @@ def regression(dimension, size, seed):
     return of_loss(loss, columns, box, lambda r: start, np.ones(dimension))
 
 
-def support_vectors(features, training, validation, seed, noise=1.0):
-    """Kernel and penalties of a support vector regression with generated records.
+def ct_slices(count, features, seed):
+    """Return inputs and targets of random CT slices (Graf and others, 2011).
 
-    A hundred inputs of which five matter (Friedman's first function); a hundred
-    length-scales, gamma, C and epsilon, each scaled from its range to [-1, 1], the
-    first hundred and one by their logarithms. Trained by scikit-learn, so that losses
-    come from Python. Length-scales start in the upper half of their range: with short
-    ones in a hundred inputs every record is alone under the kernel, and no loss depends
-    on the point.
+    The file has a row per slice: a patient, 384 inputs and the place on the axis.
+    """
+    rows = np.loadtxt(os.environ["CT_SLICE"], delimiter=",", skiprows=1)
+    rng = np.random.default_rng((seed, 3))
+    rows = rows[rng.choice(len(rows), count, replace=False)]
+    return rows[:, 1 + rng.choice(384, features, replace=False)], rows[:, -1]
+
+
+def support_vectors(features, training, validation, seed, noise=1.0, uniform=False):
+    """Kernel and penalties of a support vector regression.
+
+    A hundred inputs, of the CT slices if $CT_SLICE names their file, else generated:
+    five matter (Friedman's first function). A hundred length-scales, gamma, C and
+    epsilon, each scaled from its range to [-1, 1], the first hundred and one by their
+    logarithms. Trained by scikit-learn, so that losses come from Python. Unless starts
+    are `uniform` in the box, length-scales start in the upper half of their range: with
+    short ones in a hundred inputs every record is alone under the kernel, and no loss
+    depends on the point.
     """
     ranges = (np.log(0.01), np.log(5.0)), (0.1, 3.0), (0.01, 1.0)
     middle, half = np.transpose([((a + b) / 2, (b - a) / 2) for a, b in ranges])
-    settings = {"noise": noise, "random_state": seed}
-    inputs, targets = make_friedman1(training + validation, features, **settings)
+    if "CT_SLICE" in os.environ:
+        inputs, targets = ct_slices(training + validation, features, seed)
+        low, high = inputs[:training].min(0), inputs[:training].max(0)
+        inputs = (inputs - low) / np.where(high > low, high - low, 1)
+    else:
+        settings = {"noise": noise, "random_state": seed}
+        inputs, targets = make_friedman1(training + validation, features, **settings)
     inputs = 2 * inputs - 1
     # In units of the training records, which are not protected.
     targets = (targets - targets[:training].mean()) / targets[:training].std()
@@ -159,6 +178,8 @@ def support_vectors(features, training, validation, seed, noise=1.0):
         return (targets[training:] - near @ model.dual_coef_[0] - model.intercept_) ** 2
 
     def start(rng):
+        if uniform:
+            return rng.uniform(-1, 1, features + 3)
         return np.concatenate([rng.uniform(0, 1, features), np.zeros(3)])
 
     return Tuning(losses, validation, dpb.sets.Box(-1.0, 1.0), start)

@@ -1,6 +1,8 @@
 """The tables of benchmarks/results/performance.md, on a few records."""
 
 import dataclasses
+import inspect
+import tomllib
 
 import jax
 import pytest
@@ -135,3 +137,32 @@ def test_shares_of_a_gap_are_shown_only_where_the_oracle_is_better():
     assert "0.8000 (`MixedSources`)" in text
     assert cells[-1] == "0.0500 ± 0.0000"
     assert behind == 0
+
+
+def test_experiments_name_their_tasks_arguments_and_go_on_from_saved_runs(
+    monkeypatch, tmp_path
+):
+    pytest.importorskip("sklearn")
+    from benchmarks import black_box
+
+    for config in sorted(black_box.CONFIGS.glob("*.toml")):
+        experiment = tomllib.loads(config.read_text())
+        stated = experiment.get("stated", {}).get("task", {})
+        task = {**experiment["task"], **stated}
+        build = black_box.TASKS[task.pop("name")]
+        inspect.signature(build).bind(**task, seed=0)
+
+    made = []
+
+    def replication(settings, seed):
+        made.append(seed)
+        return seed + settings["mu"], 7
+
+    monkeypatch.setattr(black_box, "replication", replication)
+    file, settings = tmp_path / "saved.json", {"mu": 0.5, "replications": 2}
+    first = black_box.replications(settings, file)
+    more = black_box.replications(settings | {"replications": 3}, file)
+    assert made == [0, 1, 2]
+    assert [list(row) for row in first] == [list(row) for row in more[:2]]
+    black_box.replications(settings | {"mu": 1.0}, file)
+    assert made == [0, 1, 2, 0, 1]

@@ -46,6 +46,11 @@ class _State(eqx.Module):
     unmet: Int[Array, ""]  # number of steps whose points did not reach the tolerance
 
 
+def _tolerance(value: Any) -> Any:
+    """Return a tolerance, `None` for `"noise"`: leaves of solvers hold no text."""
+    return None if isinstance(value, str) and value == "noise" else value
+
+
 class GradientInformativeBO(
     AbstractAskTellSolver[_State], AbstractNoisySolver[SearchProblem, _State]
 ):
@@ -72,6 +77,10 @@ class GradientInformativeBO(
         evaluation_noise: $\sigma \ge 0$, the standard deviation of the noise in one
             loss, for example of random training.
         tolerance: Limit of the trace, as a fraction of its value before any evaluation.
+            With `"noise"`, kept as `None`, the limit is $d s^2$, the mean squared norm
+            of the privacy noise of a step: $d (2 C \sqrt T / (n \mu))^2$ for $T$ steps
+            that are $\mu$-GDP. A bias below the noise gains nothing (Theorem 3.7).
+            Lemma 3.8 takes $T$ of the order of $\log n$.
         batch: A fixed number of points per step, whatever the tolerance. Static.
         max_batch: The largest number of points per step; $2d + 16$ by default.
             `minimize` warns of steps whose points do not reach the tolerance. Static.
@@ -108,7 +117,7 @@ class GradientInformativeBO(
     step_size: StepSize = eqx.field(converter=as_rule)
     kernel: AbstractKernel = RBF()
     evaluation_noise: NonNegative = 0.0
-    tolerance: Positive = 1 / 30
+    tolerance: Positive | None = eqx.field(converter=_tolerance, default=1 / 30)
     batch: Count | None = eqx.field(static=True, default=None)
     max_batch: Count | None = eqx.field(static=True, default=None)
     may_skip: bool = eqx.field(static=True, default=False)
@@ -190,7 +199,7 @@ class GradientInformativeBO(
         posterior = self._posterior(state.w, state.history)
         sizes: Any = {"capacity": self._capacity(state.w), "batch": self.batch}
         sizes |= {"at_least": 0 if self.may_skip else 1, "polish": self.polish}
-        limit = self._tolerated(posterior)
+        limit = self._tolerated(problem, posterior)
         # Lines 4 and 5: how many points are enough, and which.
         design = choose_batch(posterior, problem.w_set, limit, key=key, **sizes)
         return Proposal(design.points, design.count)
@@ -231,7 +240,7 @@ class GradientInformativeBO(
         w, memory = descent.update(gradient, state.memory, state.w)  # line 9: the step
         step: Any = {"before": state.w, "t": state.t, "num_steps": self.num_steps}
         output = self.output.update(state.output, w, key=None, **step)
-        met = posterior.trace <= self._tolerated(posterior)
+        met = posterior.trace <= self._tolerated(problem, posterior)
         evaluations = state.evaluations + proposal.count
         unmet = state.unmet + (~met).astype(jnp.int32)
         history = self._latest(history, w)
@@ -246,9 +255,12 @@ class GradientInformativeBO(
         unmet = int(state.unmet)
         if self.batch is not None or unmet == 0:
             return None
+        limit = "norm of the privacy noise"
+        if self.tolerance is not None:
+            limit = f"tolerance of {float(self.tolerance):.3g}"
         return (
             f"in {unmet} of {self.num_releases} steps the points did not bring the "
-            f"gradient's uncertainty to the tolerance of {float(self.tolerance):.3g}, "
+            f"gradient's uncertainty to the {limit}, "
             "so that these gradients are shrunk; the privacy guarantee holds. Give a "
             "larger max_batch or tolerance."
         )
@@ -305,7 +317,10 @@ class GradientInformativeBO(
         options = {"nugget": nugget, "constant": self.constant}
         return gradient_posterior(self.kernel, w, known.points, known.mask, **options)
 
-    def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
+    def _tolerated(self, problem, posterior: GradientPosterior) -> Float[Array, ""]:
+        if self.tolerance is None:  # public: noise, sizes, clip norm and dimension
+            deviation = self.release(problem, self.sizes).deviation
+            return posterior.theta.size * cast(deviation, posterior.theta) ** 2
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
 
     def _latest(self, history: History, w: Array) -> History:

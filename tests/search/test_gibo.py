@@ -258,8 +258,12 @@ def states(solver, problem=SQUARES, steps=3):
     return jax.jit(scan_steps)(problem, solver, jnp.asarray(RECORDS), state, keys)[0]
 
 
-def test_what_is_asked_never_depends_on_losses():
-    solver = gibo(1.0)
+SLOW_NOISE = pytest.param("noise", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("tolerance", [1 / 30, SLOW_NOISE])
+def test_what_is_asked_never_depends_on_losses(tolerance):
+    solver = gibo(1.0, tolerance=tolerance)
     state = states(solver)
     ask = jax.jit(
         lambda state, seed: solver.ask(SQUARES, state, key=jax.random.key(seed))
@@ -354,6 +358,26 @@ def test_steps_that_miss_the_tolerance_are_counted():
     assert "the tolerance of 1e-09" in remark
 
 
+@pytest.mark.parametrize("mu", [0.5, 2.0])
+def test_the_tolerance_noise_is_the_squared_noise_of_lemma_3_8(mu):
+    solver = gibo(1 / mu, clip_norm=3.0, tolerance="noise")
+    posterior = solver._posterior(START, solver.init(SQUARES, START).history)
+    found = solver._tolerated(SQUARES, posterior)
+    expected = (2 * 3.0 * (20 * D) ** 0.5 / (N * mu)) ** 2  # (2 B sqrt(T d) / (n mu))^2
+    assert found == pytest.approx(expected, rel=2e-3)  # noise is rounded up
+    plain = gibo(1 / mu, clip_norm=3.0)
+    assert solver.ledger(SQUARES, N) == plain.ledger(SQUARES, N)
+    state = dataclasses.replace(solver.init(SQUARES, START), unmet=jnp.asarray(2))
+    assert "norm of the privacy noise" in solver.remark(state)
+
+
+@pytest.mark.slow
+def test_more_privacy_noise_asks_for_fewer_points():
+    fields = {"clip_norm": 3.0, "tolerance": "noise", "max_batch": 16}
+    loud, quiet = (gibo(scale, **fields) for scale in (0.3, 0.003))
+    assert states(loud).evaluations < states(quiet).evaluations
+
+
 def test_fewer_evaluations_are_made_at_a_larger_tolerance():
     counts = [states(gibo(tolerance=t)).evaluations for t in (1e-4, 1e-2, 0.5)]
     assert counts[0] > counts[1] > counts[2]
@@ -395,6 +419,7 @@ def test_single_precision_is_refused_with_the_remedy():
     [
         ({"clip_norm": 0.0}, "clip_norm must be positive"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
+        ({"tolerance": "bias"}, "tolerance must be"),
         ({"jitter": 0.0}, "jitter must be positive"),
         ({"evaluation_noise": -1.0}, "evaluation_noise must be non-negative"),
         ({"batch": 0}, "batch must be an integer"),
