@@ -171,15 +171,12 @@ def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) ->
     rows = _checks.leading_axis(name, shapes_of(unpacked(records)[0]))
     if neighbours is Neighbours.REPLACE_ONE:
         if rows > size:
-            raise ValueError(
-                f"step: the plan is for {size} records in {name}, got {rows} rows."
-            )
+            raise ValueError(f"step: {name} must have {size} records, got {rows}.")
         return
     least = padded_rows(size)
     # Rows on several devices are padded to whole blocks on each of them.
     fits = least <= rows < least + BLOCK * jax.device_count()
     if not isinstance(records, Padded | OnDisk) or not fits:
         raise ValueError(
-            f"step: {name} is not padded to the {least} rows of the plan. Use "
-            "dpbilevel.advance, or the data of dpbilevel.start(...)."
+            f"step: {name} is not padded to {least} rows; use dpbilevel.advance."
         )

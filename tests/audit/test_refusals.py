@@ -34,7 +34,7 @@ def where_positive(value):
 
 @pytest.mark.parametrize("same", [ONE, {"a": jnp.asarray([1.0, jnp.nan])}])
 def test_a_pair_that_is_equal_is_refused(same):
-    with pytest.raises(ValueError, match="Change one person's records"):
+    with pytest.raises(ValueError, match="change a record"):
         tried(data=same, neighbour=jax.tree.map(np.array, same))
 
 
@@ -101,13 +101,13 @@ def test_a_statistic_may_be_infinite():
     [
         (
             {"claim": 1.0},
-            "claim must be a function of .*Make one by audit",
+            "claim must be a function, such as audit",
         ),
         ({"runs": 2e3}, "runs must be an integer, got 2000.0"),
         ({"runs": True}, "runs must be an integer"),
         ({"run": 3}, r"run must be a function, got 3"),
-        ({"run": returns(None)}, r"got NoneType without any numbers"),
-        ({"run": returns(np.zeros(0))}, "without any numbers"),
+        ({"run": returns(None)}, "run returned no numbers"),
+        ({"run": returns(np.zeros(0))}, "run returned no numbers"),
         ({"run": returns({"a": "text"})}, "arrays of real numbers, got str"),
         ({"run": returns(np.ones(2) * 1j)}, "arrays of real numbers, got complex"),
         ({"run": lambda data, *, key: key}, "arrays of real numbers, got key"),

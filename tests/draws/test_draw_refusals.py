@@ -111,7 +111,7 @@ REFUSALS = {
     ),
     "a regularized draw from single points": (
         lambda: dpb.draws.RegularizedExponentialMechanism(GRID, convex=True),
-        "draws from no convex set",
+        "takes no convex set",
     ),
     "no candidates": (
         lambda: dpb.draws.Grid(jnp.zeros((0, 1))),

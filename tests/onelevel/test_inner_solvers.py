@@ -233,7 +233,7 @@ def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
 def test_add_or_remove_without_a_plan_is_refused():
     noise = {"noise_multiplier": 1.0, "neighbours": dpb.Neighbours.ADD_OR_REMOVE_ONE}
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, **noise)
-    with pytest.raises(ValueError, match="public sizes from a plan"):
+    with pytest.raises(ValueError, match="needs public sizes"):
         run(solver)
     with pytest.raises(ValueError, match="calibrate with public sizes"):
         dpb.fit(
@@ -248,7 +248,7 @@ def test_add_or_remove_without_a_plan_is_refused():
 
 def test_loss_that_returns_a_vector_is_refused():
     problem = dpb.FiniteSum(lambda w, z: w - z)
-    with pytest.raises(ValueError, match="one floating-point scalar"):
+    with pytest.raises(ValueError, match="one float scalar"):
         run(dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(1.0), problem)
 
 

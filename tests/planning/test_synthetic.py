@@ -76,11 +76,11 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
             ValueError,
             "must be an instance of Levels",
         ),
-        ({"synthetic": lambda key: 1}, ValueError, "function of a key and sizes"),
+        ({"synthetic": lambda key: 1}, ValueError, "synthetic failed for"),
         (
             {"synthetic": lambda k, n: {}["a"]},
             ValueError,
-            "synthetic, a function .* KeyError",
+            "synthetic failed for .* KeyError",
         ),
         (
             {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},

@@ -206,7 +206,7 @@ def coarse(no_memory, monkeypatch):
     monkeypatch.setattr(matmul_check, "product_errors", planted)
 
 
-REFUSED = r"on .+ \(.pu, JAX .*\), a matrix product in float32 is off"
+REFUSED = r"on .+ \(.pu, JAX .*\), products in float32 err"
 
 
 def test_a_device_with_reduced_precision_is_refused_with_what_to_do(coarse):

@@ -71,9 +71,7 @@ class Repetitions:
         if not (math.isfinite(self.mean) and self.mean > 1):
             raise ValueError(f"Repetitions: mean must be above 1, got {self.mean!r}.")
         if not self.shape >= 0:
-            raise ValueError(
-                f"Repetitions: shape must be at least 0, got {self.shape!r}."
-            )
+            raise ValueError(f"Repetitions: shape must be >= 0, got {self.shape!r}.")
 
     def __str__(self) -> str:
         """Return the law in words."""
@@ -203,9 +201,7 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
     """Return an array of a part's Renyi divergences, one for each order."""
     base = part.event if is_selection(part) else part
     if not isinstance(base, dp_accounting.GaussianDpEvent):
-        raise ValueError(
-            f"accounting: {base} is not accounted for beside private selection."
-        )
+        raise ValueError(f"accounting: private selection accounts for no {base}.")
     if base.noise_multiplier == 0:
         return np.full_like(_ORDERS, math.inf)
     mu = 1 / base.noise_multiplier
