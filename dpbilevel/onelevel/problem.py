@@ -179,7 +179,9 @@ def check_scalar(
         or not jnp.issubdtype(leaves[0].dtype, jnp.floating)
     ):
         got = [f"{v.dtype}{list(v.shape)}" for v in leaves]
-        raise ValueError(f"{name} must return one float scalar for {of}, got {got}.")
+        raise ValueError(
+            f"{name} must return one floating-point scalar for {of}, got {got}."
+        )
 
 
 def _in_words(named: dict[str, PyTree]) -> str:

@@ -129,7 +129,8 @@ def check_release(mechanism: AbstractNoise, bounded: Bounded, key: PRNGKey) -> N
     _checks.instance(owner, Bounded, bounded=bounded)
     if bounded.precision != mechanism.precision:
         raise ValueError(
-            f"{owner}: clipped_mean must have the precision {mechanism.precision!r}."
+            f"{owner}: precision is {mechanism.precision!r}, but that of the value is "
+            f"{bounded.precision!r}. Give clipped_mean the same."
         )
     check_shared(key, bounded.raw)
     _checks.single_precision(owner, mechanism)

@@ -171,7 +171,9 @@ def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) ->
     rows = _checks.leading_axis(name, shapes_of(unpacked(records)[0]))
     if neighbours is Neighbours.REPLACE_ONE:
         if rows > size:
-            raise ValueError(f"step: {name} must have {size} records, got {rows}.")
+            raise ValueError(
+                f"step: the plan is for {size} records in {name}, got {rows} rows."
+            )
         return
     least = padded_rows(size)
     # Rows on several devices are padded to whole blocks on each of them.

@@ -54,14 +54,14 @@ def test_a_pair_of_another_structure_or_shape_is_refused(data, neighbour, messag
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_observations_that_are_finite_on_neither_side_are_refused(value):
-    with pytest.raises(ValueError, match="1 of 1 observed numbers are not finite"):
+    with pytest.raises(ValueError, match="1 observed numbers are never finite"):
         tried(returns(value))
-    with pytest.raises(ValueError, match="1 of 2 observed numbers are not finite"):
+    with pytest.raises(ValueError, match="1 observed numbers are never finite"):
         tried(lambda data, *, key: (noisy(data, key=key), value))
 
 
 def test_observations_that_are_the_same_in_every_run_are_refused():
-    with pytest.raises(ValueError, match="all runs show the same"):
+    with pytest.raises(ValueError, match="all runs agree"):
         tried(returns(jnp.arange(3.0)))
 
 
@@ -81,7 +81,7 @@ def test_a_constant_beside_noise_is_accepted():
 
 
 def test_a_claim_or_statistic_that_is_nan_is_refused():
-    with pytest.raises(ValueError, match="profile is NaN"):
+    with pytest.raises(ValueError, match="claim is NaN"):
         tried(claim=lambda epsilons: epsilons * np.nan)
     with pytest.raises(ValueError, match="statistic returned NaN"):
         tried(statistic=lambda rows: rows[:, 0] * np.nan)

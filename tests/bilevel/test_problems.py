@@ -110,7 +110,7 @@ def test_start_that_is_no_pair_is_refused():
 
 def test_a_loss_over_the_batch_is_refused():
     problem = dpb.BilevelProblem(lambda x, y, z: y - z, bare)
-    with pytest.raises(ValueError, match="upper must return one float scalar"):
+    with pytest.raises(ValueError, match="upper must return one floating-point scalar"):
         run(problem)
 
 

@@ -149,7 +149,7 @@ REFUSALS = {
             jnp.zeros(2),
             key=jax.random.key(0),
         ),
-        "give bounds shaped like the points",
+        "bounds must be shaped like the points",
     ),
     "not calibrated": (
         lambda: dpb.solve(

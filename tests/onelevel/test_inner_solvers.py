@@ -248,7 +248,7 @@ def test_add_or_remove_without_a_plan_is_refused():
 
 def test_loss_that_returns_a_vector_is_refused():
     problem = dpb.FiniteSum(lambda w, z: w - z)
-    with pytest.raises(ValueError, match="one float scalar"):
+    with pytest.raises(ValueError, match="one floating-point scalar"):
         run(dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(1.0), problem)
 
 

@@ -217,12 +217,12 @@ REFUSED = {
     "vector": (
         changed("lower", lambda x, y, record: record["a"] * y),
         ValueError,
-        "problem.lower must return one float scalar",
+        "problem.lower must return one floating-point scalar",
     ),
     "public vector": (
         changed("lower_public", lambda x, y: y),
         ValueError,
-        "problem.lower_public must return one float scalar",
+        "problem.lower_public must return one floating-point scalar",
     ),
 }
 

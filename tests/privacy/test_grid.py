@@ -200,7 +200,7 @@ def test_values_of_different_precision_do_not_mix():
         both[0] + both[1]
     for bounded, precision in zip(both, ("float", "grid"), strict=True):
         mechanism = dpb.privacy.Gaussian(1.0, precision=precision)
-        with pytest.raises(ValueError, match="must have the precision"):
+        with pytest.raises(ValueError, match="Give clipped_mean the same"):
             mechanism.release(bounded, key=jax.random.key(0))
 
 

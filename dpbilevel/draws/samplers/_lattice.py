@@ -133,7 +133,8 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
     if isinstance(feasible, Simplex) and dimension >= 2:
         return SimplexFrame(feasible.scale, dimension, np.zeros(dimension - 1))
     raise ValueError(
-        f"{owner}: needs a bounded Box, a Ball, or a Simplex of two entries or more."
+        f"{owner}: needs a bounded Box, a Ball or a Simplex of two entries or more, "
+        f"got {type(feasible).__name__} with {dimension} entries."
     )
 
 

@@ -201,7 +201,9 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
     """Return an array of a part's Renyi divergences, one for each order."""
     base = part.event if is_selection(part) else part
     if not isinstance(base, dp_accounting.GaussianDpEvent):
-        raise ValueError(f"accounting: private selection accounts for no {base}.")
+        raise ValueError(
+            f"accounting: {base} is not accounted for beside private selection."
+        )
     if base.noise_multiplier == 0:
         return np.full_like(_ORDERS, math.inf)
     mu = 1 / base.noise_multiplier

@@ -47,7 +47,9 @@ class AbstractFixedBatch(AbstractSampling):
 
     def _check_fits(self, size: int) -> None:
         if self.size > size:
-            raise ValueError(f"{type(self).__name__}: size must be at most {size}.")
+            raise ValueError(
+                f"{type(self).__name__}: no batch of {self.size} from {size} records."
+            )
 
     def _check_accounted(self, neighbours: Neighbours, size: int, why: str) -> None:
         """Check that the data fill a batch, and that the relation is replace-one."""
