@@ -78,7 +78,9 @@ class FiniteSum(AbstractFiniteSum):
         if self.lipschitz_spread is None:
             return
         if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
-            raise ValueError("FiniteSum: lipschitz_spread must be at most lipschitz.")
+            raise ValueError(
+                "FiniteSum: lipschitz_spread must be at most a given lipschitz."
+            )
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
         r"""Return, by role, the function $z \mapsto \nabla_w \ell(w, z)$."""

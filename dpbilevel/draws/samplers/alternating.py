@@ -136,7 +136,8 @@ class AlternatingSampler(AbstractSampler):
     def __check_init__(self):
         if self._untimed and (self.num_steps or self.tries):
             raise ValueError(
-                'AlternatingSampler: leave out num_steps and tries if "unprotected".'
+                "AlternatingSampler: leave out num_steps and tries: records set them "
+                'if running_time="unprotected".'
             )
 
     @property
@@ -184,7 +185,7 @@ class AlternatingSampler(AbstractSampler):
         total = tries * oracle.evaluations()[1]
         if total > self.max_queries:
             raise ValueError(
-                f"AlternatingSampler: {total:.3g} evaluations, "
+                f"AlternatingSampler: {total:.3g} evaluations, about "
                 f"{duration(total * 3e-5)}, exceed max_queries={self.max_queries:.3g}. "
                 "Declare a smoothness, or use ConvexEnvelope."
             )

@@ -183,8 +183,8 @@ class ParquetStore(AbstractStore):
             _check_names(key, names)
         super().__init__(files)
         if len(set(self.identities)) < len(files):
-            names = ", ".join(map(str, files))
-            raise ValueError(f"OnDisk.parquet: a file is given twice: {names}.")
+            listed = ", ".join(map(str, files))
+            raise ValueError(f"OnDisk.parquet: a file is given twice: {listed}.")
         self._columns = [_listed(names) for names in columns.values()]
         self._groups: list[list[int]] = []  # rows of each row group of each file
         for path in files:
@@ -202,9 +202,9 @@ class ParquetStore(AbstractStore):
         self.count = sum(sizes)
         pairs = zip(self.files, sizes, strict=True)
         self.tables = [path for path, rows in pairs if rows]
-        for one, other, *_ in copies(self.tables):
+        for first, second, *_ in copies(self.tables):
             raise ValueError(
-                f"OnDisk: {one} and {other} have the same bytes; drop or merge them."
+                f"OnDisk: {first} and {second} have the same bytes; drop or merge them."
             )
 
     @override
