@@ -192,6 +192,7 @@ _EXAMPLES = {
     "Levels": "dpb.Levels(upper=..., lower=...)",
     "Gaussian": "dpb.privacy.Gaussian()",
     "PenaltyTuning": "dpb.penalty_tuning(loss, groups)",
+    "Range": "dpb.search.Range(0.1, 10)",
     "SourceWeighting": "dpb.source_weighting(loss, num_sources)",
 }
 
@@ -235,8 +236,7 @@ def single_precision(owner: str, tree: PyTree) -> None:
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
             where = f"{type(tree).__name__}{jax.tree_util.keystr(path)}"
             raise TypeError(
-                f"{owner}: {where} is {dtype}, whose rounding exceeds the margin of "
-                "the noise. Give a float32 or a Python float."
+                f"{owner}: {where} is {dtype}, too coarse for the noise. Give float32."
             )
 
 
@@ -244,9 +244,7 @@ def strict_floats(owner: str) -> None:
     """Raise `ValueError` if `XLA_FLAGS` turns fast floating-point math on."""
     words = os.environ.get("XLA_FLAGS", "").lower().split()
     if any("enable_fast_math" in word and "=false" not in word for word in words):
-        raise ValueError(
-            f"{owner}: XLA_FLAGS turns fast math on, which breaks clipping; remove it."
-        )
+        raise ValueError(f"{owner}: fast math in XLA_FLAGS breaks clipping; remove it.")
 
 
 class AbstractStored(eqx.Module):

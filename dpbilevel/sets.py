@@ -159,8 +159,7 @@ class Box(AbstractSet):
         pairs = zip(lower, upper, strict=False)
         if known and not all(np.all(np.asarray(a) <= np.asarray(b)) for a, b in pairs):
             raise ValueError(
-                "Box: lower must be at most upper in every entry, got "
-                f"lower={self.lower}, upper={self.upper}."
+                f"Box: lower must be at most upper, got {self.lower}, {self.upper}."
             )
 
     def project(self, w: PyTree) -> PyTree:
@@ -200,9 +199,7 @@ class Box(AbstractSet):
         """
         leaves = jax.tree.leaves((self.lower, self.upper))
         if any(np.ndim(v) == 0 for v in leaves):
-            raise ValueError(
-                "Box: the diameter needs bounds that are arrays shaped like w."
-            )
+            raise ValueError("Box: the diameter needs bounds shaped like w.")
         if not all(map(_checks.concrete, leaves)):
             diagonal = optax.tree.sub(self.upper, self.lower)
             return _checks.number(optax.tree.norm(diagonal))
@@ -348,8 +345,7 @@ def _check_shapes(owner: str, name: str, part: PyTree, w: PyTree, numbers=False)
         if all(p == v or (numbers and p == ()) for p, v in zip(*shapes, strict=True)):
             return
     raise ValueError(
-        f"{owner}: {name} of shape {jax.tree.map(jnp.shape, part)} for points of shape "
-        f"{jax.tree.map(jnp.shape, w)}; give {name} shaped like the points."
+        f"{owner}: {name} must be shaped like the points, {jax.tree.map(jnp.shape, w)}."
     )
 
 

@@ -184,7 +184,7 @@ def test_diameter_bounds_every_distance(name):
 
 
 def test_box_of_plain_numbers_has_no_diameter_and_says_what_to_do():
-    with pytest.raises(ValueError, match="needs bounds that are arrays shaped like w"):
+    with pytest.raises(ValueError, match="needs bounds shaped like w"):
         _ = dpb.sets.Box(0.0, 1.0).diameter
 
 

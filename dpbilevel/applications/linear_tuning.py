@@ -65,9 +65,7 @@ def linear_tuning(
     _checks.row_norm("linear_tuning", row_norm=row_norm)
     groups = jnp.asarray(groups)
     if groups.ndim != 1:
-        raise ValueError(
-            f"linear_tuning: groups must be one vector, got shape {groups.shape}."
-        )
+        raise ValueError(f"linear_tuning: groups must be a vector, got {groups.shape}.")
 
     def loss(y: Float[Array, " d"], record: Record) -> Scalar:
         row, label = bounded(record, row_norm, y.dtype)
@@ -149,9 +147,8 @@ class TuningCertificate(AbstractCertificate):
         # Inside a program the box has no values; then it was checked when planned.
         if not isinstance(box, Box) or (known and not self._holds(box)):
             raise ValueError(
-                "linear_tuning: the constants hold for log-penalties in "
-                f"[{self.low:.6g}, {self.high:.6g}] only. Call it with the bounds you "
-                "want."
+                f"linear_tuning: log-penalties must be in [{self.low:.6g}, "
+                f"{self.high:.6g}]. Call it with the bounds you want."
             )
         check_terms("linear_tuning", problem, self.terms)
 

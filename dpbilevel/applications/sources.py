@@ -29,8 +29,7 @@ def read_source(record: PyTree) -> Int[Array, ""]:
     if not isinstance(record, Mapping) or "source" not in record:
         raise ValueError(
             "source_weighting: a training record must be a dict with an entry "
-            "'source'. Give one, or source=, a function that reads the source of a "
-            "record."
+            "'source'. Else give source=, a function that reads it."
         )
     return record["source"]
 
@@ -239,9 +238,8 @@ def _check_models(y: PyTree, num_sources: int) -> None:
     for leaf in jax.tree.leaves(y):
         if jnp.shape(leaf)[:1] != (num_sources + 1,):
             raise ValueError(
-                "source_mixing: every leaf of y must have a leading axis of "
-                f"{num_sources + 1}, got {jnp.shape(leaf)}. Start at "
-                "mixing_start(model, num_sources)."
+                f"source_mixing: leaves of y need a leading axis of {num_sources + 1}, "
+                f"got {jnp.shape(leaf)}. Start at mixing_start(model, num_sources)."
             )
 
 
@@ -251,9 +249,7 @@ def _known_source(
     """Return the index of a source, 0 if it is unknown, and whether it is known."""
     index = jnp.asarray(source)
     if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(
-            f"{owner}: the source of a record must be an integer, got {index.dtype}."
-        )
+        raise TypeError(f"{owner}: sources must be integers, got {index.dtype}.")
     known = (index >= 0) & (index < num_sources)
     return jnp.where(known, index, 0), known
 

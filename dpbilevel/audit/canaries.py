@@ -84,9 +84,7 @@ def canaries(
     """
     check_solver(solver, "canaries")
     if solver.sizes is None:
-        raise ValueError(
-            f"canaries: {type(solver).__name__} has no sizes; call with_sizes(sizes)."
-        )
+        raise ValueError("canaries: give the solver sizes by with_sizes(sizes).")
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     problem, w0 = worst_case(solver, x_in_records, zeros)
     claims = ledger_claims(solver.ledger(problem, solver.sizes))

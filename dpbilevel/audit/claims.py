@@ -112,9 +112,7 @@ class TradeOffCurve:
     def __init__(self, claim: Claim):
         self._deltas = np.asarray(claim(_EPSILONS), np.float64)
         if np.isnan(self._deltas).any():
-            raise ValueError(
-                "the claimed profile is NaN at some epsilon. Return a delta for each."
-            )
+            raise ValueError("the claim is NaN at some epsilon; return a delta.")
 
     def __call__(self, false_positives: Float[np.ndarray, " n"]) -> np.ndarray:
         """Return the largest true positive rates at these false positive rates."""

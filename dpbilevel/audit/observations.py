@@ -21,8 +21,7 @@ def check_arguments(run: Any, claim: Any, runs: Any) -> None:
     _checks.function("trade_off", run=run)
     if not callable(claim):
         raise TypeError(
-            f"trade_off: claim must be a function of epsilons, got {type(claim)}. Make "
-            "one by audit.gaussian_claim(mu) or audit.pure_claim(epsilon)."
+            "trade_off: claim must be a function, such as audit.gaussian_claim(mu)."
         )
     if not isinstance(runs, int | np.integer) or isinstance(runs, bool):
         got = _checks.shown(runs)
@@ -47,9 +46,7 @@ def check_pair(data: PyTree, neighbour: PyTree) -> None:
             )
         same &= np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
     if same:
-        raise ValueError(
-            "trade_off: data and neighbour are equal. Change one person's records."
-        )
+        raise ValueError("trade_off: data and neighbour are equal; change a record.")
 
 
 def observe(
@@ -78,13 +75,10 @@ def observe(
     lost = constant & ~np.any([np.isfinite(side).any(axis=0) for side in raw], axis=0)
     if lost.any():
         raise ValueError(
-            f"trade_off: {lost.sum()} of {lost.size} observed numbers are not finite "
-            "in any run. Leave them out of the result of run."
+            f"trade_off: {lost.sum()} observed numbers are never finite; omit them."
         )
     if constant.all():
-        raise ValueError(
-            "trade_off: all runs show the same numbers. Let run draw from its key."
-        )
+        raise ValueError("trade_off: all runs agree; let run draw from its key.")
     return present, absent
 
 
@@ -94,9 +88,7 @@ def scores_of(
     """Return the statistic of every run, checked to be one number a run."""
     scores = np.asarray(statistic(rows), np.float64)
     if scores.shape != rows.shape[:1]:
-        raise ValueError(
-            f"trade_off: statistic must return one number a run, got {scores.shape}."
-        )
+        raise ValueError("trade_off: statistic must return one number a run.")
     if np.isnan(scores).any():
         raise ValueError("trade_off: statistic returned NaN. Return numbers.")
     return np.clip(scores, -1e300, 1e300)  # quantiles of infinities are NaN
@@ -126,8 +118,5 @@ def _numbers(shown: PyTree) -> list[Any]:
                 f"trade_off: run must return arrays of real numbers, got {name}."
             )
     if not sum(np.size(leaf) for leaf in leaves):
-        raise TypeError(
-            f"trade_off: run must return arrays, got {type(shown).__name__} without "
-            "any numbers."
-        )
+        raise TypeError("trade_off: run returned no numbers; return arrays.")
     return leaves

@@ -99,9 +99,7 @@ def one_run(
     _checks.count("one_run", canaries=canaries, guesses=guesses)
     _checks.fraction("one_run", delta=delta, significance=significance)
     if guesses > canaries:
-        raise ValueError(
-            f"one_run: guesses must be at most canaries, got {guesses} of {canaries}."
-        )
+        raise ValueError(f"one_run: guesses must be at most {canaries}, got {guesses}.")
     key_signs, key_run = jax.random.split(key)
     signs = jax.random.rademacher(key_signs, (canaries,), float)
     problem = FiniteSum(jnp.vdot)  # a record is its own gradient

@@ -95,9 +95,7 @@ def noise_reuse(
         run(canary.data, key=key)
     streams = [stream for stream in tape if stream.size == coordinates]
     if len(streams) < 2:
-        raise ValueError(
-            f"noise_reuse: two noise vectors are needed, got {len(streams)}."
-        )
+        raise ValueError(f"noise_reuse: give two noise vectors, got {len(streams)}.")
     largest, pair = _largest_correlation(np.stack(streams))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
     level = ALPHA / (len(streams) * (len(streams) - 1))

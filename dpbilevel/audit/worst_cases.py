@@ -75,8 +75,7 @@ def worst_case(
         return problem, (jnp.full(1, -80.0), zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
-            f"canaries: no worst case is known for {solver.problem_type.__name__}. Use "
-            "audit.trade_off with data of your own."
+            "canaries: no worst case is known for this problem. Use audit.trade_off."
         )
     if solver.basis is Basis.CONSTANTS:
         return _certified(optax.tree.size(zeros)), (zeros, zeros)

@@ -67,9 +67,7 @@ def equal_weights(sizes: Sizes | None) -> float:
         ValueError: The sizes are not known yet.
     """
     if sizes is None:
-        raise ValueError(
-            "a run on both levels needs sizes; call solver.with_sizes(sizes)."
-        )
+        raise ValueError("both levels need sizes; call solver.with_sizes(sizes).")
     return sizes.lower / sizes.upper
 
 

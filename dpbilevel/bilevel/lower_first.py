@@ -88,13 +88,10 @@ class LowerFirst(AbstractPipeline):
         """
         if problem.reads_x(LOWER):
             raise ValueError(
-                "LowerFirst: losses of the lower level read x. Use PenaltyBilevel, "
-                "SingleLoopBilevel or bilevel.F2SA."
+                "LowerFirst: lower losses read x. Use PenaltyBilevel or bilevel.F2SA."
             )
         if w0 is not None and _public_reads_x(problem, w0):
-            raise ValueError(
-                "LowerFirst: lower_public reads x. Use PenaltyBilevel, for example."
-            )
+            raise ValueError("LowerFirst: lower_public reads x; use PenaltyBilevel.")
 
 
 def lower_ignores_x(problem: BilevelProblem, w0: PyTree) -> bool:

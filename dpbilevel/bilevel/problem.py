@@ -107,9 +107,8 @@ class BilevelProblem(AbstractProblem):
         readers = self._checked(w0, data)
         if undeclared := {role for role in readers if not self.reads_x(role)}:
             raise ValueError(
-                f"BilevelProblem: x_in_records={self.x_in_records} leaves out "
-                f"{sorted(undeclared)}, whose losses read x. Declare it, or move that "
-                "part to a public term."
+                f"BilevelProblem: losses of {sorted(undeclared)} read x. Add them to "
+                "x_in_records, or move that part to a public term."
             )
 
     def _checked(self, w0: PyTree, data: Levels) -> tuple[str, ...]:

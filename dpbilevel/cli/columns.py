@@ -39,8 +39,7 @@ class Table:
         if name not in self.columns:
             # The message lists no columns: if the header is missing, they are a record.
             raise ValueError(
-                f"{self.name} has no column {name!r}. Correct the config's [data], or "
-                "the header, which must be the first row."
+                f"{self.name} has no column {name!r}. Correct [data] or the header row."
             )
         return self.columns[name]
 
@@ -237,9 +236,7 @@ class Label(Standardized):
     def __post_init__(self):
         classes = bool(self.positive) and bool(self.negative)
         if classes == (self.mean is not None and self.scale is not None):
-            raise ValueError(
-                "give either positive and negative, or mean and scale of a number."
-            )
+            raise ValueError("give positive and negative, or else mean and scale.")
         if classes and (self.unit or self.decimal):
             raise ValueError("unit and decimal are for a numeric label; remove them.")
         check_values("positive and negative", (*self.positive, *self.negative))
@@ -325,9 +322,7 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     read = [number for number in map(number, texts) if number in numbers]
     listed = [*texts, *numbers, *read]  # the text "1" is the number 1, too
     if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
-        raise ValueError(
-            f"{name} must be lists of values that differ, finite ones: {list(values)}."
-        )
+        raise ValueError(f"{name} must be lists of distinct, finite values.")
 
 
 def check_unit(unit: str) -> None:

@@ -60,9 +60,7 @@ class Privacy:
 
     def __post_init__(self):
         if self.delta == 0:
-            raise ValueError(
-                "delta = 0 asks for pure differential privacy; give a positive one."
-            )
+            raise ValueError("delta = 0 asks for pure privacy; give a positive one.")
         PrivacyBudget(self.epsilon, self.delta)
 
     @property
@@ -180,8 +178,8 @@ def _check_filled(text: str, place: Location) -> None:
     ]
     if left:
         raise place.error(
-            f"required facts are missing: {', '.join(left)}. Remove the # in front of "
-            "these lines and fill them in."
+            f"required facts are missing: {', '.join(left)}; remove their # and fill "
+            "them in."
         )
 
 
@@ -311,9 +309,7 @@ def _check_levels(config: Config) -> None:
         if getattr(data, name) < 1:
             raise of_data.error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
-        raise of_data.error(
-            'training and validation must be equal if people = "shared".'
-        )
+        raise of_data.error('training must equal validation if people = "shared".')
 
 
 def _check_corruption(config: Config) -> None:

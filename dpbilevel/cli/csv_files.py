@@ -63,9 +63,7 @@ def opened(path: Path) -> Generator[TextIO]:
             first = file.peek(8)
             for mark, what in _NOT_TEXT.items():
                 if first.startswith(mark):
-                    raise ValueError(
-                        f"{path} is {what}. Save it as comma-separated text in UTF-8."
-                    )
+                    raise ValueError(f"{path} is {what}; save it as CSV in UTF-8.")
             yield io.TextIOWrapper(file, "utf-8-sig", errors="replace")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(
@@ -102,9 +100,7 @@ def read_header(path: Path, separator: str) -> list[str]:
             f"its name; set separator = {json.dumps(other)} in [data]."
         )
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"{path} names a column twice in its header, which must be the first row."
-        )
+        raise ValueError(f"{path} names a column twice in its header, the first row.")
     return names
 
 

@@ -239,8 +239,7 @@ class OpenmlData(TableData):
             )
         except OSError as error:
             raise OSError(
-                f"cannot download {self.name!r} (version {self.version}) from "
-                f"openml.org: {error}. Go online once; scikit-learn keeps a copy."
+                f"cannot download {self.name!r} from OpenML: {error}. Go online once."
             ) from error
         return self.encode(_table(f"openml's {self.name}", bunch, bunch.target_names))
 

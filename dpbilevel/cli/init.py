@@ -165,9 +165,7 @@ def header_of(file: Path) -> Header:
     separator = max(SEPARATORS, key=first.count)  # commas if there is none
     names = tuple(read_header(file, separator))
     if any(isinstance(_value(name), int | float) or not name for name in names):
-        raise ValueError(
-            f"the first row of {file} has a number or nothing in the place of a name."
-        )
+        raise ValueError(f"a name in the first row of {file} is a number or empty.")
     return Header(file, separator, names)
 
 
@@ -251,9 +249,7 @@ def _classes(
     """Return both classes' values, or the label's `Range`; `None` if not known."""
     is_game = TASKS[flags.task].is_game
     if flags.label_range and is_game:
-        raise ValueError(
-            f"--label-range does not fit --task {flags.task}, which has two classes."
-        )
+        raise ValueError(f"--task {flags.task} has classes; leave out --label-range.")
     if flags.label_range:
         found = content_of(flags.label_range)
         if not isinstance(found, Range):
@@ -288,9 +284,7 @@ def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int 
         return None
     if text == "count" and file is not None:
         if flags.neighbours != "replace_one":
-            raise ValueError(
-                f"{flag} count would publish the number of records; give a number."
-            )
+            raise ValueError(f"{flag} count publishes the size; give a number.")
         header = header_of(Path(file))
         return read_csv(header.file, header.separator).rows
     try:

@@ -39,8 +39,7 @@ def find_files(
     ):
         if given is not None and not isinstance(source, CsvFile):
             raise ValueError(
-                f"{option} names a file, but the config has source = "
-                f'"{source.source}", which reads none. Leave {option} out.'
+                f'leave {option} out: source = "{source.source}" reads no file.'
             )
         path = getattr(source, key, "")
         file = given or (config.folder / path if path else None)
@@ -52,13 +51,11 @@ def find_files(
         return file, None
     if config.privacy.people in (None, People.SHARED):
         raise ValueError(
-            "validation records have a file of their own, which needs two levels with "
-            'people = "disjoint" or "overlapping". Leave the file out.'
+            'a validation file needs people = "disjoint" or "overlapping".'
         )
     if file is not None and _same(file, other):
         raise ValueError(
-            f"{other} is also the file of the training records, or a copy of it. Leave "
-            'it out to split the records, or say people = "shared" to use them twice.'
+            f'{other} has the training records; leave it out or set people = "shared".'
         )
     return file, other
 
@@ -126,8 +123,7 @@ def load_test(config: Config, *others: Path | None) -> Records | None:
         return None
     if any(other is not None and _same(file, other) for other in others):
         raise ValueError(
-            f"{file} is named by [data.test] and is also the file of training or "
-            "validation records, or a copy of it. Test the model on other records."
+            f"[data.test]: {file} holds training or validation records; give others."
         )
     plain = without_sources(config.data)
     records = plain.load(file)
@@ -201,8 +197,7 @@ def _chosen(rows: int, data: AbstractData, counts: dict[str, int]) -> list[np.nd
     if rows < sum(counts.values()):
         asked = " and ".join(f"{name} = {count}" for name, count in counts.items())
         raise ValueError(
-            f"there are {rows} records, but [data] asks for {asked}. Use smaller "
-            "numbers or more records."
+            f"there are {rows} records, but [data] asks for {asked}; ask for fewer."
         )
     order = np.random.default_rng(data.split_seed).permutation(rows)  # public
     return np.split(order, np.cumsum([*counts.values()]))[:-1]

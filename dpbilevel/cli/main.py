@@ -210,9 +210,7 @@ def _auto(arguments: argparse.Namespace) -> None:
     out = arguments.out
     folder = Path(arguments.config).parent.resolve()
     if out is not None and out.parent.resolve() != folder:
-        raise ValueError(
-            f"{out} is in another folder than {arguments.config}; write it beside it."
-        )
+        raise ValueError(f"write {out} into the folder of {arguments.config}.")
     if out is not None:
         predictions.check_new(out)
     config, text = plans.read_unplanned(arguments.config)

@@ -65,10 +65,7 @@ def parse_unplanned(text: str, place: Location) -> tuple[Config, str]:
         then = "missing [solver]: see docs/games.md"
         if "solver" in tables:
             then = "run the config as it is"
-        raise place.error(
-            f'dry runs plan no games such as task = "{task.name}", whose settings '
-            f"follow from theorems; {then}."
-        )
+        raise place.error(f'no dry run plans the game task = "{task.name}"; {then}.')
     kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
     model = kept.get("model")
     header = re.search(r"^[ \t]*\[model\][^\n]*$", text, re.MULTILINE)

@@ -64,19 +64,14 @@ def predict(folder: Path, file: Path) -> Predictions:
     result = results.load(folder)
     data = result.config.data
     if result.model is None or not isinstance(data, TableData):
-        raise ValueError(
-            f"{folder} has no model of the columns of a table, by its task and source."
-        )
+        raise ValueError(f"{folder} has no model of the columns of a table.")
     separator = data.separator if isinstance(data, CsvFile) else ","
     table = read_csv(existing(file, "new records", "give its path"), separator)
     numeric = [name for block in data.numeric for name in block.columns]
     needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]
     if lacking:
-        raise ValueError(
-            f"{file} has no column {', '.join(map(repr, lacking))}. Name the columns "
-            "as in the training records."
-        )
+        raise ValueError(f"{file} lacks columns of the training records: {lacking}.")
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
     columns |= _answers(

@@ -237,19 +237,14 @@ def check_folder(out: Path, resume: bool, restart: bool) -> None:
     again = "give a new folder"
     if record.runs:
         again += ", or --restart to add it to this folder's spending record"
-    if finished and not restart:
-        raise ValueError(
-            f"--out {out} holds a finished run. For a second release, {again}."
-        )
-    if interrupted and not restart:
-        raise ValueError(
-            f"--out {out} holds an interrupted run. Continue it with --resume, or, for "
-            f"a new release, {again}."
-        )
-    if record.runs and not restart:
-        raise ValueError(
-            f"--out {out} holds the record of earlier runs. For a new release {again}."
-        )
+    for found, what in (
+        (finished, "a finished run"),
+        (interrupted, "an interrupted run. Continue it with --resume"),
+        (record.runs, "the record of earlier runs"),
+    ):
+        if found and not restart:
+            what = f"{what}. For a second release, {again}."
+            raise ValueError(f"--out {out} holds {what}")
     if not (record.runs or interrupted):
         checkpoint.check_empty("--out", out)
 
@@ -298,8 +293,7 @@ def load(folder: Path) -> Result:
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(
-            f"{folder} is not a result folder of this version of dpbilevel, or "
-            f"{RESULT} or {ARRAYS} in it is damaged: {error}."
+            f"{folder} is no result folder of this version, or damaged: {error}."
         ) from error
 
 

@@ -122,9 +122,7 @@ def run(
                 results.save(out, result, picture)
                 spending.finish(out, saved.fingerprint["run"])
         except OSError as error:
-            raise OSError(
-                f"{error}. Make room, then continue with --resume."
-            ) from error
+            raise OSError(f"{error}. Make room, then use --resume.") from error
         return result
 
 
@@ -156,9 +154,7 @@ def _opened(out: Path, options: Options):
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a new folder.")
     if jax.process_count() > 1:
-        raise ValueError(
-            "the command line is for programs of one process; use dpbilevel.fit."
-        )
+        raise ValueError("the command line needs one process; use dpbilevel.fit.")
     with lock.held(out) as still_locked:
         results.check_folder(out, options.resume, options.restart)
         yield still_locked
@@ -245,11 +241,10 @@ def _checked(
             spending.stop(out, number, why)
             checkpoint.remove(out)
         raise ValueError(
-            f"{place}: the run stopped before training, because records cannot be "
-            f"used. {why} Correct what dpbilevel check {place} shows you, or set "
-            "check_records = false in [privacy], and run again in a new folder, or "
-            f"here with --restart. The check cost epsilon = "
-            f"{rounded_up(first.epsilon, 3)}; the rest of the budget is unspent."
+            f"{place}: the run stopped before training: records cannot be used. {why} "
+            f"Correct what dpbilevel check {place} shows, or set check_records = false "
+            "in [privacy]; then run with --restart. Only the check is spent, epsilon = "
+            f"{rounded_up(first.epsilon, 3)}."
         )
     for remark in found.remarks:
         warnings.warn(
@@ -335,9 +330,7 @@ def _fingerprint(
     if before is not None:
         earlier = before.fingerprint["chunk"]
         if chunk not in (None, earlier):
-            raise ValueError(
-                f"--chunk {chunk} differs from the run's {earlier}; leave it out."
-            )
+            raise ValueError(f"--chunk {chunk}: the run has {earlier}; leave it out.")
         chunk = earlier
     if chunk is None:
         steps = prepared.solver.num_steps

@@ -94,9 +94,7 @@ def elements(values: Any) -> list[Any] | None:
         return None
     sized = hasattr(values, "__len__") and hasattr(values, "__getitem__")
     if not sized or isinstance(values, Mapping | type):
-        raise ValueError(
-            f"{type(values).__name__} is no sequence. Give a list or an array."
-        )
+        raise ValueError(f"give a list or an array, not {type(values).__name__}.")
     # A loop would not find the end of some sequences.
     return list(itertools.islice(values, len(values)))
 
@@ -180,9 +178,7 @@ def kind_of(dtype: Any) -> str:
     if kind is None:
         if str(dtype).startswith("complex"):
             raise ValueError("Complex data not supported: give real numbers.")
-        raise ValueError(
-            f"{dtype} is a type of no numbers or texts. Convert each entry alone."
-        )
+        raise ValueError(f"{dtype} has no numbers or texts; convert each entry alone.")
     return kind
 
 

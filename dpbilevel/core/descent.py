@@ -34,9 +34,8 @@ def check_step_sizes(owner: str, **values: Any) -> None:
             continue
         if callable(value) or isinstance(value, str):
             raise ValueError(
-                f"{owner}: {name} must be a number or an optimizer such as "
-                f"optax.adam(0.1), got {_checks.shown(value)}. Schedules go in "
-                "optax.sgd(schedule)."
+                f"{owner}: {name} must be a number or an optimizer, such as "
+                f"optax.adam(0.1) or optax.sgd(schedule), got {_checks.shown(value)}."
             )
         if value is None:
             raise ValueError(f"{owner}: give {name}=, a number or an optax optimizer.")

@@ -77,9 +77,7 @@ class Sizes:
         for name, value in fields.items():
             object.__setattr__(self, name, value)  # frozen
         if self.people is People.SHARED and upper != lower:
-            raise ValueError(
-                f"Sizes: shared levels differ: upper={upper}, lower={lower}."
-            )
+            raise ValueError(f"Sizes: shared levels differ: {upper=}, {lower=}.")
 
 
 def people_of(sizes: object) -> People | None:
@@ -153,7 +151,5 @@ def one_level(data: PyTree) -> int:
         ValueError: Leading axes differ.
     """
     if isinstance(data, Levels):
-        raise TypeError(
-            "data must be the records of one level, got Levels; give data.upper."
-        )
+        raise TypeError("data must be of one level, got Levels; give data.upper.")
     return _checks.leading_axis("data", shapes_of(data))

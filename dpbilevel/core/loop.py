@@ -206,8 +206,7 @@ def bound_to(
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if solver.sizes is None:
             raise ValueError(
-                f"{owner}: add-or-remove-one takes public sizes from a plan. Run "
-                "dpbilevel.calibrate(problem, solver, budget, sizes=...)."
+                f"{owner}: add-or-remove-one needs public sizes; use calibrate(sizes=)."
             )
         if people is not None:
             problem.check_people(data, people)
@@ -217,8 +216,7 @@ def bound_to(
         return solver.with_sizes(found)
     if found != solver.sizes:
         raise ValueError(
-            f"{owner}: the plan is for {solver.sizes}, but the data have {found}. "
-            f"Calibrate again with sizes={found}."
+            f"{owner}: the plan is for {solver.sizes}; calibrate with sizes={found}."
         )
     return solver
 
@@ -297,6 +295,5 @@ def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return
     raise ValueError(
-        f"{owner}: planned for {dtype}, but the initial point is {found.name}. Give "
-        f"{dtype} records and initial point, or calibrate without 64-bit."
+        f"{owner}: planned for {dtype}, the initial point is {found.name}; convert it."
     )

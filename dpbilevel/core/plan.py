@@ -179,8 +179,7 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
         )
     if budget.delta == 0 and ledger.failure > 0:
         raise ValueError(
-            f"calibrate: {name} draws only close to its target, not for delta = 0. Use "
-            "a delta well below 1/n, or Grid."
+            f"calibrate: {name} draws approximately; give delta > 0, or use Grid."
         )
 
 
@@ -227,9 +226,8 @@ def _least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> f
         step = step**2  # the bracket grows doubly exponentially
         if high > _LARGEST_SCALE:
             raise ValueError(
-                "calibrate: no amount of noise reaches the budget. Raise epsilon, or "
-                "delta above the probability that a batch overflows, or give less in "
-                "before=."
+                "calibrate: no noise meets the budget. Raise epsilon, or delta above "
+                "the chance that a batch overflows, or give less in before=."
             )
     if low == high:
         while not unsafe(low):

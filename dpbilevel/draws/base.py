@@ -230,9 +230,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             return
         if isinstance(problem, BilevelProblem) or self.sampler.continuous:
             raise ValueError(
-                f"{type(self).__name__}: proved under replace-one only, got "
-                f"{self.neighbours}. Use REPLACE_ONE, or "
-                "ExponentialMechanism(Grid(...)) on one level."
+                f"{type(self).__name__}: proved under replace-one only. Use "
+                "REPLACE_ONE, or ExponentialMechanism(Grid(...)) on one level."
             )
 
     def scored_dtype(self, start: PyTree) -> jnp.dtype:

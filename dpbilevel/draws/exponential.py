@@ -267,9 +267,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             ValueError: As `bound`.
         """
         if self.sizes is None:
-            raise ValueError(
-                f"{type(self).__name__}.bound: calibrate the solver first."
-            )
+            raise ValueError(f"{type(self).__name__}.bound: calibrate the solver.")
         plan = self.plan(problem, self.sizes)
         (draw,) = self.ledger(problem, self.sizes).releases
         diameter = float(feasible_set(problem).diameter)

@@ -73,9 +73,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         owner = type(self).__name__
         _checks.instance(owner, RegularizedExponentialMechanism, draw=self.draw)
         if not isinstance(self.radii, tuple) or not self.radii:
-            raise ValueError(
-                f"{owner}: radii must be one radius per round: {self.radii}."
-            )
+            raise ValueError(f"{owner}: radii must be one per round: {self.radii}.")
         for radius in self.radii:
             _checks.positive(owner, radii=radius)
         if self.budget_split is not None:

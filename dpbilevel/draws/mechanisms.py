@@ -164,9 +164,7 @@ class AbstractDrawMechanism(AbstractMechanism):
         """
         if self.measure == "slope" and not sampler.continuous:
             name = type(sampler).__name__
-            raise ValueError(
-                f"{name}: draws from no convex set. Use AlternatingSampler."
-            )
+            raise ValueError(f"{name}: takes no convex set; use AlternatingSampler.")
 
     def calibrated(self) -> Number:
         """Return the number that sets the noise, checked not to be `None`.
@@ -366,15 +364,13 @@ class Draw(AbstractRelease):
         spent = 2 * log_ratio  # the distributions on both neighbours may be off
         if spent >= budget.epsilon:
             raise ValueError(
-                f"calibrate: log_ratio={log_ratio:.3g} of the sampler alone costs "
-                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}."
+                f"calibrate: log_ratio alone costs epsilon = {spent:.3g}; lower it."
             )
         cost = profiles.total_variation_delta(budget.epsilon, distance)
         if distance and cost >= budget.delta:
             small = 0.01 * budget.delta * distance / cost
             raise ValueError(
-                f"calibrate: distance={distance:.3g} of the sampler alone costs "
-                f"{cost:.3g} of delta = {budget.delta:.3g}. Use at most {small:.1g}."
+                f"calibrate: distance alone costs delta = {cost:.3g}; give {small:.1g}."
             )
 
     @override

@@ -141,8 +141,7 @@ def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, 
     if np.shape(row)[-1:] != np.shape(weights)[:1]:
         raise ValueError(
             "linear model: needs one coefficient per feature, got shapes "
-            f"{np.shape(weights)} and {np.shape(row)}. Start from jnp.zeros(d) with d "
-            "the number of features."
+            f"{np.shape(weights)} and {np.shape(row)}. Start from jnp.zeros(d)."
         )
     return row @ weights
 

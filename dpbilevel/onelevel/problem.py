@@ -79,8 +79,7 @@ class FiniteSum(AbstractFiniteSum):
             return
         if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
             raise ValueError(
-                f"FiniteSum: lipschitz_spread={self.lipschitz_spread} must be at most "
-                f"lipschitz={self.lipschitz}."
+                "FiniteSum: lipschitz_spread must be at most a given lipschitz."
             )
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
@@ -115,20 +114,17 @@ def check_start(w0: PyTree) -> None:
             NaN or infinity.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(w0):
-        dtype = getattr(leaf, "dtype", None)
+        dtype, where = getattr(leaf, "dtype", None), jax.tree_util.keystr(path)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"w0{where} must be a floating-point array, got "
                 f"{(type(leaf).__name__ if dtype is None else dtype)}. Split other "
                 "leaves off by equinox.partition(w0, equinox.is_inexact_array)."
             )
         if jnp.finfo(dtype).bits < 32:
-            raise ValueError(
-                f"w0{jax.tree_util.keystr(path)} is {dtype}: use float32 or float64."
-            )
+            raise ValueError(f"w0{where} is {dtype}: use float32 or float64.")
         if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf, float)).all():
-            raise ValueError(f"w0{jax.tree_util.keystr(path)} holds NaN or infinity.")
+            raise ValueError(f"w0{where} holds NaN or infinity.")
 
 
 def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
@@ -143,14 +139,12 @@ def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
         point = jax.eval_shape(feasible.project, start)  # no value is computed
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}={feasible} does not fit a starting point of shape {shapes}: "
-            f"{error}"
+            f"{name}={feasible} does not fit a point of shape {shapes}: {error}"
         ) from error
     found = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", point)
     if found != shapes:
         raise ValueError(
-            f"{name}={feasible} holds points of shape {found}, but the starting point "
-            f"has {shapes}."
+            f"{name}={feasible} has shape {found}, but the initial point {shapes}."
         )
 
 

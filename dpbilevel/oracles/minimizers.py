@@ -228,9 +228,7 @@ class _Accelerated(NamedTuple):
 def check_no_set(owner: str, y_set: AbstractSet) -> None:
     """Check that there is no set to keep y in."""
     if not isinstance(y_set, Euclidean):
-        raise ValueError(
-            f"{owner}: cannot keep y in {type(y_set).__name__}; use Euclidean()."
-        )
+        raise ValueError(f"{owner}: y is not kept in a set; give y_set=Euclidean().")
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:

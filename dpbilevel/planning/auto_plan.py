@@ -298,8 +298,7 @@ def _populations(
     for population in found:
         if not isinstance(population, AbstractPopulation):
             raise TypeError(
-                "auto: synthetic must be a function of a key and sizes, or "
-                f"AbstractPopulations, got {_checks.shown(population)}."
+                "auto: synthetic must be a function(key, sizes) or AbstractPopulations."
             )
     return found
 

@@ -173,9 +173,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def draw(self, problem, w0, sizes, key):
         if not isinstance(problem, BilevelProblem | FiniteSum):
             name = type(problem).__name__
-            raise TypeError(
-                f"auto: no population is known for {name}. Pass synthetic=."
-            )
+            raise TypeError(f"auto: no population for {name}; pass synthetic=.")
         described = self.records is not None
         model = model_of(problem, w0)
         records = self.records if described else synthetic.of_linear_model(model)
@@ -198,9 +196,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         )
         if isinstance(problem, SourceWeighting):
             if not isinstance(training, Mapping):
-                raise ValueError(
-                    "auto: records of sources must be a dict. Pass synthetic=."
-                )
+                raise ValueError("auto: source records are no dict; pass synthetic=.")
             training = {**training, "source": source.astype(jnp.int32)}
         data = Levels(validation, training) if two else training
         return synthetic.SyntheticData(data, test)

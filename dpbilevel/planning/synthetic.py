@@ -87,8 +87,7 @@ class FunctionPopulation(AbstractPopulation):
             returned = problem.sizes_of(data, *people)
         except Exception as error:
             raise ValueError(
-                "auto: synthetic, a function of a key and sizes, failed for "
-                f"{request}. {type(error).__name__}: {error}"
+                f"auto: synthetic failed for {request}. {type(error).__name__}: {error}"
             ) from error
         if returned != request:
             raise ValueError(f"auto: synthetic returned {returned}, not {request}.")
@@ -181,8 +180,7 @@ class Layout:
         for leaf in features:
             if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating):
                 raise ValueError(
-                    "auto: records but the label must be floating-point features, got "
-                    f"{_checks.shown(leaf)}. {_HOW}"
+                    f"auto: features must be floats, got {_checks.shown(leaf)}. {_HOW}"
                 )
 
     @property
@@ -269,8 +267,7 @@ def of_linear_model(model: PyTree) -> PyTree:
     leaves = jax.tree.leaves(model)
     if len(leaves) != 1 or leaves[0].ndim not in (1, 2):
         raise ValueError(
-            "auto: only a model of one vector or one matrix tells the shapes of "
-            f"records, got shapes {[v.shape for v in leaves]}. {_HOW}"
+            f"auto: only a model of one vector or matrix tells record shapes. {_HOW}"
         )
     (start,) = leaves
     features = jax.ShapeDtypeStruct(start.shape[:1], jnp.result_type(float))

@@ -259,9 +259,7 @@ class Ledger:
     def __add__(self, other: "Ledger") -> "Ledger":
         """Return the ledger of both runs on the same records, one after the other."""
         if self.people is not other.people:
-            raise ValueError(
-                f"Ledger: cannot add {self.people} and {other.people} people."
-            )
+            raise ValueError(f"Ledger: people differ: {self.people}, {other.people}.")
         assumptions = dict.fromkeys(self.assumptions + other.assumptions)
         return Ledger(self.releases + other.releases, self.people, tuple(assumptions))
 

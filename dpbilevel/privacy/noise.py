@@ -46,14 +46,11 @@ def check_key(key: Any) -> PRNGKey:
             "dpbilevel.root_key(), or jax.random.key(seed) for tests."
         )
     if key.shape != ():
-        raise ValueError(
-            f"key must be a single key, got shape {key.shape}. Use jax.vmap."
-        )
+        raise ValueError(f"key must be one key, got shape {key.shape}; use jax.vmap.")
     name = str(jax.random.key_impl(key))
     if name not in _GENERATORS:
         raise ValueError(
-            f"the generator {name!r} is not fit for privacy noise. Use "
-            f"dpbilevel.root_key(), or impl in {[*_GENERATORS]}."
+            f"generator {name!r} is unfit for privacy; use dpbilevel.root_key()."
         )
     return key
 
@@ -74,9 +71,7 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
         return
     every = multihost_utils.process_allgather(np.asarray(jax.random.key_data(key)))
     if (every != every[0]).any():
-        raise ValueError(
-            "the processes have different keys; call dpbilevel.root_key() together."
-        )
+        raise ValueError("keys of processes differ; call root_key() together.")
 
 
 def root_key(impl: str = "threefry4x32") -> PRNGKey:
@@ -131,9 +126,7 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         ValueError: A domain that is not in the table, or that is named twice.
     """
     if len(set(domains)) < len(domains) or not set(domains) <= set(NAMES):
-        raise ValueError(
-            f"derive: needs different names among {NAMES}, got {[*domains]}."
-        )
+        raise ValueError(f"derive: give different names of {NAMES}, got {[*domains]}.")
     numbers = np.asarray([number_of(name) for name in domains], np.uint32)
     derived = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
     # A split uses the key up, also one into no keys. They are joined to the others so

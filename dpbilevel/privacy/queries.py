@@ -180,6 +180,5 @@ def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) ->
     fits = least <= rows < least + BLOCK * jax.device_count()
     if not isinstance(records, Padded | OnDisk) or not fits:
         raise ValueError(
-            f"step: {name} is not padded to the {least} rows of the plan. Use "
-            "dpbilevel.advance, or the data of dpbilevel.start(...)."
+            f"step: {name} is not padded to {least} rows; use dpbilevel.advance."
         )

@@ -84,8 +84,7 @@ class AbstractNoisyRelease(AbstractRelease):
         bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
             raise ValueError(
-                f"{type(self).__name__}: {self.name!r} is charged as {self.basis}, but "
-                f"what it reads rests on {bounded.basis}."
+                f"{self.name!r} is charged as {self.basis}, but is {bounded.basis}."
             )
         return self.mechanism.release(bounded, key=key_noise)
 
@@ -126,8 +125,7 @@ class AbstractNoisyRelease(AbstractRelease):
         roles = [query.role for query in self.queries]
         if set(funs) != set(roles):
             raise ValueError(
-                f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
-                f"but reads {[*funs]}."
+                f"{self.name!r} is charged for queries of {roles}, but reads {[*funs]}."
             )
         drawn = [query.role for query in self.queries if query.sampling.needs_key]
         key_of = {RECORDS: key}

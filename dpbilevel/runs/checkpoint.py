@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,23 @@ def remove(folder: Path) -> None:
     """Delete the checkpoint of a finished run, and the leftovers of a crash."""
     for name in (NAME, TEMPORARY):
         (folder / name).unlink(missing_ok=True)
+
+
+def folders_below(top: Path) -> Iterator[Path]:
+    """Yield a folder and all below it, also behind links, each once."""
+    seen = set()
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path, names, _ in os.walk(top, followlinks=True, onerror=refuse):
+        names.sort()
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
+            names.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield Path(path)
 
 
 def check_empty(name: str, folder: Path) -> None:

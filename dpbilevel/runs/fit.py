@@ -80,8 +80,7 @@ def fit(
     check_method("fit", problem, solver, key)
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ValueError(
-            "fit: under add-or-remove-one the number of records is private. Use "
-            "calibrate with public sizes=, then solve."
+            "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
         )
     problem, w0, leaves = arrays_of("fit", problem, w0)
     problem = problem.traced(w0, data)  # reads shapes alone

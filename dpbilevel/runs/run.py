@@ -116,9 +116,7 @@ class Run:
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = Path(folder) / checkpoint.NAME
         if file.exists() and not self._wrote(file):
-            raise ValueError(
-                f"save: {file} is not a checkpoint of this run. Give another folder."
-            )
+            raise ValueError(f"save: {file} is of another run; give another folder.")
         checkpoint.write(Path(folder), self._checkpoint())
 
     def _wrote(self, file: Path) -> bool:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,10 @@ class Run:
     stopped: str = ""
 
     def __post_init__(self):
-        if not (self.epsilon >= 0 and self.delta >= 0):
-            raise ValueError("a cost is not negative.")
         texts = self.started, self.relation, self.people, self.stopped
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text is no text.")
+        known = all(isinstance(text, str) for text in texts)
+        if not (known and self.epsilon >= 0 and self.delta >= 0):
+            raise ValueError("a field of a run is no text, or a cost is negative.")
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -181,27 +179,10 @@ def spent(folder: Path | str) -> TotalSpent:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"spent: there is no folder {folder}. Give a folder of runs.")
-    places = [*_folders(Path(folder))]
+    places = [*checkpoint.folders_below(Path(folder))]
     lost = (p for p in places if is_lost(p) and not is_moved(p))
     records = {str(p): read(p) for p in places if (p / NAME).is_file()}
     return TotalSpent(records, tuple(map(str, lost)))
-
-
-def _folders(top: Path) -> Iterator[Path]:
-    """Yield a folder and all below it, also behind links, each once."""
-    seen = set()
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for path, names, _ in os.walk(top, followlinks=True, onerror=refuse):
-        names.sort()
-        status = os.stat(path)
-        if (status.st_dev, status.st_ino) in seen:
-            names.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        yield Path(path)
 
 
 def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
@@ -326,10 +307,8 @@ def stop(folder: Path, number: int, why: str) -> None:
 def finish(folder: Path, number: int) -> None:
     """Record once that a run's result is written, then delete its checkpoint.
 
-    The record has no time: how long a run took is covered by no guarantee.
-
-    Raises:
-        OSError: The disk refuses; the record is as before.
+    The record has no time: how long a run took is covered by no guarantee. `OSError`
+    leaves the record as before.
     """
     if any(not run.finished for run in _runs(folder, number)):
         _append(folder, number, {"event": "finished", "finished": True})
@@ -409,9 +388,8 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
         if not all(cost <= most * (1 + _ROUNDING) for cost, most in pairs):
             raise ValueError(
                 f"this run of {_text(costs_by(report))} is refused by the limit of "
-                f"{place}, {_text(limit)}: the runs there would cost {_text(costs)} "
-                "together. Give a smaller budget or declare a larger limit; "
-                f"dpbilevel.search.spent({str(place)!r}) lists the runs."
+                f"{place}, {_text(limit)}: the runs there would cost {_text(costs)}. "
+                "Give a smaller budget or a larger limit; see dpbilevel.search.spent."
             )
 
 

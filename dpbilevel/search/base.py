@@ -266,9 +266,7 @@ def box_of(owner: str, problem: SearchProblem) -> Box:
     corners = (box.lower, box.upper) if isinstance(box, Box) else (math.inf,)
     known = filter(_checks.concrete, jax.tree.leaves(corners))
     if not all(np.isfinite(np.asarray(v)).all() for v in known):
-        raise ValueError(
-            f"{owner}: w_set must be a box with finite ends, got {box}. Give Box(a, b)."
-        )
+        raise ValueError(f"{owner}: w_set must be a finite Box(a, b), got {box}.")
     return box
 
 
@@ -309,9 +307,7 @@ def check_starts(owner: str, starts: Any, **most: int) -> None:
     number = 0 if starts is None else len(starts)
     for name, limit in most.items():
         if number > limit:
-            raise ValueError(
-                f"{owner}: {name}={limit} are too few for {number} starts."
-            )
+            raise ValueError(f"{owner}: {name}={limit} is below {number} starts.")
 
 
 def uniform(

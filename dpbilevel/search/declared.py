@@ -197,14 +197,12 @@ def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> Non
     """
     if folder is not None:
         raise ValueError(
-            "PrivateSearch.fit: with folder= a later call trains again, which "
-            "training= does not count. Leave one of them out."
+            "PrivateSearch.fit: leave out folder=: training= counts one call only."
         )
     if training.num_records != num_records:
         due = training.num_records
         raise ValueError(
-            f"PrivateSearch.fit: training has num_records={due}, but X has "
-            f"{num_records} rows."
+            f"PrivateSearch.fit: X must have num_records={due} rows, got {num_records}."
         )
 
 
@@ -220,14 +218,11 @@ def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> Non
     _checks.instance(owner, DeclaredTraining, training=training)
     if solver is None or losses is None:
         raise ValueError(
-            f"{owner}: training= protects the training records: no losses or scales "
-            "are computed from them. Give losses= and solver=."
+            f"{owner}: training= protects its records: give losses= and solver= too."
         )
     for name, value in estimator.get_params().items():
         if name.split("__")[-1] == "random_state" and value is not None:
-            raise ValueError(
-                f"{owner}: {name} is set, which repeats noise. Set it to None."
-            )
+            raise ValueError(f"{owner}: {name} repeats noise; set it to None.")
 
 
 def _phase(owner: str, phase: Any) -> tuple[float, float, int]:
@@ -235,8 +230,7 @@ def _phase(owner: str, phase: Any) -> tuple[float, float, int]:
         multiplier, rate, steps = phase
     except (TypeError, ValueError):
         raise ValueError(
-            f"{owner}: every phase of history must be (noise_multiplier, sample_rate, "
-            f"num_steps), got {_checks.shown(phase)}."
+            f"{owner}: history must hold (noise_multiplier, sample_rate, num_steps)."
         ) from None
     _checks.positive(owner, noise_multiplier=multiplier, sample_rate=rate)
     if rate > 1:

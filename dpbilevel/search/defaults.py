@@ -39,8 +39,7 @@ def default_losses(
     if is_classifier(estimator):
         if np.ndim(training_targets) != 1:
             raise ValueError(
-                "PrivateSearch: the default losses need one label per row, got y of "
-                f"shape {np.shape(training_targets)}. Ravel a column, or give losses=."
+                "PrivateSearch: y must have shape (n,) here; ravel it or give losses=."
             )
         probabilities = hasattr(estimator, "predict_proba")
         return _brier_loss if probabilities else zero_one_loss, 1.0

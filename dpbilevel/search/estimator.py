@@ -326,8 +326,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         estimator = self.estimator
         if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
-                "PrivateSearch: estimator must be a scikit-learn estimator such as "
-                f"Ridge(), an instance, got {_checks.shown(estimator)}."
+                "PrivateSearch: estimator must be an instance such as Ridge(), got "
+                f"{_checks.shown(estimator)}."
             )
         if self.losses is not None:
             _checks.function("PrivateSearch", losses=self.losses)
@@ -339,8 +339,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             space.position(start)
         if space.categories and isinstance(self.solver, GradientInformativeBO):
             raise ValueError(
-                "PrivateSearch: GradientInformativeBO needs slopes, which the category "
-                f"{space.categories[0]!r} has not. Give no solver, or another one."
+                "PrivateSearch: GradientInformativeBO takes no category; change "
+                "solver=."
             )
         for name in space.names:
             self._check_known(name, space)

@@ -195,8 +195,7 @@ class Folder:
             saved = checkpoint.parsed(file, content or b"", notice=_NOTICE)
         except ValueError:
             raise ValueError(
-                f"{file} is damaged or not of a search by this version. Give a new "
-                "folder."
+                f"{file} is damaged or of another version. Give a new folder."
             ) from None
         records = (
             "the records, their order, or their evaluation (in a PrivateSearch also "

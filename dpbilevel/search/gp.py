@@ -135,8 +135,7 @@ def gradient_posterior(
     """
     if jnp.result_type(theta) != jnp.float64:
         raise ValueError(
-            f"GradientInformativeBO: needs float64, got {jnp.result_type(theta).name}. "
-            "Use minimize, or set jax_enable_x64 and give a float64 w0."
+            "GradientInformativeBO: use minimize, or jax_enable_x64 and a float64 w0."
         )
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)

@@ -145,8 +145,7 @@ def optimize_study(
     space = _StudySpace(distributions, optuna)
     if space.categories and isinstance(solver, GradientInformativeBO):
         raise ValueError(
-            f"{OWNER}: GradientInformativeBO needs slopes, which the category "
-            f"{space.categories[0]!r} has not. Use another solver."
+            f"{OWNER}: GradientInformativeBO takes no category; change the solver."
         )
     of = ", ".join(f"{name}: {entry}" for name, entry in distributions.items())
     box, evaluates = Box(-1.0, 1.0), f"a study of {of}"
@@ -193,9 +192,7 @@ def _exceptions(catch: Any) -> tuple[type[Exception], ...]:
     for kind in exceptions:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             got = _checks.shown(kind)
-            raise TypeError(
-                f"{OWNER}: catch must be an exception class or several, got {got}."
-            )
+            raise TypeError(f"{OWNER}: catch must be exception classes, got {got}.")
     return exceptions
 
 
@@ -215,8 +212,7 @@ def _with_queue(solver, trials, space, folder) -> AbstractAskTellSolver:
         count = trials.queued(answers=has_starts)
         if count and not has_starts:
             raise ValueError(
-                f"{OWNER}: {count} trials are queued, but {type(solver).__name__} "
-                f"takes no points. Use RandomSearch or NoisyUCB, or {DROP}."
+                f"{OWNER}: the solver takes no queued trials; use NoisyUCB or {DROP}."
             )
         if not count:
             return solver
@@ -283,7 +279,4 @@ class _StudySpace:
 def _check_study(study: Any, optuna: Any) -> None:
     _checks.instance(OWNER, optuna.Study, study=study)
     if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
-        directions = [v.name for v in study.directions]
-        raise ValueError(
-            f"{OWNER}: the study must minimize one loss, got {directions}."
-        )
+        raise ValueError(f"{OWNER}: the study must minimize one loss.")

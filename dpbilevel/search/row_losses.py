@@ -290,9 +290,7 @@ def check_jobs(owner: str, n_jobs: Any) -> None:
     whole = isinstance(n_jobs, int | np.integer) and not isinstance(n_jobs, bool)
     if n_jobs is not None and not (whole and (n_jobs > 0 or n_jobs == -1)):
         got = _checks.shown(n_jobs)
-        raise ValueError(
-            f"{owner}: n_jobs must be a number of processes, -1 or None, got {got}."
-        )
+        raise ValueError(f"{owner}: n_jobs must be positive, -1 or None, got {got}.")
 
 
 def _by_one_thread(losses, point):
@@ -312,9 +310,7 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
         raise TypeError(f"PrivateSearch.fit: validation must be (X, y), got {got}.")
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
-        raise ValueError(
-            f"PrivateSearch.fit: validation has {counts} inputs and targets."
-        )
+        raise ValueError(f"PrivateSearch.fit: validation X, y have {counts} rows.")
     for name, public, private in zip("Xy", (X, y), validation, strict=True):
         columns = _columns(public), _columns(private)
         if None not in columns and columns[0] != columns[1]:

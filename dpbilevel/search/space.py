@@ -86,9 +86,7 @@ class Range:
             ValueError: The value is no number in the range.
         """
         if value not in self:
-            raise ValueError(
-                f"Range: {value!r} is not in the range {self.low, self.high}."
-            )
+            raise ValueError(f"Range: {value!r} is not in {self.low, self.high}.")
         low, high = self._ends
         inner = np.log(value) if self.log else np.asarray(value, np.float64)
         return np.broadcast_to(2 * (inner - low) / (high - low) - 1, self.coordinates)
@@ -231,11 +229,8 @@ class Space:
         self._places: dict[str, slice] = {}
         begin = 0
         for name, entry in self.entries.items():
-            if not isinstance(entry, Range | Categorical):
-                raise TypeError(
-                    f"PrivateSearch: space[{name!r}] must be a Range, such as "
-                    f"Range(0.1, 10), or a Categorical, got {_checks.shown(entry)}."
-                )
+            kinds = Range | Categorical
+            _checks.instance("PrivateSearch", kinds, **{f"space[{name!r}]": entry})
             self._places[name] = slice(begin, begin + entry.coordinates)
             begin += entry.coordinates
         self.coordinates = begin
@@ -245,9 +240,7 @@ class Space:
             self.names = list(graphlib.TopologicalSorter(parents).static_order())
         except graphlib.CycleError as error:
             names = sorted(set(error.args[1]))
-            raise ValueError(
-                f"PrivateSearch: conditions of {names} form a circle."
-            ) from None
+            raise ValueError(f"PrivateSearch: when= of {names} is circular.") from None
         self._active_points = {name: self._active_point(name) for name in self.names}
 
     @property
@@ -274,9 +267,7 @@ class Space:
         unknown = sorted(parameters.keys() - self.entries.keys())
         if unknown:
             names = sorted(self.entries)
-            raise ValueError(
-                f"PrivateSearch: the space has no {unknown[0]!r}; it has {names}."
-            )
+            raise ValueError(f"PrivateSearch: space has {names}, no {unknown[0]!r}.")
         point = np.zeros(self.coordinates)
         for name, value in parameters.items():
             point[self._places[name]] = self.entries[name].position(value)
@@ -309,8 +300,7 @@ class Space:
             entry = self.entries.get(other)
             if not isinstance(entry, Categorical):
                 raise ValueError(
-                    f"PrivateSearch: {name!r} is about {other!r}, which is no "
-                    "Categorical."
+                    f"PrivateSearch: {name!r} depends on {other!r}, no Categorical."
                 )
             several = isinstance(values, list | tuple) and values not in entry
             chosen = list(values) if several else [values]

@@ -63,9 +63,8 @@ class StudyTrials:
                 )
             except (ValueError, TypeError):
                 raise ValueError(
-                    f"{OWNER}: the queued trial {trial.number} has {fixed}, but "
-                    f"the distributions are {self._distributions}. Declare these "
-                    f"parameters, or {DROP}."
+                    f"{OWNER}: queued trial {trial.number} has {fixed}, outside of "
+                    f"{self._distributions}. Declare these, or {DROP}."
                 ) from None
         return len(waiting)
 
@@ -137,8 +136,7 @@ class StudyTrials:
                 losses, failed = np.full(num_records, np.nan), True
             except self._optuna.TrialPruned:
                 raise ValueError(
-                    f"{OWNER}: the objective raised TrialPruned, but pruning is "
-                    "not supported. Return all losses at every trial."
+                    f"{OWNER}: pruning is not supported; return losses at every trial."
                 ) from None
             if trial.refused is not None:  # also if it was caught
                 raise trial.refused

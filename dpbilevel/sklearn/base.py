@@ -145,8 +145,7 @@ class PrivateEstimator(_Fitted):
         """Return the `Column` of values beside the features, of any type."""
         if isinstance(y, str):
             raise ValueError(
-                f"{self._owner}.fit: {name} must have one value for each row of X, got "
-                f"{y!r}. Pass the column itself, such as table[{y!r}]."
+                f"{self._owner}.fit: {name} is a text; pass the column, table[{y!r}]."
             )
         if y is None:
             what = "requires y to be passed, but the target y is None."

@@ -178,9 +178,7 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
         ValueError: They are missing, fewer than two, not of one kind, or not distinct.
     """
     if values is None or isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(
-            f"{owner}: declare {name}= from public knowledge, such as {example}."
-        )
+        raise ValueError(f"{owner}: declare a public {name}=, such as {example}.")
     listed = [v.item() if isinstance(v, np.generic) else v for v in values]
     texts = [isinstance(v, str) for v in listed]
     if any(texts) and not all(texts):
@@ -204,10 +202,7 @@ def index_of(
     """
     own = "texts" if declared.dtype.kind == "U" else "numbers"
     if column.kind not in (own, "objects"):
-        raise ValueError(
-            f"{owner}: {name} was declared with {own}, but the records have "
-            f"{column.kind}."
-        )
+        raise ValueError(f"{owner}: {name} holds {own}, the records {column.kind}.")
     places = {value: place for place, value in enumerate(declared.tolist())}
 
     def place(value: Any) -> int:
@@ -261,9 +256,7 @@ def as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
         ValueError: The entries are texts, by their type.
     """
     if column.kind == "texts":
-        raise ValueError(
-            f"{name} is an array of texts, by its type. Encode declared categories."
-        )
+        raise ValueError(f"{name} has texts, by its type; encode declared categories.")
     return column.numbers()
 
 

@@ -49,9 +49,7 @@ class PublicSize:
                 raise ValueError(f"{owner}: {what}")
             return cls(relation, rows)
         if size is None:
-            raise ValueError(
-                f"{owner}: give size=, a public number of records, to plan for."
-            )
+            raise ValueError(f"{owner}: give size=, a public number of records.")
         _checks.count(owner, size=size)
         return cls(relation, int(size))
 

@@ -158,16 +158,13 @@ class DPSourceReweighting(LinearClassifier):
         """Return a dict of the clean records, and which of their cells are wrong."""
         if not isinstance(clean, tuple | list) or len(clean) != 2:
             got = _checks.shown(clean)
-            raise ValueError(
-                f"{self._owner}.fit: clean must be a pair (X, y), got {got}."
-            )
+            raise ValueError(f"{self._owner}.fit: clean must be (X, y), got {got}.")
         X, y = clean
         try:
             table = self._read(X, 1, reset=False)
         except ValueError as error:
             raise ValueError(
-                f"{self._owner}.fit: the clean records have other columns than the "
-                f"training records ({error}). Transform clean= as X."
+                f"{self._owner}.fit: clean must have the columns of X ({error})."
             ) from None
         labels = self._read_labels(y, table, "clean[1]")
         cells = self._describe(table, units, {"clean[1]": labels < 0}, labels)

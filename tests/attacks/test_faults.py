@@ -117,7 +117,7 @@ def test_write_cut_short_by_the_kernel_loses_nothing(prepared, tmp_path, name):
     before = content(out)
     limits = limited(len(before[name]) + 5)
     try:
-        with pytest.raises(OSError, match=r"cannot write .*continue with --resume"):
+        with pytest.raises(OSError, match=r"cannot write .*use --resume"):
             run(prepared, out, resume=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -230,5 +230,5 @@ def test_damaged_result_is_named_by_report(prepared, tmp_path, damage):
         page.write_bytes(page.read_bytes()[:-200])
     if damage == "other":
         page.write_text(json.dumps([1]))
-    with pytest.raises(ValueError, match="not a result folder of this version"):
+    with pytest.raises(ValueError, match="no result folder of this version"):
         results.load(tmp_path)

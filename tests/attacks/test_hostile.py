@@ -214,7 +214,7 @@ def test_no_records_are_refused_where_their_number_is_public(entry):
     if entry == "clipped_mean":
         np.testing.assert_array_equal(by_mean(empty), np.zeros(3))
         return
-    with pytest.raises(ValueError, match=r"at least 1, got 0|the data have 0"):
+    with pytest.raises(ValueError, match=r"at least 1, got 0|calibrate with sizes=0"):
         ENTRIES[entry](empty)
 
 
@@ -263,7 +263,7 @@ def test_file_without_a_header_does_not_show_its_first_record(tmp_path, rows):
     text = "\n".join(",".join(row) for row in rows)
     (tmp_path / "people.csv").write_text(text)
     prepared = prepare(config_of(tmp_path, data=CSV_DATA))
-    with pytest.raises(ValueError, match="must be the first row") as caught:
+    with pytest.raises(ValueError, match=r"header row|header, the") as caught:
         run(prepared, tmp_path / "out")
     assert "SECRETCELL" not in str(caught.value)
     assert rows[0][1] not in str(caught.value).split("'")

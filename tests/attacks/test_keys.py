@@ -336,7 +336,7 @@ def test_batches_that_need_no_key_get_none(other):
 
 @pytest.mark.parametrize("domains", [("nosie",), ("noise", "noise"), ("noise", "")])
 def test_a_domain_that_is_unknown_or_named_twice_is_refused(domains):
-    with pytest.raises(ValueError, match="derive: needs different names among"):
+    with pytest.raises(ValueError, match="derive: give different names of"):
         derive(jax.random.key(0), *domains)
 
 

@@ -61,7 +61,7 @@ def cancelling(**changed):
 def test_a_public_term_that_cancels_records_hides_no_rounding():
     solver = dpb.ImplicitBilevel(1, step_size=0.1)
     sizes = dpb.Sizes(100, 100)
-    with pytest.raises(ValueError, match="with upper_public, upper_y bounds no single"):
+    with pytest.raises(ValueError, match="with upper_public, upper_y bounds no record"):
         dpb.calibrate(cancelling(), solver, BUDGET, sizes=sizes)
     # What holds for a record as well is too large for single precision.
     true = cancelling(upper_y=LARGE + 8.0, per_record=True)
@@ -77,7 +77,7 @@ def test_a_spread_beside_a_public_term_needs_bounds_of_single_records(name):
         lower_public=lambda x, y: 0.0 * jnp.sum(y),
         constants=declared(**{f"{name}_spread": 0.5}),
     )
-    with pytest.raises(ValueError, match=f"with lower_public, {name} bounds no single"):
+    with pytest.raises(ValueError, match=f"with lower_public, {name} bounds no record"):
         problem.constants.check(problem)
     constants = dataclasses.replace(problem.constants, per_record=True)
     constants.check(problem)

@@ -268,7 +268,7 @@ def test_a_batch_is_clipped_whole_and_its_padding_counts_for_nothing():
         precision="float",
     )
     np.testing.assert_array_equal(whole.raw, forgotten.raw)
-    with pytest.raises(ValueError, match="brings its own mask"):
+    with pytest.raises(ValueError, match="has its mask"):
         dpb.privacy.clipped_mean(
             lambda z: z, batch, clip_norm=1.0, denominator=3.0, precision="float"
         )

@@ -218,7 +218,10 @@ def test_outcome_has_at_most_six_cuts_and_keeps_its_pilot_apart():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda: audit.canaries(dpb.NoisyGD(1, 1.0, step_size=1.0)), "has no sizes"),
+        (
+            lambda: audit.canaries(dpb.NoisyGD(1, 1.0, step_size=1.0)),
+            "give the solver sizes",
+        ),
         (lambda: audit.pure_claim(-1.0), "non-negative"),
         (lambda: audit.refutes(3, 2, 5, 0.1, audit.pure_claim(1.0)), "needs 0 <="),
     ],

@@ -34,7 +34,7 @@ def where_positive(value):
 
 @pytest.mark.parametrize("same", [ONE, {"a": jnp.asarray([1.0, jnp.nan])}])
 def test_a_pair_that_is_equal_is_refused(same):
-    with pytest.raises(ValueError, match="Change one person's records"):
+    with pytest.raises(ValueError, match="change a record"):
         tried(data=same, neighbour=jax.tree.map(np.array, same))
 
 
@@ -54,14 +54,14 @@ def test_a_pair_of_another_structure_or_shape_is_refused(data, neighbour, messag
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_observations_that_are_finite_on_neither_side_are_refused(value):
-    with pytest.raises(ValueError, match="1 of 1 observed numbers are not finite"):
+    with pytest.raises(ValueError, match="1 observed numbers are never finite"):
         tried(returns(value))
-    with pytest.raises(ValueError, match="1 of 2 observed numbers are not finite"):
+    with pytest.raises(ValueError, match="1 observed numbers are never finite"):
         tried(lambda data, *, key: (noisy(data, key=key), value))
 
 
 def test_observations_that_are_the_same_in_every_run_are_refused():
-    with pytest.raises(ValueError, match="all runs show the same"):
+    with pytest.raises(ValueError, match="all runs agree"):
         tried(returns(jnp.arange(3.0)))
 
 
@@ -81,7 +81,7 @@ def test_a_constant_beside_noise_is_accepted():
 
 
 def test_a_claim_or_statistic_that_is_nan_is_refused():
-    with pytest.raises(ValueError, match="profile is NaN"):
+    with pytest.raises(ValueError, match="claim is NaN"):
         tried(claim=lambda epsilons: epsilons * np.nan)
     with pytest.raises(ValueError, match="statistic returned NaN"):
         tried(statistic=lambda rows: rows[:, 0] * np.nan)
@@ -101,13 +101,13 @@ def test_a_statistic_may_be_infinite():
     [
         (
             {"claim": 1.0},
-            "claim must be a function of .*Make one by audit",
+            "claim must be a function, such as audit",
         ),
         ({"runs": 2e3}, "runs must be an integer, got 2000.0"),
         ({"runs": True}, "runs must be an integer"),
         ({"run": 3}, r"run must be a function, got 3"),
-        ({"run": returns(None)}, r"got NoneType without any numbers"),
-        ({"run": returns(np.zeros(0))}, "without any numbers"),
+        ({"run": returns(None)}, "run returned no numbers"),
+        ({"run": returns(np.zeros(0))}, "run returned no numbers"),
         ({"run": returns({"a": "text"})}, "arrays of real numbers, got str"),
         ({"run": returns(np.ones(2) * 1j)}, "arrays of real numbers, got complex"),
         ({"run": lambda data, *, key: key}, "arrays of real numbers, got key"),

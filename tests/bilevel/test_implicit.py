@@ -433,13 +433,13 @@ def test_the_theorems_parameters(x64):
     ("changes", "sizes", "message"),
     [
         ({"constants": None}, SIZES, "SecondOrderConstants"),
-        ({"y_set": dpb.sets.Ball(1.0)}, SIZES, "unconstrained lower level"),
+        ({"y_set": dpb.sets.Ball(1.0)}, SIZES, "take no y_set"),
         ({"upper": dpb.logistic_loss}, SIZES, "public term was exchanged"),
         ({}, dpb.Sizes(10**6, 10**6), "Enable 64-bit"),
         (
             {"constants": dataclasses.replace(TUNING.constants, low=-25.0)},
             SIZES,
-            "Raise strong_convexity|raise the strong convexity",
+            "[Rr]aise the strong convexity",
         ),
     ],
 )

@@ -165,7 +165,7 @@ def test_lower_levels_that_read_x_are_refused():
     fit = functools.partial(
         dpb.fit, data=DATA, w0=start, budget=BUDGET, key=jax.random.key(0)
     )
-    with pytest.raises(ValueError, match=r"lower level read x.*Use PenaltyBilevel"):
+    with pytest.raises(ValueError, match=r"lower losses read x.*Use PenaltyBilevel"):
         fit(weighted, LowerFirst(GD, GD))
     tuned = dpb.penalty_tuning(dpb.logistic_loss, jnp.zeros(D, int))
     with pytest.raises(ValueError, match="lower_public reads x"):
@@ -186,7 +186,7 @@ def test_starts_of_other_shapes_are_refused(w0, message):
 
 def test_a_source_that_is_no_integer_is_refused():
     lower = DATA.lower | {"source": DATA.lower["label"]}
-    with pytest.raises(TypeError, match="source_mixing: the source of a record must"):
+    with pytest.raises(TypeError, match="source_mixing: sources must"):
         MIXING.check(W0, dpb.Levels(DATA.upper, lower))
 
 

@@ -332,7 +332,7 @@ def test_calibrated_noise_is_well_below_the_papers(epsilon, num_records):
         ({"num_steps": 2.5}, "num_steps must be an integer"),
         ({"clip_norm": math.nan}, "clip_norm must be positive"),
         ({"step_size": None}, "give step_size="),
-        ({"step_size": optax.constant_schedule(1.0)}, "Schedules go in"),
+        ({"step_size": optax.constant_schedule(1.0)}, "optax.sgd"),
         ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
         ({"budget_split": (0.5, 0.5)}, "3 positive numbers, for lower solves, pena"),
     ],

@@ -50,7 +50,7 @@ def test_tracing_decides_which_records_meet_x(upper, lower, readers):
 @pytest.mark.parametrize("lower", [with_x, hidden_x])
 def test_a_false_claim_that_x_is_public_is_refused(lower):
     problem = dpb.BilevelProblem(bare, lower, x_in_records=False)
-    with pytest.raises(ValueError, match=r"leaves out \['lower'\]"):
+    with pytest.raises(ValueError, match=r"losses of \['lower'\] read x"):
         run(problem)
 
 
@@ -347,7 +347,7 @@ BAD_ARGUMENTS = {
     "a start of NaN": ({"w0": (W0[0], W0[1] * jnp.nan)}, r"w0\[1\] holds NaN"),
     "a set of another size": (
         {"problem": dpb.BilevelProblem(bare, with_x, x_set=SMALL_BOX)},
-        r"x_set=Box.* does not fit a starting point of shape float32\[3\]",
+        r"x_set=Box.* does not fit a point of shape float32\[3\]",
     ),
 }
 

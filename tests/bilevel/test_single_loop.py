@@ -355,7 +355,7 @@ def test_optax_optimizers_replace_the_step_sizes_of_all_blocks():
     ("fields", "message"),
     [
         ({"step_size": None}, "give step_size="),
-        ({"lower_step_size": jnp.sin}, "Schedules go in"),
+        ({"lower_step_size": jnp.sin}, "optax.sgd"),
         ({"linear_step_size": -1.0}, "linear_step_size must be"),
         ({"hessian_clip_norm": 0.0}, "hessian_clip_norm must be"),
         ({"budget_split": (1.0, 1.0)}, "for y, v, x"),

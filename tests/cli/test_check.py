@@ -67,7 +67,7 @@ def test_a_misspelt_class_stops_the_run_by_its_name(folder, capsys):
     said = stopped(folder, capsys, MISSPELT)
     assert "the run stopped before training" in said
     assert "'Yes' (" in said
-    assert "the rest of the budget is unspent" in said
+    assert "Only the check is spent, epsilon = " in said
     check_small_part_alone(folder)
     assert main(["report", str(folder / "out")]) == 2
     (line,) = capsys.readouterr().out.splitlines()[1:]

@@ -152,7 +152,7 @@ def test_too_few_rows_are_counted(tmp_path):
 def test_missing_column_is_named_and_what_is_there_is_not(tmp_path):
     write_csv(tmp_path, rows_of(60), header="pay,city,clinic,rich")
     prepared = prepare(config_of(tmp_path, data=CSV_DATA))
-    with pytest.raises(ValueError, match=r"no column 'town'\. Correct the config's"):
+    with pytest.raises(ValueError, match=r"no column 'town'\. Correct \[data\]"):
         run(prepared, tmp_path / "out")
 
 
@@ -163,7 +163,7 @@ def test_missing_file_says_how_to_name_another(tmp_path):
 
 
 def test_file_for_generated_records_is_refused(prepared, tmp_path):
-    with pytest.raises(ValueError, match='config has source = "generated"'):
+    with pytest.raises(ValueError, match='source = "generated" reads no file'):
         run(prepared, tmp_path / "out", data=tmp_path / "x.csv")
 
 
@@ -205,7 +205,7 @@ def test_a_second_file_that_is_the_first_is_refused_under_any_name(tmp_path):
     clean = tmp_path / "clean.csv"
     for same in (clean.hardlink_to, functools.partial(shutil.copyfile, dst=clean)):
         same(tmp_path / "people.csv")
-        check_refused(tmp_path, 'say people = "shared"')
+        check_refused(tmp_path, 'set people = "shared"')
         clean.unlink()
 
 
@@ -225,12 +225,12 @@ def test_a_second_file_is_refused_where_levels_share_their_records(tmp_path):
     write_clean(tmp_path, rows_of(40))
     data = TWO_FILES.replace("validation = 20", "validation = 40")
     prepared = prepare(config_of(tmp_path, data=data, people="shared"))
-    with pytest.raises(ValueError, match="have a file of their own"):
+    with pytest.raises(ValueError, match="a validation file needs"):
         run(prepared, tmp_path / "out")
 
 
 def test_a_second_file_for_generated_records_is_refused(prepared, tmp_path):
-    with pytest.raises(ValueError, match="--validation names a file"):
+    with pytest.raises(ValueError, match="leave --validation out"):
         run(prepared, tmp_path / "out", validation=tmp_path / "x.csv")
 
 

@@ -231,7 +231,7 @@ def test_a_misspelt_class_is_found_in_public_records_before_anything_is_spent(fo
             ("records = 40", "records = 41"),
             "[data] asks for test.records = 41",
         ),
-        (("test.csv", "people.csv"), "is also the file of training or"),
+        (("test.csv", "people.csv"), "holds training or validation"),
         (("test.csv", "no.csv"), "no file of test records at"),
         (
             ("replace_one", "add_or_remove_one"),
@@ -353,7 +353,9 @@ def test_a_file_without_a_feature_or_that_exists_is_refused(finished, tmp_path, 
     (tmp_path / "new.csv").write_text("pay\n1\n")
     command = ["predict", str(finished), str(tmp_path / "new.csv"), "--out"]
     out = str(tmp_path / "p.csv")
-    assert "has no column 'town'. Name the columns" in failure(capsys, *command, out)
+    assert "lacks columns of the training records: ['town']" in failure(
+        capsys, *command, out
+    )
     exists = str(tmp_path / "new.csv")
     assert "new.csv exists" in failure(capsys, *command, exists)
     nowhere = str(tmp_path / "no" / "p.csv")

@@ -254,7 +254,7 @@ def test_changed_records_are_refused(tmp_path):
 
 
 def test_changed_chunk_is_refused(prepared, interrupted):
-    with pytest.raises(ValueError, match="--chunk 2 differs"):
+    with pytest.raises(ValueError, match="--chunk 2: the run has"):
         run(prepared, interrupted, resume=True, chunk=2)
 
 
@@ -316,7 +316,7 @@ def test_full_disk_leaves_a_run_that_goes_on(prepared, tmp_path, name, after):
     run(prepared, free, resume=True)
     with pytest.MonkeyPatch.context() as patch:
         failing_replace(patch, name, after)
-        with pytest.raises(OSError, match=r"No space left.*continue with --resume"):
+        with pytest.raises(OSError, match=r"No space left.*use --resume"):
             run(prepared, out, resume=True)
     assert not (out / "result.json").exists()
     assert not list(out.glob("*.tmp"))

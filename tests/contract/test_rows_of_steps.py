@@ -37,7 +37,7 @@ def under_add_or_remove(name):
 @solvers
 def test_under_add_or_remove_one_a_step_refuses_rows_that_are_not_padded(name):
     solver, problem, data, w0 = under_add_or_remove(name)
-    refused = "is not padded to the .* rows of the plan|proved under replace-one only"
+    refused = "is not padded to .* rows|proved under replace-one only"
     with pytest.raises(ValueError, match=refused):
         traced(solver, problem, data, w0)
 
@@ -52,7 +52,7 @@ def test_padded_rows_are_taken(name):  # the control of the test above
 def test_rows_padded_for_another_plan_are_refused():
     solver, problem, data, w0 = under_add_or_remove("noisy_gd")
     larger = planned_rows(solver.with_sizes(5 * 64 * jax.device_count()), data)
-    with pytest.raises(ValueError, match="is not padded to the 64 rows"):
+    with pytest.raises(ValueError, match="is not padded to 64 rows"):
         traced(solver, problem, larger, w0)
 
 

@@ -189,13 +189,13 @@ def test_types_are_known_by_name(name, kind):
     ],
 )
 def test_types_of_no_numbers_or_texts_are_refused(name):
-    with pytest.raises(ValueError, match="is a type of no numbers or texts"):
+    with pytest.raises(ValueError, match="has no numbers or texts"):
         kind_of(name)
 
 
 def test_columns_of_dates_are_refused_whatever_they_hold():
     X = pa.table({"day": pa.array([1, None], pa.timestamp("s")), "dose": [1.0, 2.0]})
-    with pytest.raises(ValueError, match=r"timestamp\[s\] is a type of no numbers"):
+    with pytest.raises(ValueError, match=r"timestamp\[s\] has no numbers"):
         numbers(X)
 
 

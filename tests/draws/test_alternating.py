@@ -373,7 +373,7 @@ def test_certified_queries_grow_with_the_square_of_the_records_not_with_dimensio
         ({}, Ball(1.0), {"step_size": 1.0}, "is too large"),
         ({"term_lipschitz": None}, Ball(1.0), {}, "Use ConvexEnvelope"),
         ({"error": 0.1}, Ball(1.0), {}, "needs exact terms"),
-        ({"term_lipschitz": 1e6}, Ball(1.0), {}, "Use a larger distance"),
+        ({"term_lipschitz": 1e6}, Ball(1.0), {}, "raise distance"),
     ],
 )
 def test_what_is_not_served_is_refused(known, feasible, sampler, message):

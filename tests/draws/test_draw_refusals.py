@@ -111,7 +111,7 @@ REFUSALS = {
     ),
     "a regularized draw from single points": (
         lambda: dpb.draws.RegularizedExponentialMechanism(GRID, convex=True),
-        "draws from no convex set",
+        "takes no convex set",
     ),
     "no candidates": (
         lambda: dpb.draws.Grid(jnp.zeros((0, 1))),
@@ -149,7 +149,7 @@ REFUSALS = {
             jnp.zeros(2),
             key=jax.random.key(0),
         ),
-        "give bounds shaped like the points",
+        "bounds must be shaped like the points",
     ),
     "not calibrated": (
         lambda: dpb.solve(

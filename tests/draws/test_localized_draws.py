@@ -112,7 +112,7 @@ def test_tuned_radii_end_where_the_quadratic_term_bends_as_the_loss_may():
 
 
 def test_what_is_no_radius_or_no_split_is_refused():
-    with pytest.raises(ValueError, match="one radius per round"):
+    with pytest.raises(ValueError, match="radii must be one per round"):
         localized(())
     with pytest.raises(ValueError, match="radii"):
         localized((1.0, -1.0))

@@ -234,7 +234,7 @@ def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
 def test_add_or_remove_without_a_plan_is_refused():
     noise = {"noise_multiplier": 1.0, "neighbours": dpb.Neighbours.ADD_OR_REMOVE_ONE}
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, **noise)
-    with pytest.raises(ValueError, match="public sizes from a plan"):
+    with pytest.raises(ValueError, match="needs public sizes"):
         run(solver)
     with pytest.raises(ValueError, match="calibrate with public sizes"):
         dpb.fit(

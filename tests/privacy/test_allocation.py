@@ -297,9 +297,9 @@ def test_a_release_outside_of_a_pass_is_refused():
     query = Query("records", N, 1.0, SCHEME)
     release = Release("mean", BATCHES, (query,), Gaussian(1.0))
     what = {"records": lambda z: z}
-    with pytest.raises(ValueError, match=r"needs index=.*use AllocatedGD"):
+    with pytest.raises(ValueError, match=r"needs a pass; use AllocatedGD"):
         release.apply(what, RECORDS, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"needs index=.*use AllocatedGD"):
+    with pytest.raises(ValueError, match=r"needs a pass; use AllocatedGD"):
         release.apply(what, RECORDS, key=jax.random.key(0), index=0)
 
 
@@ -328,7 +328,7 @@ def test_solvers_that_number_batches_refuse_the_scheme(name):
 def test_more_batches_than_records_are_refused():
     solver = dpb.onelevel.AllocatedGD(2, 300, 1.0, 0.1)
     problem = dpb.FiniteSum(lambda w, z: w[0] * z)
-    with pytest.raises(ValueError, match="300 batches of 200 records"):
+    with pytest.raises(ValueError, match="batches must be at most 200"):
         dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=200)
 
 

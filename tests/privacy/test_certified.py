@@ -89,5 +89,5 @@ def test_a_read_that_rests_on_less_than_is_charged_is_refused():
 def test_more_records_than_planned_are_refused():
     sizes = dpb.Sizes(20, 20, "overlapping")
     release = implicit().with_noise(1.0).release(EXACT.problem, sizes)
-    with pytest.raises(ValueError, match="40 records of the lower level exceed"):
+    with pytest.raises(ValueError, match="40 lower records exceed"):
         release.read(EXACT.w0, EXACT.data, key=jax.random.key(0))

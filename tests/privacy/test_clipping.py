@@ -272,14 +272,14 @@ def test_misuse_is_refused_with_a_reason(arguments, message):
 
 
 def test_no_value_is_refused():
-    with pytest.raises(TypeError, match="floating-point arrays, got none"):
+    with pytest.raises(TypeError, match="float arrays, got none"):
         dpb.privacy.clipped_mean(
             lambda _: None, jnp.ones(3), clip_norm=1.0, precision="float"
         )
 
 
 def test_integer_values_are_refused():
-    with pytest.raises(TypeError, match="floating-point arrays, got int32"):
+    with pytest.raises(TypeError, match="float arrays, got int32"):
         dpb.privacy.clipped_mean(
             identity, jnp.arange(3), clip_norm=1.0, precision="float"
         )

@@ -275,7 +275,7 @@ def test_names_and_assumptions_are_kept():
 def test_relations_and_people_are_not_mixed():
     with pytest.raises(ValueError, match="the same `neighbours`"):
         dpb.privacy.Ledger((release(), release(neighbours=ADD_OR_REMOVE)))
-    with pytest.raises(ValueError, match="cannot add People"):
+    with pytest.raises(ValueError, match="people differ: People"):
         dpb.privacy.Ledger((), DISJOINT) + dpb.privacy.Ledger((), SHARED)
 
 

@@ -157,7 +157,7 @@ def test_a_solver_with_numbers_of_half_precision_is_refused(kind, field):
     half = HALF[kind](1.01)
     cast = dataclasses.replace(solver, **{field: half})
     for run in (dpb.solve, jax.jit(dpb.solve)):
-        with pytest.raises(TypeError, match=f"{field}.*margin of the noise"):
+        with pytest.raises(TypeError, match=f"{field}.*too coarse for the noise"):
             run(problem, cast, jnp.zeros(n), jnp.zeros(()), key=jax.random.key(0))
 
 
@@ -191,7 +191,7 @@ def test_noise_that_underflows_releases_nothing_of_the_value(precision):
 
 def test_fast_math_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    with pytest.raises(ValueError, match="XLA_FLAGS turns fast math on"):
+    with pytest.raises(ValueError, match="fast math in XLA_FLAGS"):
         dpb.privacy.clipped_mean(
             lambda z: z, jnp.ones(3), clip_norm=1.0, precision="float"
         )

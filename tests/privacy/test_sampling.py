@@ -124,7 +124,7 @@ def test_the_chance_of_overflow_is_the_binomial_tail():
 
 def test_a_fixed_capacity_is_refused_for_more_records_than_it_is_accounted_for(getkey):
     query = dpb.privacy.Query("records", 100, 1.0, dpb.Poisson(0.1, capacity=40))
-    with pytest.raises(ValueError, match="with 100 records, got 1000 rows"):
+    with pytest.raises(ValueError, match="for 100 records, got 1000 rows"):
         query.read(lambda z: z, jnp.ones(1000), precision="float", key=getkey())
     for fitting in (90, 128):
         query.read(lambda z: z, jnp.ones(fitting), precision="float", key=getkey())

@@ -152,16 +152,12 @@ def test_a_run_above_the_limit_does_not_start_and_leaves_nothing(tmp_path):
     started(tmp_path / "a")
     with pytest.raises(ValueError, match=r"epsilon = 0.75 .*refused by the limit of"):
         started(tmp_path / "deep" / "b", 0.75)
-    with pytest.raises(
-        ValueError, match=r"cost epsilon = 0.6 at delta = 2.1e-05 together"
-    ):
+    with pytest.raises(ValueError, match=r"cost epsilon = 0.6 at delta = 2.1e-05"):
         started(tmp_path / "b", 0.1, 2e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", spending.LIMIT]
     started(tmp_path / "a", key=1)  # what is counted already goes on
     started(tmp_path / "b")  # up to the limit
-    with pytest.raises(
-        ValueError, match="Give a smaller budget or declare a larger limit"
-    ):
+    with pytest.raises(ValueError, match="Give a smaller budget or a larger limit"):
         started(tmp_path / "c", 1e-3, 0.0)
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(1.1, 1e-5))
     started(tmp_path / "c", 0.1)
@@ -190,7 +186,7 @@ def test_where_the_total_is_unknown_nothing_starts(tmp_path):
     looped.search(NAME, folder=tmp_path / "a")
     (tmp_path / "a" / spending.NAME).unlink()
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(1e3, 1e-2))
-    with pytest.raises(ValueError, match=r"would cost epsilon = inf .* lists the runs"):
+    with pytest.raises(ValueError, match=r"would cost epsilon = inf .*search.spent"):
         started(tmp_path / "b")
 
 
@@ -250,7 +246,7 @@ def test_a_run_from_elsewhere_goes_on_within_the_limit_alone(tmp_path):
     dpb.search.limit_spending(tmp_path / "a", dpb.PrivacyBudget(1.5, 1e-3))
     (tmp_path / "c").rename(tmp_path / "a" / "c")
     before = sorted(p.name for p in (tmp_path / "a" / "c").iterdir())
-    with pytest.raises(ValueError, match=r"epsilon = 2 .* together"):
+    with pytest.raises(ValueError, match=r"epsilon = 2 at"):
         made(NAME, folder=tmp_path / "a" / "c")
     assert sorted(p.name for p in (tmp_path / "a" / "c").iterdir()) == before
     dpb.search.limit_spending(tmp_path / "a", dpb.PrivacyBudget(2.0, 1e-3))

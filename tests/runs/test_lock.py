@@ -184,6 +184,6 @@ def test_the_command_line_is_refused_in_programs_of_several_processes(
     prepared, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ValueError, match="for programs of one process"):
+    with pytest.raises(ValueError, match="needs one process"):
         run(prepared, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -173,7 +173,7 @@ def test_the_checkpoint_of_another_run_is_not_replaced(in_parts, tmp_path):
     in_parts[2].save(tmp_path)
     dpb.resume(tmp_path, PROBLEM, PLAN, ROWS, W0).save(tmp_path)
     other = dpb.start(PROBLEM, PLAN, ROWS, W0, key=jax.random.key(KEY + 1))
-    with pytest.raises(ValueError, match="is not a checkpoint of this run"):
+    with pytest.raises(ValueError, match="is of another run"):
         other.save(tmp_path)
     assert dpb.resume(tmp_path, PROBLEM, PLAN, ROWS, W0).done == in_parts[2].done
 

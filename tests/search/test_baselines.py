@@ -337,7 +337,7 @@ def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best()
         (lambda: dpb.search.RandomSearch(5, 0.0), "clip_range"),
         (
             lambda: dpb.search.RandomSearch(2, 1.0, starts=np.zeros((3, 2))),
-            "num_candidates=2 are too few for 3 starts",
+            "num_candidates=2 is below 3 starts",
         ),
         (lambda: dpb.search.NoisyUCB(5, 1.0, lengthscale=-1.0), "lengthscale"),
         (lambda: dpb.search.NoisyUCB(5, 1.0, exploration=-1.0), "exploration"),

@@ -175,7 +175,7 @@ def test_trainings_that_cost_more_than_the_budget_are_refused():
     [
         (([], 10), "history has no phase"),
         (([(1.0, 0.1)], 10), r"\(noise_multiplier, sample_rate, num_steps\)"),
-        (((1.0, 0.1, 10), 10), "every phase of history must be"),
+        (((1.0, 0.1, 10), 10), "history must hold"),
         (([(0.0, 0.1, 10)], 10), "noise_multiplier must be positive"),
         (([(1.0, 1.5, 10)], 10), "sample_rate must be at most 1"),
         (([(1.0, 0.1, 10.0)], 10), "num_steps must be an integer"),

@@ -224,7 +224,7 @@ def test_every_value_of_a_distribution_comes_up_and_no_other():
         (
             {"solver": dpb.search.GradientInformativeBO(2, 1.0, step_size=0.1)},
             ValueError,
-            "'kind' has not",
+            "takes no category",
         ),
         ({"solver": dpb.NoisyGD(3, 1.0, step_size=0.1)}, TypeError, "asks for losses"),
         ({"num_records": 199}, ValueError, r"shape \(199,\), got shape \(200,\)"),

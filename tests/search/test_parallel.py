@@ -146,5 +146,5 @@ def test_a_search_goes_on_with_another_number_of_processes(tmp_path):
 
 @pytest.mark.parametrize("n_jobs", [0, -2, 1.5, True, "all"])
 def test_a_wrong_number_of_processes_is_refused(n_jobs):
-    with pytest.raises(ValueError, match="n_jobs must be a number of processes"):
+    with pytest.raises(ValueError, match="n_jobs must be positive"):
         searched(n_jobs=n_jobs)

@@ -119,10 +119,10 @@ def test_protected_training_records_decide_about_no_refusal(tmp_path):
     searched(training=TRAINED, losses=picky)
     with pytest.raises(ValueError, match=r"fails on training rows: training rows are"):
         searched(losses=picky)  # the control
-    with pytest.raises(ValueError, match=r"a later call trains again,"):
+    with pytest.raises(ValueError, match=r"leave out folder="):
         searched(training=TRAINED, losses=squares, folder=tmp_path / "a")
     other = dpb.search.DeclaredTraining.gdp(0.1, 50)
-    with pytest.raises(ValueError, match="num_records=50, but X has 60 rows"):
+    with pytest.raises(ValueError, match="num_records=50 rows, got 60"):
         searched(training=other, losses=squares)
     assert not (tmp_path / "a").exists()
 
@@ -137,15 +137,13 @@ def test_private_trainings_draw_noise_of_their_own_and_print_nothing(capsys):
     assert capsys.readouterr().out == ""
     searched(Loud(), losses=squares)  # the control
     assert "loss of training" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="random_state is set"):
+    with pytest.raises(ValueError, match="random_state repeats noise"):
         searched(Ridge(random_state=0), training=TRAINED, losses=squares)
 
 
 def test_protected_training_records_tell_no_units():
     for options in ({"losses": squares, "solver": None}, {}):
-        with pytest.raises(
-            ValueError, match="no losses or scales are computed from them"
-        ):
+        with pytest.raises(ValueError, match="protects its records"):
             searched(training=TRAINED, **options)
 
 
@@ -163,9 +161,9 @@ def test_one_parameter_is_searched_at_random_in_units_of_the_losses_of_training_
 
 
 def test_starts_outside_of_the_space_are_refused_before_any_record_is_read():
-    with pytest.raises(ValueError, match="the space has no 'beta'"):
+    with pytest.raises(ValueError, match="no 'beta'"):
         searched(starts=[{"beta": 1.0}])
-    with pytest.raises(ValueError, match="is not in the range"):
+    with pytest.raises(ValueError, match="is not in"):
         searched(starts=[{"alpha": 1e9}])
 
 
@@ -282,7 +280,7 @@ def test_data_frames_are_read_by_position_and_must_have_the_same_columns():
 
 def test_a_column_of_labels_is_refused_by_the_default_losses():
     labels = (TARGETS > 0)[:, None]
-    with pytest.raises(ValueError, match="Ravel a column"):
+    with pytest.raises(ValueError, match="ravel it"):
         searched(
             LogisticRegression(),
             {"C": dpb.search.Range(0.1, 1.0)},
@@ -424,8 +422,8 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
             ValueError,
             "no parameter 'alfa'; did you mean 'alpha'",
         ),
-        ({"space": {"alpha": [0, 1]}}, TypeError, r"such as Range\(0.1, 10"),
-        ({"estimator": Ridge}, TypeError, "an instance, got"),
+        ({"space": {"alpha": [0, 1]}}, TypeError, r"Give .*Range\(0.1, 10"),
+        ({"estimator": Ridge}, TypeError, "must be an instance such as"),
         ({"losses": "accuracy"}, TypeError, "losses must be a function"),
         ({"validation": PRIVATE[0]}, TypeError, "validation must be"),
         ({"validation": (*PRIVATE, None)}, TypeError, "tuple of 3"),
@@ -446,7 +444,7 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
         (
             {"validation": (PRIVATE[0], PRIVATE[1][1:])},
             ValueError,
-            "inputs and targets",
+            "validation X, y have",
         ),
     ],
 )

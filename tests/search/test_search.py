@@ -251,12 +251,12 @@ ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
         (
             {"problem": dpb.search.BlackBox(Counted(), 30, dpb.sets.Ball(1.0))},
             ValueError,
-            "a box with finite ends",
+            "a finite Box",
         ),
         (
             {"problem": dpb.search.BlackBox(Counted(), 30, dpb.sets.Box(0.0, jnp.inf))},
             ValueError,
-            "a box with finite ends",
+            "a finite Box",
         ),
         (
             {"solver": dpb.search.NoisyUCB(4, 2.0, neighbours=ADD_OR_REMOVE)},

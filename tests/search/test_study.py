@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from tests.cases import slow
 from tests.search.test_optuna import (
     BEST,
     RANDOM,
@@ -103,17 +102,11 @@ def test_a_queued_trial_may_leave_parameters_open_and_has_steps():
         (
             {"x": 7.0},
             UCB,
-            "queued trial 0 has .*7.0.*Declare these parameters, or drop",
+            "queued trial 0 has .*7.0.*Declare these, or drop",
         ),
-        *slow(
-            ({"z": 0.0}, UCB, "queued trial 0 has .*'z'"),
-            ({"kind": "nearby"}, RANDOM, "queued trial 0 has .*'nearby'"),
-            (
-                {"x": 0.1},
-                BEST,
-                "1 trials are queued, but RepeatAndSelect takes no points",
-            ),
-        ),
+        ({"z": 0.0}, UCB, "queued trial 0 has .*'z'"),
+        ({"kind": "nearby"}, RANDOM, "queued trial 0 has .*'nearby'"),
+        ({"x": 0.1}, BEST, "takes no queued trials"),
     ],
 )
 def test_a_queue_that_does_not_fit_is_refused_and_stays(params, solver, words):
@@ -281,7 +274,7 @@ def test_pruning_is_refused_without_the_words_of_the_objective():
 
 @pytest.mark.parametrize("catch", [RuntimeError("no"), [3], KeyboardInterrupt, None])
 def test_what_is_no_exception_cannot_be_caught(catch):
-    with pytest.raises(TypeError, match="catch must be an exception class or several"):
+    with pytest.raises(TypeError, match="catch must be exception classes"):
         studied(optuna.create_study(), Objective(), catch=catch)
 
 
@@ -313,7 +306,7 @@ def test_starts_of_noisy_ucb_are_evaluated_first():
     key = jax.random.key(0)
     dpb.search.minimize(problem, solver, np.zeros(2), key=key, budget=budget)
     np.testing.assert_array_equal(seen[:2], [[0.3, -0.2], [1.0, 0.0]])
-    with pytest.raises(ValueError, match="num_steps=1 are too few for 2 starts"):
+    with pytest.raises(ValueError, match="num_steps=1 is below 2 starts"):
         dpb.search.NoisyUCB(1, 2.0, starts=starts)
     flat = dpb.search.NoisyUCB(3, 2.0, starts=starts[0])
     with pytest.raises(ValueError, match=r"starts need shape \(k, 2\)"):

@@ -312,12 +312,12 @@ def needed(model, X):
 @pytest.mark.parametrize(
     ("model", "declare"),
     [
-        (DPLogisticRegression(**BOX), "declare classes="),
+        (DPLogisticRegression(**BOX), "declare a public classes="),
         (DPLogisticRegression(classes=NAMES), "declare bounds="),
         (DPLogisticRegression(**LABELS, data_norm=1.0), "and not both"),
         (DPLogisticRegression(**BOX, classes=["left"]), "at least two"),
         (DPLogisticRegression(**BOX, classes=["left", 1]), "all texts or all numbers"),
-        (DPLogisticRegression(**BOX, classes=[0, 1]), "was declared with numbers"),
+        (DPLogisticRegression(**BOX, classes=[0, 1]), "classes holds numbers"),
         (DPLogisticRegression(classes=NAMES, bounds=(1, 1)), "below the upper one"),
         (DPLogisticRegression(classes=NAMES, bounds=(0, [1, 2])), "3 numbers"),
         (DPLogisticRegression(classes=NAMES, bounds=3), "must be a pair"),
@@ -339,7 +339,7 @@ def test_groups_without_shares_are_asked_for():
     X, y = labelled(20)
     with pytest.raises(ValueError, match="declare shares="):
         FairClassifier(**LABELS).fit(X, y, groups=y)
-    with pytest.raises(ValueError, match="declare sources="):
+    with pytest.raises(ValueError, match="declare a public sources="):
         DPSourceReweighting(**LABELS).fit(X, y, sources=y, clean=(X, y))
 
 
@@ -370,9 +370,9 @@ def test_columns_of_texts_by_type_are_refused_by_name(kind):
 
 def test_arrays_of_texts_are_no_features_and_no_targets():
     X, y = labelled(20)
-    with pytest.raises(ValueError, match=r"X is an array of texts, by its type.*code"):
+    with pytest.raises(ValueError, match=r"X has texts, by its type.*code"):
         DPLogisticRegression(**LABELS).fit(X.astype(str), y)
-    with pytest.raises(ValueError, match="y is an array of texts, by its type"):
+    with pytest.raises(ValueError, match="y has texts, by its type"):
         DPRidge(**BOX, target_bounds=(-1, 1)).fit(X, X[:, 0].astype(str))
 
 
@@ -380,7 +380,7 @@ def test_arrays_of_texts_are_no_features_and_no_targets():
 @pytest.mark.filterwarnings("ignore:.*noise of all steps together")  # tiny
 def test_labels_that_are_texts_by_type_are_no_numbers():
     X, y = labelled(20)
-    with pytest.raises(ValueError, match="declared with numbers, but the records have"):
+    with pytest.raises(ValueError, match="holds numbers, the records texts"):
         DPLogisticRegression(**BOX, classes=[0, 1]).fit(X, pa.array(y))
     DPLogisticRegression(**LABELS, max_iter=2).fit(X, pa.array(y))
 
@@ -389,10 +389,10 @@ def test_messages_name_the_argument_that_does_not_fit():
     X, y = labelled(20)
     model = DPSourceReweighting(**LABELS, sources=NAMES)
     for arguments, message in [
-        ({"sources": "ward"}, r"sources must have one value .* table\['ward'\]"),
+        ({"sources": "ward"}, r"sources is a text; .* table\['ward'\]"),
         ({"sources": y[1:]}, "sources has 19 values for 20 records"),
         ({"clean": (X, y[1:])}, r"clean\[1\] has 19 values for 20 records"),
-        ({"clean": (X[:, 1:], y)}, "clean records have other columns"),
+        ({"clean": (X[:, 1:], y)}, "clean must have the columns"),
     ]:
         with pytest.raises(ValueError, match=message):
             model.fit(X, y, **({"sources": y, "clean": (X, y)} | arguments))

@@ -151,7 +151,7 @@ def test_no_message_has_a_value_of_a_record(X):
     with pytest.raises((ValueError, TypeError)) as error:
         DPLogisticRegression(**LABELS).fit(X, [0, 0.7654, 1])
     assert "7654" not in str(error.value)
-    with pytest.raises(ValueError, match="declared with numbers") as error:
+    with pytest.raises(ValueError, match="holds numbers") as error:
         DPLogisticRegression(**LABELS).fit(np.zeros((2, 1)), np.asarray(["b", "long"]))
     assert "long" not in str(error.value)
     assert "4" not in str(error.value)  # the length of the longest label

@@ -225,9 +225,7 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
     for role in LEVELS:
         rows = _checks.leading_axis(role, getattr(data, role))
         if rows > getattr(sizes, role):
-            raise ValueError(
-                f"ImplicitBilevel: {rows} records of the {role} level exceed the plan."
-            )
+            raise ValueError(f"ImplicitBilevel: {rows} {role} records exceed the plan.")
 
 
 def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
@@ -240,15 +238,12 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
         none = problem.constants is None
         kind = None if none else f"of type {type(problem.constants).__name__}"
         raise ValueError(
-            "BilevelProblem: this solver rests on bounds of the losses, but "
-            f"problem.constants is {kind}. Declare "
-            "dpbilevel.bilevel.SecondOrderConstants(...), or use PenaltyBilevel, which "
-            "clips."
+            f"BilevelProblem: constants must bound the losses, got {kind}. Give "
+            "dpbilevel.bilevel.SecondOrderConstants(...), or use PenaltyBilevel."
         )
     if not isinstance(problem.y_set, Euclidean):
         raise ValueError(
-            "BilevelProblem: implicit derivatives need an unconstrained lower level, "
-            f"got y_set={problem.y_set}. Leave y_set out."
+            "BilevelProblem: implicit derivatives take no y_set; leave it out."
         )
     problem.constants.check(problem)
     return problem.constants

@@ -201,9 +201,7 @@ class SecondOrderConstants(AbstractCertificate):
             # Plain numbers: they are compared and hashed.
             object.__setattr__(self, name, float(value))
         if self.lower_yy < self.strong_convexity:
-            raise ValueError(
-                f"{owner}: lower_yy={self.lower_yy} is below strong_convexity."
-            )
+            raise ValueError(f"{owner}: lower_yy must be at least strong_convexity.")
 
     @property
     def upper_total(self) -> float:
@@ -318,9 +316,8 @@ class SecondOrderConstants(AbstractCertificate):
             beside = getattr(problem, public) is not None
             if beside and self._spread(name) < getattr(self, name):
                 raise ValueError(
-                    f"SecondOrderConstants: with {public}, {name} bounds no single "
-                    f"record. Leave out {name}_spread, or declare per_record=True if "
-                    "it does."
+                    f"SecondOrderConstants: with {public}, {name} bounds no record. "
+                    f"Leave out {name}_spread, or declare per_record=True if it does."
                 )
         if self.terms is not None:
             check_terms("SecondOrderConstants", problem, self.terms)
@@ -355,6 +352,5 @@ def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
     """Raise `ValueError` if the certificate is for a problem with other terms."""
     if terms_of(problem) != terms:
         raise ValueError(
-            f"{owner}: a loss or a public term was exchanged. Declare "
-            "dpbilevel.bilevel.SecondOrderConstants(...) for the new problem."
+            f"{owner}: a loss or a public term was exchanged. Declare constants anew."
         )

@@ -24,10 +24,7 @@ def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
     """
     dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves(w)}
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
-        names = ", ".join(sorted(dtype.name for dtype in dtypes))
-        raise ValueError(
-            f"{owner}: variables must be all float32 or all float64, got {names}."
-        )
+        raise ValueError(f"{owner}: variables must be all float32 or all float64.")
     return dtypes.pop()
 
 

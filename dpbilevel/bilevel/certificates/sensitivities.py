@@ -67,9 +67,8 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
             count = steps(allowed / factor)
         if not count <= MOST_STEPS:
             raise ValueError(
-                f"ImplicitBilevel: the constants ask for more than {MOST_STEPS} inner "
-                f"steps. Raise strong_convexity={bounds.strong_convexity:.3g} by a "
-                "larger public penalty, or use PenaltyBilevel."
+                f"ImplicitBilevel: needs more than {MOST_STEPS} inner steps. Raise the "
+                "strong convexity by a public penalty, or use PenaltyBilevel."
             )
         return int(count)
 

@@ -175,9 +175,8 @@ class AlternatingSampler(AbstractSampler):
         bias = num_steps * self.oracle.bias(plan)
         if chance < _LEAST_ACCEPTANCE or bias > _BIAS * self.distance:
             raise ValueError(
-                f"AlternatingSampler: step_size {step_size:.3g} is too large: "
-                f"acceptance {chance:.2g}, bias {bias:.2g}. Use about "
-                f"{self._step_size(open_plan):.3g}."
+                f"AlternatingSampler: step_size={step_size:.3g} is too large. Use "
+                f"about {self._step_size(open_plan):.3g}."
             )
         failure = _TRIES * self.distance
         tries = self.tries or proximal.enough_tries(num_steps, chance, failure)
@@ -186,10 +185,9 @@ class AlternatingSampler(AbstractSampler):
         total = tries * oracle.evaluations()[1]
         if total > self.max_queries:
             raise ValueError(
-                f"AlternatingSampler: {num_steps:.3g} certified steps in {tries:.3g} "
-                f"tries make {total:.3g} evaluations, about {duration(total * 3e-5)}; "
-                f"max_queries is {self.max_queries:.3g}. Declare a smoothness, or use "
-                "ConvexEnvelope."
+                f"AlternatingSampler: {total:.3g} evaluations, about "
+                f"{duration(total * 3e-5)}, exceed max_queries={self.max_queries:.3g}. "
+                "Declare a smoothness, or use ConvexEnvelope."
             )
         return dataclasses.replace(
             self, oracle=oracle, num_steps=num_steps, step_size=step_size, tries=tries
@@ -353,13 +351,12 @@ class AlternatingSampler(AbstractSampler):
 def _check(regularity: Regularity, feasible: AbstractSet) -> None:
     if not regularity.strong_convexity:
         raise ValueError(
-            "AlternatingSampler: the potential must be strongly convex. Add a "
-            "quadratic term."
+            "AlternatingSampler: the potential must be strongly convex; add a "
+            "quadratic."
         )
     width = restricted.diameter(feasible, regularity.dimension)
     if not 0 < width < math.inf:
         raise ValueError(
-            "AlternatingSampler: the set must be bounded and more than a point, got "
-            f"{feasible}."
+            "AlternatingSampler: the set must be bounded and more than a point."
         )
     restricted.check_set(feasible)

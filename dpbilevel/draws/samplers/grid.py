@@ -76,9 +76,7 @@ class Grid(AbstractSampler):
         _checks.count("Grid.low_discrepancy", count=count)
         low, high = jnp.asarray(box.lower), jnp.asarray(box.upper)
         if low.ndim != 1 or low.shape != high.shape:
-            raise ValueError(
-                "Grid.low_discrepancy: the box must have vectors as bounds."
-            )
+            raise ValueError("Grid.low_discrepancy: bounds of the box must be vectors.")
         # Unscrambled: the same points for everyone, and no seed to choose.
         points = scipy.stats.qmc.Halton(len(low), scramble=False).random(count)
         unit = jnp.asarray(points, jnp.result_type(low, float))

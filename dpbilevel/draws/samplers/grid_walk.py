@@ -126,9 +126,7 @@ class GridWalk(AbstractSampler):
         cells = {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
         _checks.count("GridWalk", **cells)
         if self.tabulate and self.num_steps is not None:
-            raise ValueError(
-                "GridWalk: tabulate=True makes no walk; leave num_steps out."
-            )
+            raise ValueError("GridWalk: leave num_steps out if tabulate=True.")
 
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         """Return a copy with cells, penalty, slack, tries and steps set.
@@ -210,9 +208,7 @@ class GridWalk(AbstractSampler):
         frame = _lattice.frame_of("GridWalk", feasible, flat.size)
         if len(frame.corner) != len(cells):
             axes = len(frame.corner)
-            raise ValueError(
-                f"GridWalk: planned for {len(cells)} axes, but the points have {axes}."
-            )
+            raise ValueError(f"GridWalk: planned for {len(cells)} axes, got {axes}.")
         frame = jax.tree.map(lambda v: jnp.asarray(v, flat.dtype), frame)
         extended = _lattice.Extended(potential, frame, unravel, penalty)
         reference = extended.reference()

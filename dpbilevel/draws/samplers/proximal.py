@@ -184,9 +184,7 @@ class AbstractProximalOracle(eqx.Module):
         count = math.ceil(need / math.log1p(-chance)) if chance > 0 else math.inf
         if count > _MOST_DRAW_TRIES:
             raise ValueError(
-                f"{type(self).__name__}: a Gaussian restricted to the "
-                f"{type(plan.feasible).__name__} needs {count} tries per draw. Use a "
-                "smaller step_size."
+                f"{type(self).__name__}: needs {count} tries per draw; lower step_size."
             )
         return max(1, int(count))
 
@@ -254,9 +252,7 @@ def enough_tries(num_steps: int, chance: float, failure: float) -> int:
         most *= 2
     high = bisect.bisect_left(range(most), True, num_steps, key=serves)
     if high > _MOST_TRIES:
-        raise ValueError(
-            f"AlternatingSampler: needs {high} tries. Use a larger distance."
-        )
+        raise ValueError(f"AlternatingSampler: needs {high} tries; raise distance.")
     return high
 
 

@@ -104,8 +104,7 @@ def check_set(feasible: AbstractSet) -> None:
     boxes = all(isinstance(part, Box) for part in parts)
     if not boxes and not isinstance(feasible, Ball | Simplex):
         raise ValueError(
-            "restricted_normal: the set must be a Box, a product of boxes, a Ball or a "
-            f"Simplex, got {type(feasible).__name__}."
+            "restricted_normal: the set must be a Box or boxes, a Ball or a Simplex."
         )
 
 

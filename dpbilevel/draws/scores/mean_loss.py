@@ -116,9 +116,7 @@ def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
     dtype = jax.eval_shape(loss, *points, one_record(records)).dtype
     planned = jnp.result_type(*jax.tree.leaves(points))
     if jnp.finfo(dtype).bits < jnp.finfo(planned).bits:
-        raise ValueError(
-            f"a loss of dtype {dtype} is coarser than the planned {planned}."
-        )
+        raise ValueError(f"the loss is {dtype}, coarser than the planned {planned}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +203,7 @@ class MeanLoss(AbstractScore):
             return self.clip_range
         if self.measure == "slope" and self.problem.public is not None:
             raise ValueError(
-                "FiniteSum: a regularized draw takes no public term. Leave public out, "
-                "or give RegularizedExponentialMechanism(regularizer=)."
+                "FiniteSum: a regularized draw takes no public term; give regularizer=."
             )
         declared, diameter = self._declared(), self.problem.w_set.diameter
         if isinstance(diameter, float) and math.isinf(diameter):

@@ -71,9 +71,7 @@ class Repetitions:
         if not (math.isfinite(self.mean) and self.mean > 1):
             raise ValueError(f"Repetitions: mean must be above 1, got {self.mean!r}.")
         if not self.shape >= 0:
-            raise ValueError(
-                f"Repetitions: shape must be at least 0, got {self.shape!r}."
-            )
+            raise ValueError(f"Repetitions: shape must be >= 0, got {self.shape!r}.")
 
     def __str__(self) -> str:
         """Return the law in words."""

@@ -237,9 +237,7 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
 
 def _check_rows(owner: str, rows: int, most: int) -> None:
     if rows > most:
-        raise ValueError(
-            f"{owner}: at most {most} rows at once, got {rows}. Sum parts."
-        )
+        raise ValueError(f"{owner}: at most {most} rows, got {rows}; sum parts.")
 
 
 def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:

@@ -188,8 +188,7 @@ def check_products(owner: str) -> None:
         return
     raise ValueError(
         f"{owner}: on {device.device_kind} ({device.platform}, JAX {jax.__version__}), "
-        f"a matrix product in {worst.dtype} is off by {worst.ratio:.3g} times the "
-        f"allowed error. {REMEDY}"
+        f"products in {worst.dtype} err by {worst.ratio:.3g} times the bound. {REMEDY}"
     )
 
 

@@ -102,9 +102,7 @@ class Bounded(eqx.Module):
             ValueError: The values differ in structure, shape or precision.
         """
         if self.precision != other.precision:
-            raise ValueError(
-                f"Bounded: cannot add a {self.precision} and a {other.precision} value."
-            )
+            raise ValueError("Bounded: cannot add values of different precision.")
         shapes = [jax.tree.map(jnp.shape, v._values) for v in (self, other)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"Bounded: cannot add shapes {shapes[0]} and {shapes[1]}.")
@@ -226,9 +224,7 @@ def clipped_mean(
     size = shards = None
     if isinstance(records, Batch):
         if mask is not None or denominator is not None:
-            raise ValueError(
-                "clipped_mean: a Batch brings its own mask= and denominator=."
-            )
+            raise ValueError("clipped_mean: a Batch has its mask= and denominator=.")
         rows_fixed = records.rows_fixed and rows_fixed
         size, shards = records.size, records.shards
         records, mask, denominator = records.records, records.mask, records.denominator
@@ -273,9 +269,7 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
     if mask is None:
         return
     if on_disk:
-        raise ValueError(
-            "clipped_mean: OnDisk records take no mask=. Write NaN instead."
-        )
+        raise ValueError("clipped_mean: OnDisk records take no mask=; write NaN.")
     if mask.shape != (n,) or mask.dtype != bool:
         raise ValueError(
             f"clipped_mean: mask must be ({n},) booleans, got {mask.dtype}{mask.shape}."
@@ -321,9 +315,7 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
     others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
     if others or not kinds:
         got = others[0] if others else "none"
-        raise TypeError(
-            f"clipped_mean: fun must return floating-point arrays, got {got}."
-        )
+        raise TypeError(f"clipped_mean: fun must return float arrays, got {got}.")
     if all(jnp.finfo(kind).bits <= 32 for kind in kinds):
         return cheap, value
     # Counted sums would resolve less than the values.

@@ -151,9 +151,8 @@ def check_rows(owner: str) -> None:
     if mixed := _mixed(device):
         raise ValueError(
             f"{owner}: on {device.device_kind} ({device.platform}, JAX "
-            f"{jax.__version__}), one record changes what is computed from others, in "
-            f"{', '.join(mixed)}. Use another release of JAX, or the CPU with "
-            "JAX_PLATFORMS=cpu."
+            f"{jax.__version__}), one record changes results of others: "
+            f"{', '.join(mixed)}. Use another release of JAX, or JAX_PLATFORMS=cpu."
         )
 
 

@@ -59,9 +59,7 @@ class AbstractSum(abc.ABC):
     def __post_init__(self) -> None:
         """Check that sums have room for so many records."""
         if self.n > _MOST_RECORDS:
-            raise ValueError(
-                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}."
-            )
+            raise ValueError(f"clipped_mean: at most {_MOST_RECORDS} records.")
 
     @property
     def part(self) -> int:

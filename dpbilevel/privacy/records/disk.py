@@ -60,9 +60,7 @@ class OnDisk(_checks.AbstractStored):
         names = [field.name for field in dataclasses.fields(self)]
         found = dict(zip(names, arguments, strict=False)) | fields
         if not isinstance(found.get("store"), AbstractStore):
-            raise TypeError(
-                "OnDisk: call OnDisk.parquet(...) or OnDisk.arrays(records)."
-            )
+            raise TypeError("OnDisk: call OnDisk.parquet or OnDisk.arrays.")
         for name, value in found.items():
             setattr(self, name, value)
 
@@ -85,8 +83,7 @@ class OnDisk(_checks.AbstractStored):
             if not isinstance(leaf, np.ndarray):
                 raise TypeError(
                     f"OnDisk.arrays: records{jax.tree_util.keystr(path)} must be a "
-                    f"NumPy array, got {_checks.shown(type(leaf))}. Use "
-                    'numpy.load(path, mmap_mode="r").'
+                    'NumPy array, such as numpy.load(path, mmap_mode="r").'
                 )
         _checks.leading_axis("OnDisk.arrays: records", records)
         return cls._of(ArrayStore([leaf for _, leaf in found]), structure, progress)
@@ -115,10 +112,9 @@ class OnDisk(_checks.AbstractStored):
                 type in another file; a file or a copy of it is given twice.
         """
         if not isinstance(columns, Mapping):
-            raise TypeError(
-                'OnDisk.parquet: columns must be as {"features": ["age", "income"], '
-                f'"label": "paid"}}, got {_checks.shown(columns)}.'
-            )
+            got = _checks.shown(columns)
+            such = '{"features": ["age", "income"], "label": "paid"}'
+            raise TypeError(f"OnDisk.parquet: columns must be like {such}, got {got}.")
         store = ParquetStore(paths, dict(sorted(columns.items())))
         structure = jax.tree.structure(dict.fromkeys(columns, 0))
         return cls._of(store, structure, progress)

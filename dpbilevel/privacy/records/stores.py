@@ -63,11 +63,7 @@ class AbstractStore(abc.ABC):
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 hash of all records, in one pass over them. SECRET.
-
-        Raises:
-            OSError: A file is missing or has changed.
-        """
+        """SHA-256 hash of all records. SECRET. Raises `OSError` as `check` does."""
         found, fill = hashlib.sha256(), self.reader(0)
         for first in range(0, self.count, _PART):
             rows = min(_PART, self.count - first)
@@ -79,16 +75,10 @@ class AbstractStore(abc.ABC):
         return found.digest()
 
     def check(self) -> None:
-        """Check that no file has changed.
-
-        Raises:
-            OSError: A file is missing or has changed.
-        """
+        """Raise `OSError` if a file is missing or has changed."""
         for path, state in self._states.items():
             if _state(path) != state:
-                raise OSError(
-                    f"OnDisk: {path} has changed. Make a new OnDisk for a new release."
-                )
+                raise OSError(f"OnDisk: {path} has changed; make a new OnDisk.")
 
 
 class ArrayStore(AbstractStore):
@@ -193,9 +183,8 @@ class ParquetStore(AbstractStore):
             _check_names(key, names)
         super().__init__(files)
         if len(set(self.identities)) < len(files):
-            raise ValueError(
-                f"OnDisk.parquet: a file is given twice: {', '.join(map(str, files))}."
-            )
+            listed = ", ".join(map(str, files))
+            raise ValueError(f"OnDisk.parquet: a file is given twice: {listed}.")
         self._columns = [_listed(names) for names in columns.values()]
         self._groups: list[list[int]] = []  # rows of each row group of each file
         for path in files:
@@ -207,18 +196,15 @@ class ParquetStore(AbstractStore):
             if path is files[0]:
                 self.kinds = kinds
             if kinds != self.kinds:
-                raise ValueError(
-                    f"OnDisk.parquet: {path} has other types than {files[0]}."
-                )
+                raise ValueError(f"OnDisk: {path} has other types than {files[0]}.")
             _check_nulls(path, about, self._wanted)
         sizes = [sum(groups) for groups in self._groups]
         self.count = sum(sizes)
         pairs = zip(self.files, sizes, strict=True)
         self.tables = [path for path, rows in pairs if rows]
-        for group in copies(self.tables):
+        for first, second, *_ in copies(self.tables):
             raise ValueError(
-                f"OnDisk.parquet: {group[0]} and {group[1]} have the same bytes. Give "
-                "one of them, or write one file with the records of both."
+                f"OnDisk: {first} and {second} have the same bytes; drop or merge them."
             )
 
     @override
@@ -288,15 +274,12 @@ def _kind(path: Path, schema: Any, names: str | Sequence[str]):
         if place < 0:
             found = "has several columns" if name in schema.names else "has no column"
             raise ValueError(
-                f"OnDisk.parquet: {path} {found} {name!r}; its columns are "
-                f"{', '.join(map(repr, schema.names[:20]))}."
+                f"OnDisk: {path} {found} {name!r}; it has {schema.names[:20]}."
             )
         kind = schema.field(place).type
         tests = types.is_integer, types.is_floating, types.is_boolean
         if not any(test(kind) for test in tests):
-            raise ValueError(
-                f"OnDisk.parquet: column {name!r} of {path} holds {kind}, no numbers."
-            )
+            raise ValueError(f"OnDisk: column {name!r} of {path} is {kind}, no number.")
         dtypes.append(np.dtype(kind.to_pandas_dtype()))
     shape = () if isinstance(names, str) else (len(names),)
     return shape, np.result_type(*dtypes)
@@ -314,9 +297,7 @@ def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
             batches = _decoded(path, range(len(parts)), [name])
             found = any(batch.column(0).null_count for batch in batches)
         if found:
-            raise ValueError(
-                f"OnDisk.parquet: column {name!r} of {path} has nulls; write NaN."
-            )
+            raise ValueError(f"OnDisk: column {name!r} of {path} has nulls; write NaN.")
 
 
 def _decoded(path: Path, groups: range, columns: list[str]) -> Iterator[Any]:
@@ -352,8 +333,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise OSError(
-            f"OnDisk: {path} cannot be read as Parquet ({type(error).__name__}). It is "
-            "damaged or of another format; write it again."
+            f"OnDisk: {path} is damaged or no Parquet file ({type(error).__name__})."
         ) from None
 
 

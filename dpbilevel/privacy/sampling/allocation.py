@@ -62,9 +62,7 @@ class RandomAllocation(AbstractSampling):
     def __check_init__(self):
         _checks.check_fields(self)
         if self.batches > MOST_BATCHES:
-            raise ValueError(
-                f"RandomAllocation: at most {MOST_BATCHES} batches, got {self.batches}."
-            )
+            raise ValueError(f"RandomAllocation: at most {MOST_BATCHES} batches.")
 
     @override
     def rows(self, size: int) -> int:
@@ -84,9 +82,7 @@ class RandomAllocation(AbstractSampling):
             ValueError: No `index`, or no pass: the solver does not draw passes.
         """
         if index is None or self.places is None:
-            raise ValueError(
-                "RandomAllocation.draw: needs index= and a pass; use AllocatedGD."
-            )
+            raise ValueError("RandomAllocation: needs a pass; use AllocatedGD.")
         del key  # the places are drawn already
         records, present = unpacked(records)
         chosen = self.places == index % self.batches
@@ -105,9 +101,7 @@ class RandomAllocation(AbstractSampling):
         """
         del neighbours
         if self.batches > size:
-            raise ValueError(
-                f"RandomAllocation: {self.batches} batches of {size} records."
-            )
+            raise ValueError(f"RandomAllocation: batches must be at most {size}.")
         return RandomAllocationEvent(self.batches, event)
 
     def charged(self, count: int, size: int) -> int:

@@ -211,9 +211,8 @@ class Poisson(AbstractSampling):
         n = _checks.leading_axis("Poisson: records", records)
         if self.capacity is not None and n > padded_rows(size):
             raise ValueError(
-                f"Poisson: capacity={self.capacity} is accounted for with {size} "
-                f"records, got {n} rows. Calibrate for their number, or leave capacity "
-                "out."
+                f"Poisson: capacity={self.capacity} is for {size} records, got {n} "
+                "rows. Calibrate for them, or leave capacity out."
             )
         bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
