@@ -148,6 +148,7 @@ def test_hostile_targets_of_validation_records_stay_within_their_share():
     assert 0 < worst <= 2 * float(shares["upper"])
 
 
+@pytest.mark.slow
 def test_a_start_far_out_centers_scores_no_further_out():
     with jax.enable_x64(True):
         data, starts = wide(LEVELS), (jnp.zeros(4), 1e6 * jnp.ones(4))

@@ -196,6 +196,7 @@ def test_one_changed_cell_stops_a_resume_without_a_word_about_it(on_file):
     assert "777777" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_fewer_records_than_planned_stop_a_resume_and_are_counted(on_file):
     prepared, folder = on_file
     write_records(folder, rows_of(30))
@@ -205,6 +206,7 @@ def test_fewer_records_than_planned_stop_a_resume_and_are_counted(on_file):
     assert len(spending.read(folder / "out").runs) == 1
 
 
+@pytest.mark.slow
 def test_lost_file_of_records_stops_a_resume_and_can_come_back(on_file):
     prepared, folder = on_file
     (folder / "people.csv").rename(folder / "moved.csv")

@@ -25,10 +25,8 @@ from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.noise import derive, step_keys
 from dpbilevel.privacy.per_example.clipping import Bounded
 from dpbilevel.privacy.queries import Query
-from tests.cases import first_of_each_class, found
+from tests.cases import found, slow
 from tests.problems import DECLARED
-
-slow = pytest.mark.slow
 
 SIZE = 2048
 LIMIT = 4.9 / SIZE**0.5
@@ -81,8 +79,8 @@ GROUPS = dpb.games.group_fair(
     group=lambda z: jnp.zeros_like(z, int),
 )
 
-# Every solver that adds noise vectors, one of each class that draws its batches, or the
-# first; the others differ in their problem and are in the slow suite. A draw adds no
+# Every solver that adds noise vectors, at once those that others are made of; the
+# contract of all solvers compares one run of each with its ledger. A draw adds no
 # noise, a noisy loss is one number, see test_baselines; for inferred gradients so many
 # coordinates are too many, see test_gibo. Clipped hypergradients of so many need
 # float64; they are released as those that are not clipped.
@@ -91,26 +89,13 @@ SOLVERS = {
     for name, case in found("CONTRACT").items()
     if case.package not in ("draws", "search") and name != "clipped_upper"
 }
-SAMPLED = {
-    name: case
-    for name, case in SOLVERS.items()
-    if not isinstance(getattr(case.solver, "sampling", None), dpb.FullBatch | None)
-}
-ONE_A_CLASS = {
-    type(SOLVERS[name].solver): name
-    for cases in (SOLVERS, SAMPLED)
-    for name in first_of_each_class(cases)
-}
-# MixedSources alone takes as long as all others together.
-AT_ONCE = {*ONE_A_CLASS.values()} - {"mixed_sources"}
-RUNS = [
-    pytest.param(name, True, marks=() if name in AT_ONCE else slow) for name in SOLVERS
-]
+AT_ONCE = ("noisy_gd_adam", "allocated", "localized", "penalty_both_levels", "f2sa")
+AT_ONCE += ("extragradient", "proximal_point", "group_descent")
+RUNS = [(name, True) for name in AT_ONCE]
+RUNS += slow(*((name, True) for name in SOLVERS if name not in AT_ONCE))
 # One for each scheme of sampling also under the generator that is not the default.
 RUNS += [("noisy_gd_adam", False)]
-RUNS += [
-    pytest.param(name, False, marks=slow) for name in ("penalty_poisson", "refitted")
-]
+RUNS += slow(*((name, False) for name in ("penalty_poisson", "refitted")))
 
 
 def words(key):
@@ -321,7 +306,7 @@ class Keyed(dpb.FullBatch):
         return super().draw(records, size, key=key, index=index)
 
 
-@pytest.mark.parametrize("other", [dpb.FullBatch(), dpb.Poisson(0.5)])
+@pytest.mark.parametrize("other", [dpb.FullBatch(), *slow(dpb.Poisson(0.5))])
 def test_batches_that_need_no_key_get_none(other):
     keyed = Keyed([])
     queries = Query("upper", 8, 1.0, keyed), Query("lower", 8, 1.0, other)

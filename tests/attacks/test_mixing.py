@@ -140,6 +140,7 @@ def test_records_on_several_devices_are_kept_apart(which):
     assert on_devices(which) == []
 
 
+@pytest.mark.slow
 def test_batched_as_jax_does_convolutions_mix_records(monkeypatch):
     # The control: the batching rules of JAX make groups of records.
     monkeypatch.setattr(structure, "computed", lambda e, v: bound(e, v, e.params))
@@ -281,6 +282,7 @@ def test_primitives_that_may_mix_records_are_refused_by_name(name):
             means(read)
 
 
+@pytest.mark.slow
 def test_what_reads_no_record_may_use_any_primitive():
     center = foreign("centered")
 

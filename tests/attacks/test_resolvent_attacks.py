@@ -38,6 +38,7 @@ def sealed(plan, problem, records, centre):
     return read(plan.solver.resolvent(problem, N), records, centre)
 
 
+@pytest.mark.slow
 def test_a_public_term_beyond_its_declared_bound_does_not_spoil_rounding():
     """Along (1, ..., 1) a simplex projects it away, but not what it rounded."""
     problem = inequality(

@@ -12,6 +12,7 @@ from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.per_example import microbatches
 from dpbilevel.privacy.records.rows import Padded, padded, padded_rows
+from tests.cases import slow
 
 pytestmark = pytest.mark.reuses_keys  # the same noise on both sides shows what moves
 
@@ -75,7 +76,7 @@ def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
         assert moved < 1e-3 * share
 
 
-@pytest.mark.parametrize("d", [200, 784])
+@pytest.mark.parametrize("d", [200, *slow(784)])
 def test_shapes_of_records_do_change_rounding(d):  # the control of the test above
     w, loss = steep(d)
 
@@ -205,7 +206,7 @@ def test_a_record_that_goes_leaves_every_other_in_its_slot():
     assert (one.mask != other.mask).sum() == 1
 
 
-@pytest.mark.parametrize("capacity", [None, 33])
+@pytest.mark.parametrize("capacity", [None, *slow(33)])
 def test_a_record_that_is_drawn_changes_the_rounding_of_no_other(capacity):
     sampling = dpb.Poisson(1 - 2.0**-32, capacity)  # all that are there
     w = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
@@ -254,6 +255,7 @@ def test_both_levels_are_padded_and_shared_records_once():
     assert levels.upper is levels.lower
 
 
+@pytest.mark.slow
 def test_a_batch_is_clipped_whole_and_its_padding_counts_for_nothing():
     records = jnp.zeros((1000, 1)).at[0].set(1.0)
     batch = dpb.Poisson(0.05).draw(records, 1000, key=jax.random.key(0))

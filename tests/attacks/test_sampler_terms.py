@@ -197,6 +197,7 @@ def test_errors_grow_with_the_rate_of_a_potential():
     assert (known.smoothness, known.strong_convexity) == (30 + 7, 5 + 7)
 
 
+@pytest.mark.slow
 def test_rows_that_only_pad_the_records_fit_a_poisson_batch():
     """Their bits are drawn as well, and must not push records out."""
     for rate, size in ((0.3, 65), (0.9, 127)):
@@ -217,6 +218,7 @@ def test_a_pass_that_has_begun_is_charged():
     assert charged == [1, 1, 2, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_grid_release_rounds_by_less_than_its_share_of_the_margin():
     """Neighbours move apart by the noise's grid: half a step in each coordinate."""
     size = 4096

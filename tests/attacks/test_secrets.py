@@ -81,6 +81,7 @@ def test_no_key_is_in_a_file_a_log_or_a_text(tmp_path, monkeypatch, capfd, chain
     assert not [words for words in all_keys(chain) if holds(content, words)]
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_key_to_come_and_none_that_was_used(
     tmp_path, monkeypatch, chain
 ):

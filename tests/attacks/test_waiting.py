@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import dpbilevel as dpb
 from dpbilevel.audit import refutation
 from dpbilevel.bilevel import zoo
-from tests.cases import found
+from tests.cases import found, slow
 
 WAITING = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd"}
 WAITING |= {"schur", "triangular_solve", "tridiagonal_solve"}
@@ -87,7 +87,7 @@ def test_two_solves_that_do_not_need_each_other_are_seen():
     assert not at_once(jax.make_jaxpr(jax.vmap(one_by_one))(many, many))
 
 
-@pytest.mark.parametrize("name", ["gradient_informative", "noisy_ucb"])
+@pytest.mark.parametrize("name", ["gradient_informative", *slow("noisy_ucb")])
 def test_many_runs_of_a_solver_never_wait_for_each_other(name):
     case = found("CONTRACT")[name]
     problem, data, w0 = case.problem, case.data, case.w0
@@ -104,6 +104,7 @@ def test_many_runs_of_a_solver_never_wait_for_each_other(name):
     assert not at_once(jaxpr)
 
 
+@pytest.mark.slow
 def test_the_search_for_violated_constants_never_waits_for_itself():
     rows = jnp.ones((2, 4, 3))
     problem = zoo.quadratic_bilevel(rows[0], rows[1], radius=1.0).problem

@@ -15,6 +15,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.per_example import microbatches, summation
 from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.per_example.microbatches import _chunk_rows, microbatch_rows
+from tests.cases import slow
 
 
 def identity(record):
@@ -49,6 +50,7 @@ def test_clipped_mean_equals_a_numpy_reference(clip_norm, denominator):
     np.testing.assert_allclose(bounded.raw, expected, rtol=1e-4, atol=1e-6 * clip_norm)
 
 
+@pytest.mark.slow
 def test_the_norm_runs_over_the_whole_pytree():
     records = gaussian_records(scale=5.0)
     tree = {"a": records[:, :2], "b": records[:, 2:].reshape(-1, 2, 2)}
@@ -226,6 +228,7 @@ def test_clipped_norm_never_exceeds_the_clip_norm(d, clip_norm):
         assert np.linalg.norm(np.asarray(value.raw, np.float64)) <= clip_norm
 
 
+@pytest.mark.slow
 def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
     with jax.enable_x64(True):
         records = jnp.asarray(np.random.default_rng(0).normal(size=(1, 500)))
@@ -338,7 +341,7 @@ def test_more_records_than_sums_have_room_for_are_refused():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU alone gains by it")
-@pytest.mark.parametrize("precision", ["grid", "float"])
+@pytest.mark.parametrize("precision", ["grid", *slow("float")])
 def test_records_beyond_the_caches_are_read_in_parts_with_the_same_sum(
     precision, monkeypatch
 ):

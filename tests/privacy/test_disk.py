@@ -18,6 +18,7 @@ from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.records import stores
 from dpbilevel.privacy.records.disk import OnDisk, _Chunks, reader
 from dpbilevel.runs.checkpoint import after, first_checkpoint
+from tests.cases import slow
 from tests.privacy.test_stores import write
 
 COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
@@ -107,7 +108,7 @@ def fitted(data):
     return dpb.fit(problem, solver, data, W0, budget=BUDGET, key=key).value
 
 
-@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
 @pytest.mark.parametrize("case", LOSSES)
 def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
     got, want = (
@@ -192,6 +193,7 @@ def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
             assert_same_bits(got, want)
 
 
+@pytest.mark.slow
 def test_a_run_releases_the_bits_of_records_in_memory(tmp_path):
     assert_same_bits(fitted(mapped(tmp_path, records())), fitted(records()))
 
@@ -231,6 +233,7 @@ def test_one_file_in_both_levels_is_refused_as_disjoint(tmp_path):
         two.sizes_of(data, "disjoint")
 
 
+@pytest.mark.slow
 def test_a_private_number_of_records_is_padded(tmp_path):
     solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, sizes=N)
     solver = solver.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)
@@ -253,6 +256,7 @@ def test_a_private_number_of_records_is_padded(tmp_path):
         planned_rows(solver, mapped(tmp_path, records(N + 65)))
 
 
+@pytest.mark.slow
 @pytest.mark.reuses_keys
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
     solver = dpb.NoisyGD(4, clip_norm=1.0, step_size=0.5, sizes=N).with_noise(5.0)
@@ -374,6 +378,7 @@ def test_bad_arrays_are_refused(tmp_path):
         fitted(OnDisk.arrays(records(0)))
 
 
+@pytest.mark.slow
 def test_parts_of_mapped_arrays_are_read_too(tmp_path):
     np.save(tmp_path / "both.npy", records()["features"])
     both = np.load(tmp_path / "both.npy", mmap_mode="r")
@@ -413,6 +418,7 @@ def test_no_record_is_a_mean_of_zero():
     assert_same_bits(mean(logistic, W0, disk), W0)
 
 
+@pytest.mark.slow
 def test_arrays_take_the_dtypes_that_they_have_in_memory():
     rng = np.random.default_rng(0)
     data = {

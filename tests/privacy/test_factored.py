@@ -13,6 +13,7 @@ from dpbilevel.privacy.per_example.clipping import clipped_mean, one_record, uns
 from dpbilevel.privacy.per_example.factored import Factored, SparseRows, is_structured
 from dpbilevel.privacy.per_example.structure import opened
 from dpbilevel.privacy.records.rows import Shards
+from tests.cases import slow
 
 ADDED = Neighbours.ADD_OR_REMOVE_ONE
 
@@ -250,7 +251,7 @@ def test_the_gradient_is_that_of_jax(name, x64):
     check_equal(*both(jax.tree.map(lambda v: jnp.stack([v, v]), record)))
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "embedding", "layer norm"])
+@pytest.mark.parametrize("name", ["mlp", *slow("attention", "embedding", "layer norm")])
 def test_the_derivative_of_a_gradient_is_structured_and_that_of_jax(name, x64):
     loss, w, record, products, sparse = LOSSES[name]
     w, record = jax.tree.map(wide, (w, record))
@@ -317,7 +318,7 @@ def test_the_clipped_mean_is_that_of_formed_gradients(name, precision):
         np.testing.assert_allclose(a, b, atol=1e-2 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("precision", ["float", "grid"])
+@pytest.mark.parametrize("precision", ["float", *slow("grid")])
 def test_rows_of_a_table_add_up_and_those_out_of_range_are_none(precision):
     w = normal(50, 3)
     records = jnp.asarray([[3, 7, 3], [-1, 3, 49], [60, 7, -80]])
@@ -357,6 +358,7 @@ def test_no_array_of_the_size_of_a_matrix_is_formed_for_a_record(neighbours):
     assert peak(opaque) > matrices  # the control
 
 
+@pytest.mark.slow
 def test_a_mean_summed_for_replace_one_is_refused_under_the_other_relation():
     records = (normal(8, 5), jnp.zeros(8, jnp.int32))
     fun = functools.partial(jax.grad(mlp), LAYERS)
@@ -375,6 +377,7 @@ def test_a_mean_summed_for_replace_one_is_refused_under_the_other_relation():
     assert float(linear_mean.sensitivity(ADDED)) == 1 / 8
 
 
+@pytest.mark.slow
 def test_integers_on_the_way_to_a_value_are_left_alone():
     counts = jnp.arange(12).reshape(3, 4)
 
@@ -386,7 +389,7 @@ def test_integers_on_the_way_to_a_value_are_left_alone():
         np.testing.assert_allclose(found, jax.vmap(fun)(counts).mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [jnp.int8, jnp.uint8, jnp.int16])
+@pytest.mark.parametrize("kind", [jnp.int8, *slow(jnp.uint8, jnp.int16)])
 def test_rows_out_of_range_take_no_part_in_the_norm(kind):
     indices = jnp.asarray([[1, 100, 100, 100, 100]], kind)
 

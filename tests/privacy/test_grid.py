@@ -18,6 +18,7 @@ from dpbilevel.privacy.exact.grid import Grid
 from dpbilevel.privacy.exact.int61 import Limbs
 from dpbilevel.privacy.exact.normal import _from_words, _joined, normal_integers
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
+from tests.cases import slow
 
 MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -106,6 +107,7 @@ def test_a_hostile_record_counts_for_nothing_on_the_grid(bad):
     np.testing.assert_array_equal(mean(hostile).raw.counts, without)
 
 
+@pytest.mark.slow
 def test_float64_records_are_released_in_float64():
     with jax.enable_x64(True):
         records = jnp.asarray(np.random.default_rng(2).normal(size=(50, 3)))
@@ -129,7 +131,7 @@ def test_adding_grids_is_exact(exponents):
     np.testing.assert_array_equal(real(total), expected)
 
 
-@pytest.mark.parametrize("places", [31, 60, 200])
+@pytest.mark.parametrize("places", [31, *slow(60, 200)])
 def test_grids_too_far_apart_are_released_as_noise_alone(places):
     def run(count, places):
         total = grid_of([count], places - 100) + grid_of([5], -100)
@@ -235,7 +237,7 @@ def steps_of(bounded):
     return (halves * numerator + 2**14) >> 15, step, doublings
 
 
-@pytest.mark.parametrize("d", [1, 100])
+@pytest.mark.parametrize("d", [1, *slow(100)])
 def test_the_noise_is_the_normal_integer_of_the_same_key(d):
     bounded = mean(rows(30, d))
     base, step, doublings = steps_of(bounded)
@@ -246,7 +248,7 @@ def test_the_noise_is_the_normal_integer_of_the_same_key(d):
     np.testing.assert_allclose(released(bounded), expected, rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("multiplier", [1e-6, 0.3, 1e7])
+@pytest.mark.parametrize("multiplier", [1e-6, *slow(0.3, 1e7)])
 def test_the_step_follows_from_the_noise_whatever_its_size(multiplier):
     bounded = mean(rows(30, 10_000))
     noise = np.asarray(released(bounded, multiplier), np.float64) - real(bounded.raw)
@@ -301,6 +303,7 @@ def test_rounding_to_the_noise_grid_moves_a_value_by_less_than_the_margin(d):
     assert 2.0**-12 < ROUNDING_MARGIN
 
 
+@pytest.mark.slow
 def test_grid_noise_has_the_claimed_scale_and_is_normal():
     bounded = mean(rows(30, 20_000))
     noise = (released(bounded, 3.0) - real(bounded.raw)) / bounded.sensitivity() / 3

@@ -83,6 +83,7 @@ def errors(names):
     }
 
 
+@pytest.mark.slow
 def test_factors_round_no_more_than_formed_gradients():
     assert max(errors(LOSSES).values()) < 2**-7
 

@@ -13,6 +13,7 @@ import scipy.stats
 
 from dpbilevel.privacy.exact import normal as module
 from dpbilevel.privacy.exact.normal import MOST_DOUBLINGS, probabilities
+from tests.cases import slow
 
 T = 2**10
 REACH = 2**14
@@ -222,7 +223,7 @@ def test_draws_are_standard_normal_at_their_scale(doublings):
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "philox4x32"])
+@pytest.mark.parametrize("impl", ["threefry2x32", *slow("threefry4x32", "philox4x32")])
 def test_draws_are_independent_over_places_keys_and_lanes(impl):
     keys = jax.random.split(jax.random.key(3, impl=impl), 2)
     run = functools.partial(integers, 20_000, jnp.int32(20))
@@ -343,8 +344,10 @@ def test_every_bit_of_the_words_moves_what_it_should():
     assert any(moved[: 3 * 32])
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "philox4x32"])
-@pytest.mark.parametrize("size", [4000, 20_000])  # drawn one by one, and in blocks
+@pytest.mark.parametrize("impl", ["threefry2x32", *slow("threefry4x32", "philox4x32")])
+@pytest.mark.parametrize(
+    "size", [4000, *slow(20_000)]
+)  # drawn one by one, and in blocks
 def test_no_word_of_any_number_is_another_word(impl, size):
     key = jax.random.key(5, impl=impl)
     words = np.stack(jax.jit(module._words, static_argnums=0)(size, key))

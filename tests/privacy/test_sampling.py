@@ -13,6 +13,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.records.rows import padded_rows
 from dpbilevel.privacy.sampling.allocation import RandomAllocation
 from dpbilevel.privacy.sampling.base import masked_batch
+from tests.cases import slow
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 ALPHA = 1e-4
@@ -56,7 +57,8 @@ def pair_counts(included):
 
 
 @pytest.mark.parametrize(
-    ("rate", "partitionable"), [(0.03, True), (0.3, True), (0.9, True), (0.3, False)]
+    ("rate", "partitionable"),
+    [(0.03, True), *slow((0.3, True), (0.9, True), (0.3, False))],
 )
 def test_poisson_includes_each_record_and_each_pair_at_its_rate(rate, partitionable):
     included = inclusions(dpb.Poisson(rate, N), partitionable=partitionable)
@@ -67,6 +69,7 @@ def test_poisson_includes_each_record_and_each_pair_at_its_rate(rate, partitiona
     assert worst_binomial_pvalue(included.sum(0), DRAWS, min(1.2 * rate, 0.97)) < ALPHA
 
 
+@pytest.mark.slow
 def test_poisson_batch_sizes_are_binomial_which_fixed_sizes_are_not():
     law = DRAWS * scipy.stats.binom.pmf(np.arange(N + 1), N, 0.5)
 
@@ -122,6 +125,7 @@ def test_the_chance_of_overflow_is_the_binomial_tail():
         assert sampling.failure(relation, 100) == pytest.approx(tail, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_fixed_capacity_is_refused_for_more_records_than_it_is_accounted_for(getkey):
     query = dpb.privacy.Query("records", 100, 1.0, dpb.Poisson(0.1, capacity=40))
     with pytest.raises(ValueError, match="for 100 records, got 1000 rows"):
@@ -184,7 +188,7 @@ def test_poisson_draws_from_no_records_and_from_one(n, getkey):
 
 
 @pytest.mark.parametrize(
-    ("size", "partitionable"), [(1, True), (5, True), (N, True), (5, False)]
+    ("size", "partitionable"), [(1, True), *slow((5, True), (N, True), (5, False))]
 )
 def test_fixed_size_batches_are_uniform_subsets_without_replacement(
     size, partitionable
