@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet
+from .proximal import Operator
 
 
 class Rule(eqx.Module):
@@ -98,11 +99,13 @@ class Descent(eqx.Module):
         momentum: $\beta$ of Nesterov's accelerated steps of one size, in [0, 1):
             $v_t = \beta v_{t-1} + q_t$ and a step along $\beta v_t + q_t$; `None` for
             plain steps.
+        prox: A proximal operator: its step, of the size $\eta$, precedes $\Pi_W$.
     """
 
     step_size: Any
     w_set: AbstractSet
     momentum: Any = None
+    prox: Operator | None = None
 
     @property
     def rule(self) -> optax.GradientTransformation:
@@ -125,7 +128,9 @@ class Descent(eqx.Module):
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
-        new = self.w_set.project(optax.apply_updates(w, updates))
+        new = optax.apply_updates(w, updates)
+        new = new if self.prox is None else self.prox(self.step_size, new)
+        new = self.w_set.project(new)
         old = w, memory.rule
         (w, state), rejections = finite_or((new, state), old, memory.rejections)
         return w, Memory(state, rejections)
@@ -141,7 +146,7 @@ class Descent(eqx.Module):
         The step ends at or before the minimum of $\langle q, w \rangle$ plus the
         quadratic model of the public terms. Clipped gradients are bounded, but a public
         term with a curvature above $2 / \eta$ would make the iterates diverge. The
-        steps of an optax rule are taken as they are.
+        steps of an optax rule, and before proximal steps, are taken as they are.
 
         Args:
             gradient: $q$, the released gradient plus the public one.
@@ -151,7 +156,7 @@ class Descent(eqx.Module):
         Privacy:
             Post-processing of released values: free.
         """
-        if isinstance(self.step_size, Rule):
+        if isinstance(self.step_size, Rule) or self.prox is not None:
             return gradient
         _, bent = jax.jvp(public_gradient, (w,), (gradient,))
         with jax.numpy_dtype_promotion("standard"):
@@ -159,7 +164,7 @@ class Descent(eqx.Module):
             curvature = self.step_size * optax.tree.vdot(gradient, bent)
         overshoots = curvature > length
         factor = jnp.where(overshoots, length / jnp.where(overshoots, curvature, 1), 1)
-        return jax.tree.map(lambda v: factor.astype(v.dtype) * v, gradient)
+        return scaled(factor, gradient)
 
 
 class LastStep(eqx.Module):
@@ -179,10 +184,6 @@ class LastStep(eqx.Module):
     def none(cls, w: PyTree) -> "LastStep":
         """Return a `LastStep` for before the first step: no move, factor 1."""
         return cls(optax.tree.zeros_like(w), jnp.zeros(()), jnp.ones(()))
-
-    def shorter(self, gradient: PyTree) -> PyTree:
-        """Return the gradient times the factor of the step size."""
-        return jax.tree.map(lambda v: self.factor.astype(v.dtype) * v, gradient)
 
     def excess(self, gradient: PyTree, deviation: Any) -> Float[Array, ""]:
         r"""Return how many times too long the last step was for the curvature along it.
@@ -235,6 +236,11 @@ class LastStep(eqx.Module):
         slope = either(shortened(self.slope), slope.astype(self.slope.dtype))
         last = LastStep(move, slope, shortened(self.factor))
         return jax.tree.map(either, back, new), last
+
+
+def scaled(factor: Array, tree: PyTree) -> PyTree:
+    """Return a pytree times a scalar, each leaf in its own dtype."""
+    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
 
 
 def finite_or(
