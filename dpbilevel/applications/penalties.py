@@ -40,10 +40,9 @@ def penalty_start(problem: BilevelProblem, model: PyTree) -> tuple[PyTree, PyTre
     Returns:
         The pair $(x, y)$.
     """
-    _checks.instance("penalty_start", BilevelProblem, problem=problem)
-    _checks.instance("penalty_start", Box, x_set=problem.x_set)
-    assert isinstance(problem.x_set, Box)
-    return problem.x_set.lower, model
+    box: Any = getattr(problem, "x_set", None)
+    _checks.instance("penalty_start", Box, x_set=box)
+    return box.lower, model
 
 
 def penalty_tuning(
@@ -76,7 +75,8 @@ def penalty_tuning(
             which maps arrays entry by entry. `"l1"` and `"group_l1"` need a solver that
             makes proximal steps.
         bounds: $(l, u)$, the box of $x$; by default $(-8, 2)$ for logarithms and
-            $(0, 1)$ for penalties. `penalty_start` is its lower end.
+            $(0, 1)$ for penalties. `penalty_start` is its lower end. Start there: at
+            penalties that make every coefficient zero, no step moves $x$.
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)` whose $x$ has one
@@ -100,11 +100,8 @@ def penalty_tuning(
         raise ValueError(
             f"penalty_tuning: bounds must be finite and increasing, got {bounds}."
         )
-    if low < 0 and not is_log:
-        raise ValueError(
-            f"penalty_tuning: penalties must be at least 0, got bounds={bounds}. Only "
-            'penalty="l2" takes logarithms.'
-        )
+    if not is_log:
+        _checks.non_negative("penalty_tuning: of penalties", bounds=low)
     groups, num_groups = as_groups("penalty_tuning", groups)  # k
 
     def record_loss(_, y, record):

@@ -250,10 +250,9 @@ class AbstractJointSolver(
 
         The first block leaves out the term of a proximal step.
         """
-        if problem.lower_public is not None:
-            first, *others = _entries(lower(problem.lower_public))
-            smooth = smooth_part(problem.lower_public) is not None
-            first = first if smooth else optax.tree.zeros_like(first)
+        if (term := problem.lower_public) is not None:
+            first, *others = _entries(lower(term))
+            first = first if smooth_part(term) else optax.tree.zeros_like(first)
             q = optax.tree.add(q, self.blocks(first, *others))
         if problem.upper_public is not None:
             q = optax.tree.add(q, upper(problem.upper_public))

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from typing_extensions import override
 
 from .._checks import Number
-from ..core.proximal import Operator, operator, smooth_part
+from ..core.proximal import operator, smooth_part
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
@@ -102,7 +102,7 @@ class Objective:
     w_set: AbstractSet
     records: Mapping[str, RecordGradient]
     public: Callable[[PyTree], PyTree] = optax.tree.zeros_like
-    prox: Operator | None = None
+    prox: Callable[[Any, PyTree], PyTree] | None = None
 
 
 class Level(AbstractFiniteSum):

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet
-from .proximal import Operator
 
 
 class Rule(eqx.Module):
@@ -105,7 +104,7 @@ class Descent(eqx.Module):
     step_size: Any
     w_set: AbstractSet
     momentum: Any = None
-    prox: Operator | None = None
+    prox: Callable[[Any, PyTree], PyTree] | None = None
 
     @property
     def rule(self) -> optax.GradientTransformation:
@@ -207,7 +206,7 @@ class LastStep(eqx.Module):
             return jnp.where(is_long, jnp.maximum(2, 1 + ratio), 1)
 
     def then(
-        self, gradient: PyTree, deviation: Any, w: PyTree, new: PyTree
+        self, gradient: PyTree, deviation: Any, w: PyTree, new: PyTree, mapping=None
     ) -> tuple[PyTree, "LastStep"]:
         """Return the pair of next iterate (`new`, or a step back) and its `LastStep`.
 
@@ -216,11 +215,16 @@ class LastStep(eqx.Module):
             deviation: As for `excess`.
             w: $w_t$.
             new: The iterate after the step along $q_t$.
+            mapping: Of a proximal step the gradient mapping, which takes the place of
+                $q_t$; a step was too long if both show it. `None` for other steps.
 
         Privacy:
             Post-processing of released values: free.
         """
         excess = self.excess(gradient, deviation)
+        if mapping is not None:
+            excess = jnp.minimum(excess, self.excess(mapping, deviation))
+            gradient = mapping
         moves = jax.tree.map(lambda a, b: a - b, new, w)
 
         def either(back, forth):

@@ -292,18 +292,16 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
 
 
 def _check_proximal(owner: str, solver: AbstractSolver) -> None:
-    """Refuse a solver that makes no proximal steps of one size."""
-    name = type(solver).__name__
+    """Refuse a solver that makes no proximal steps of one size, as optimizers do."""
+    text = f"{owner}: {type(solver).__name__}"
     if solver.proximal is None:
-        text = f"{owner}: {name} makes no proximal steps. Use NoisyGD, PenaltyBilevel, "
-        raise ValueError(text + "bilevel.F2SA or SingleLoopBilevel, or a smooth term.")
+        raise ValueError(f"{text} makes no proximal steps. Use NoisyGD or F2SA.")
     for field in solver.proximal:
         part = getattr(solver, field)
         if isinstance(part, AbstractSolver):
             _check_proximal(owner, part)
         elif isinstance(part, Rule) or (field == "momentum" and part is not None):
-            text = f"{owner}: a proximal step has the size of the gradient step. Give"
-            raise ValueError(f"{text} {name} one number as step size, no momentum.")
+            raise ValueError(f"{text} needs steps of one size for proximal terms.")
 
 
 def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:

@@ -1,7 +1,6 @@
 """Convex public terms with a proximal operator, which make entries exactly zero."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,9 +14,6 @@ from .. import _checks
 from ..sets import AbstractSet, Ball, Box, Euclidean, NonNegative
 
 __all__ = ["Proximal", "elastic_net", "group_lasso", "l1", "l2_norm"]
-
-# The proximal operator of a term: its arguments are a step size and a point.
-Operator = Callable[[Any, PyTree], PyTree]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +52,7 @@ class Proximal:
 
     def __post_init__(self):
         if self.groups is not None and not isinstance(self.groups, str):
-            groups, _ = as_groups("group_lasso", self.groups)
-            object.__setattr__(self, "groups", groups)  # frozen
+            object.__setattr__(self, "groups", as_groups("group_lasso", self.groups)[0])
 
     def __call__(self, *at: PyTree) -> Float[Array, ""]:
         r"""Return $r(x, y)$; of a problem of one level $r(w)$."""
@@ -97,8 +92,8 @@ class Proximal:
         *x, y = at
         norms = self._norms(y)
         weights = self._weights(norms, x)
-        flags = jax.tree.map(lambda n, w: (n > 0) | (w <= 0), norms, weights)
-        return self._spread(flags, y)
+        is_off = jax.tree.map(lambda n, w: (n > 0) | (w <= 0), norms, weights)
+        return self._spread(is_off, y)
 
     def _of_groups(self, y: PyTree) -> PyTree:
         if not isinstance(self.groups, str):
@@ -180,8 +175,11 @@ def smooth_part(term: Any) -> Any:
     return None if isinstance(term, Proximal) else term
 
 
-def operator(term: Any, *x: PyTree) -> Operator | None:
-    """Return the proximal `Operator` of a public term at x; `None` if it has none."""
+def operator(term: Any, *x: PyTree) -> Any:
+    """Return the proximal operator of a public term at x; `None` if it has none.
+
+    Its arguments are a step size and a point.
+    """
     is_proximal = isinstance(term, Proximal)
     return (lambda size, y: term.prox(size, *x, y)) if is_proximal else None
 
@@ -202,8 +200,9 @@ def has_proximal(problem: object) -> bool:
 def check_smooth(owner: str, problem: object) -> None:
     """Raise `ValueError` if the problem has a proximal term."""
     if has_proximal(problem):
-        text = f"{owner}: proximal terms are not planned for. Choose a solver and its"
-        raise ValueError(f"{text} fields yourself, or a public term with a gradient.")
+        raise ValueError(
+            f"{owner}: proximal terms are not planned for. Give all fields."
+        )
 
 
 def check_proximal(owner: str, term: Any, feasible: AbstractSet) -> None:
@@ -247,8 +246,7 @@ def as_groups(owner: str, groups: PyTree) -> tuple[PyTree, int]:
             f"{owner}: groups must hold the group of each coefficient, such as "
             f"numpy.repeat([0, 1, 2], 5), got {_checks.shown(groups)}."
         )
-    least = min(int(leaf.min()) for leaf in leaves)
-    if least < 0:
+    if (least := min(int(leaf.min()) for leaf in leaves)) < 0:
         raise ValueError(f"{owner}: groups must be counted from 0, got {least}.")
     # One dtype, whether or not float64 is enabled.
     groups = jax.tree.map(lambda leaf: np.asarray(leaf, np.int32), groups)

@@ -77,7 +77,6 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
     rate: Positive = 0.2
     weight: Positive = 0.3
     problem_type: ClassVar[type] = AbstractFiniteSum
-    proximal: ClassVar = ("step_size", "momentum")
 
     def __check_init__(self):
         check_fields(self)

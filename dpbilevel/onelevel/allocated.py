@@ -61,7 +61,6 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
     step_size: StepSize = eqx.field(converter=as_rule)
     output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
     problem_type: ClassVar[type] = AbstractFiniteSum
-    proximal: ClassVar = ("step_size",)
 
     def __check_init__(self):
         check_output(type(self).__name__, self.output)

@@ -43,9 +43,9 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
     diverge. A step was too long for the records if $q_{t+1}$ points back along it by
     more than half of its slope, beyond what noise explains. Most of it is then taken
     back, and later steps are shorter. If $r$ is a term of `proximal`, its proximal step
-    of the same size takes the place of $\nabla r$, and $(w_t - w_{t+1}) / \eta$ that of
-    $q_t$. An update whose result is not finite is left out; `Solution.rejected_updates`
-    counts them.
+    of the same size takes the place of $\nabla r$, and a step was too long if $(w_t -
+    w_{t+1}) / \eta$ points back as well. An update whose result is not finite is left
+    out; `Solution.rejected_updates` counts them.
 
     Args:
         num_steps: The number of steps. Static.
@@ -124,9 +124,9 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
             descent = dataclasses.replace(descent, step_size=size)
         w, memory = descent.update(along, state.memory, state.w)  # projected step
         if last is not None:
-            if descent.prox is not None:  # the gradient mapping
-                gradient = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
-            w, last = last.then(gradient, deviation, state.w, w)
+            mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
+            mapping = descent.prox and mapping  # `None` without proximal steps
+            w, last = last.then(gradient, deviation, state.w, w, mapping)
         kept = self.remembered(state.kept, w, before=state.w, t=state.t)
         return DescentState(w, kept, memory, state.t + 1, last)
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
@@ -18,7 +18,7 @@ from .. import _checks
 from .._checks import NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
-from ..core.proximal import Operator, check_proximal, operator, smooth_part
+from ..core.proximal import check_proximal, operator, smooth_part
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling.base import AbstractSampling
@@ -42,7 +42,7 @@ class AbstractFiniteSum(AbstractOneLevel):
     def public_gradient(self, w: PyTree) -> PyTree:
         """Return the gradient of the public terms: no clipping, no noise, no budget."""
 
-    def proximal_step(self) -> Operator | None:
+    def proximal_step(self) -> Callable[[Any, PyTree], PyTree] | None:
         """Return the proximal operator of the public terms, `None` if they are smooth.
 
         Its arguments are a step size and a point. The public gradient leaves out the
@@ -104,7 +104,7 @@ class FiniteSum(AbstractFiniteSum):
         return optax.tree.zeros_like(w) if smooth is None else jax.grad(smooth)(w)
 
     @override
-    def proximal_step(self) -> Operator | None:
+    def proximal_step(self):
         return operator(self.public)
 
     @override

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from ..bilevel.problem import BilevelProblem
 from ..core.proximal import Proximal
 from ..sets import Box, Euclidean, NonNegative
+from .minimizers import mapping
 from .objectives import Objective
 
 # Sets in which the implicit formulas hold.
@@ -73,11 +74,9 @@ def linearized(problem, objective: Objective, x, y, linear_solver) -> tuple:
         return select(free, whole(select(free, v, zero)), v)
 
     def moved(y):
-        ahead = optax.tree.sub(y, smooth.gradient(x, y))
-        ahead = ahead if smooth.prox is None else smooth.prox(1.0, x, ahead)
-        ahead = problem.y_set.project(ahead)
+        at = x, y, smooth.gradient(x, y), jnp.ones(())
+        ahead, norm = mapping(smooth, *at, problem.y_set)
         same = jax.tree.map(jnp.array_equal, free, free_entries(problem, x, ahead))
-        norm = optax.tree.norm(optax.tree.sub(y, ahead))
         return jnp.where(jnp.stack(jax.tree.leaves(same)).all(), norm, jnp.inf)
 
     newton = linear_solver.solve(product, select(free, slope, zero)).value

@@ -148,17 +148,17 @@ class AcceleratedGradient(AbstractLowerSolver):
                 (jnp.asarray(0, jnp.int32), start),
             )
         slope = objective.gradient(x, state.y)
-        _, norm = _mapping(objective, x, state.y, slope, state.step_size, y_set)
+        _, norm = mapping(objective, x, state.y, slope, state.step_size, y_set)
         return state.y, ended(norm, steps, self.tolerance)
 
     def _step(self, objective, x, state: "_Accelerated", y_set) -> "_Accelerated":
         z, size = state.z, state.step_size
         if self.step_size is not None:
             slope = objective.gradient(x, z)
-            y, mapping = _mapping(objective, x, z, slope, size, y_set)
-            return self._accelerate(state, y, mapping)
+            y, length = mapping(objective, x, z, slope, size, y_set)
+            return self._accelerate(state, y, length)
         value, slope = objective.value_and_gradient(x, z)
-        y, mapping = _mapping(objective, x, z, slope, size, y_set)
+        y, length = mapping(objective, x, z, slope, size, y_set)
         move = optax.tree.sub(y, z)
         square = optax.tree.vdot(move, move) / (2 * size)
         bound = value + optax.tree.vdot(slope, move) + square
@@ -166,7 +166,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         # Rounding alone must not halve the step for ever.
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
         fits = trial <= bound + slack
-        accepted = self._accelerate(state, y, mapping)
+        accepted = self._accelerate(state, y, length)
         refused = state._replace(step_size=size / 2)  # a try that fails moves nothing
         return optax.tree.where(fits, accepted, refused)
 
@@ -243,7 +243,7 @@ def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
     return LowerInfo(norm, steps, converged)
 
 
-def _mapping(objective, x, z, slope, size, y_set) -> tuple[PyTree, Scalar]:
+def mapping(objective, x, z, slope, size, y_set) -> tuple[PyTree, Scalar]:
     """Return the proximal, projected step from `z`, and the gradient mapping's norm."""
     moved = jax.tree.map(lambda u, s: u - size.astype(u.dtype) * s, z, slope)
     if objective.prox is not None:

@@ -48,7 +48,7 @@ def test_the_operator_minimizes_the_value_that_the_term_returns(name):
     def value(u):
         return STEP * term(u) + 0.5 * jnp.sum((u - Y) ** 2)
 
-    others = jax.vmap(value)(point + jnp.asarray(near, jnp.float32))
+    others = jax.vmap(value)(np.asarray(point) + near.astype(np.float32))
     assert float(value(point)) <= float(others.min())
 
 
@@ -64,8 +64,11 @@ def test_values_are_the_sums_of_the_docstrings():
         assert float(term(Y)) == pytest.approx(expected[name], rel=1e-6)
 
 
+GROUPS_OF_PARTS = {"a": np.asarray([0, 1]), "b": np.asarray([[1], [1]])}
+
+
 def test_weights_follow_x_and_a_negative_weight_counts_as_zero():
-    term = dpb.proximal.group_lasso(lambda x: x, {"a": [0, 1], "b": [[1], [1]]})
+    term = dpb.proximal.group_lasso(lambda x: x, GROUPS_OF_PARTS)
     y = {"a": jnp.asarray([1.0, 2.0]), "b": jnp.asarray([[2.0], [1.0]])}
     x = jnp.asarray([0.5, -1.0])
     assert float(term(x, y)) == pytest.approx(0.5)
@@ -98,7 +101,7 @@ def test_a_projection_after_the_proximal_step_is_the_step_of_both(name, feasible
     problem = dpb.FiniteSum(dpb.squared_loss, term, w_set=feasible)
     point = problem.w_set.project(term.prox(STEP, Y))
     near = np.random.default_rng(2).normal(size=(500, 6)) * 0.2
-    others = jax.vmap(feasible.project)(point + jnp.asarray(near, jnp.float32))
+    others = jax.vmap(feasible.project)(np.asarray(point) + near.astype(np.float32))
 
     def value(u):
         return STEP * term(u) + 0.5 * jnp.sum((u - Y) ** 2)
@@ -187,8 +190,14 @@ BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
-        (dpb.NoisyGD(3, 1.0, step_size=optax.adam(0.1)), "size of the gradient step"),
-        (dpb.NoisyGD(3, 1.0, step_size=0.1, momentum=0.5), "no momentum"),
+        (
+            dpb.NoisyGD(3, 1.0, step_size=optax.adam(0.1)),
+            "NoisyGD needs steps of one size",
+        ),
+        (
+            dpb.NoisyGD(3, 1.0, step_size=0.1, momentum=0.5),
+            "NoisyGD needs steps of one size",
+        ),
         (DRAW, "ExponentialMechanism makes no proximal"),
     ],
 )
@@ -204,3 +213,19 @@ def test_auto_and_groups_that_do_not_count_from_zero_are_refused():
         dpb.auto(LASSO, BUDGET, sizes=40, w0=jnp.zeros(6))
     with pytest.raises(ValueError, match="group_lasso: groups must be counted from 0"):
         dpb.proximal.group_lasso(1.0, [-1, 0])
+
+
+@pytest.mark.parametrize(("factor", "shortened"), [(0.5, False), (3.0, True)])
+def test_noise_that_moves_entries_off_zero_does_not_shorten_steps(factor, shortened):
+    # As many entries as noise can push off zero and the term pulls back.
+    problem = dpb.FiniteSum(
+        lambda w, z: 0.5 * jnp.sum((w - z) ** 2), dpb.proximal.l1(0.4)
+    )
+    solver = dpb.NoisyGD(60, 1e3, step_size=factor).with_noise(1e-3).with_sizes(40)
+    data = jnp.zeros((40, 1000), jnp.float32)
+    state = solver.init(problem, jnp.zeros(1000, jnp.float32))
+    step = jax.jit(solver.step)
+    for key in jax.random.split(jax.random.key(0), 30):
+        state = step(problem, data, state, key=key)
+    assert (float(state.last.factor) < 1) == shortened
+    assert 0 < int((state.w != 0).sum()) < 1000
