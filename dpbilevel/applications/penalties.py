@@ -54,6 +54,8 @@ def penalty_tuning(
 ) -> BilevelProblem:
     r"""Return the problem of tuning one penalty per group of coefficients.
 
+    At small budgets a small penalty that is fixed is better than a tuned one.
+
     $$
     \min_{x \in [l, u]^k} \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) =
     \arg\min_y \frac{1}{n_g} \sum_i \ell(y, z'_i) + r(x, y),
@@ -124,7 +126,8 @@ def penalty_tuning(
             raise ValueError(
                 f"penalty_tuning: groups must have shapes {shapes[1]}, got {shapes[0]}."
             )
-        values = jax.tree.map(jnp.square if is_log else penalty, y)
+        function: Any = jnp.square if is_log else penalty
+        values = jax.tree.map(function, y)
         return optax.tree.sum(optax.tree.mul(of_entries(x), values))
 
     proximal = {"l1": l1(of_entries), "group_l1": group_lasso(penalties, groups)}
