@@ -78,7 +78,7 @@ def penalty_tuning(
             makes proximal steps.
         bounds: $(l, u)$, the box of $x$; by default $(-8, 2)$ for logarithms and
             $(0, 1)$ for penalties. `penalty_start` is its lower end. Start there: at
-            penalties that make every coefficient zero, no step moves $x$.
+            penalties that make every coefficient zero, the gradient in $x$ is zero.
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)` whose $x$ has one
