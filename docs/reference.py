@@ -17,8 +17,9 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import dpbilevel
 
-# It is read as an attribute alone, and autodoc imports what it documents.
+# They are read as attributes alone, and autodoc imports what it documents.
 sys.modules["dpbilevel.outputs"] = dpbilevel.outputs
+sys.modules["dpbilevel.proximal"] = dpbilevel.proximal
 
 PACKAGES = {
     "bilevel": "Problems of two levels",
@@ -34,6 +35,7 @@ PACKAGES = {
     "oracles": "Derivatives without privacy",
     "sets": "Constraint sets",
     "outputs": "Output rules",
+    "proximal": "Public terms with a proximal operator",
 }
 # Modules of a package that have a page of their own.
 MODULES = {

@@ -29,7 +29,7 @@ from .bilevel import (
     SingleLoopBilevel,
     Sizes,
 )
-from .core import outputs
+from .core import outputs, proximal
 from .core.loop import solve
 from .core.plan import calibrate
 from .core.process_spending import PrivacyWarning, spent
@@ -100,6 +100,7 @@ __all__ = [
     "penalty_tuning",
     "planning",
     "privacy",
+    "proximal",
     "resume",
     "root_key",
     "search",

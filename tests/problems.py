@@ -32,9 +32,11 @@ DECLARED = [f.name for f in dataclasses.fields(dpb.bilevel.SecondOrderConstants)
 DECLARED = [name for name in DECLARED if name not in ("terms", "per_record")]
 
 ONE_LEVEL = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.05 * jnp.sum(w * w))
+SPARSE = dpb.FiniteSum(dpb.logistic_loss, dpb.proximal.l1(0.05))
 IN_BOX = dataclasses.replace(ONE_LEVEL, w_set=dpb.sets.Box(-1.0, 1.0))
 WEIGHTING = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)
 TUNING = dpb.penalty_tuning(dpb.logistic_loss, jnp.asarray([0, 0, 1, 1]))
+LASSO = dpb.penalty_tuning(dpb.logistic_loss, np.asarray([0, 0, 1, 1]), penalty="l1")
 UPPER, LOWER = records(30, 4, 1), with_source(records(60, 4, 2))
 LEVELS = dpb.Levels(UPPER, LOWER)
 SHARED = dpb.Levels.shared(LOWER)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Number, Positive
 from ..core.descent import StepSize, as_rule
+from ..core.proximal import smooth_part
 from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
@@ -95,8 +96,11 @@ class AbstractJointSolver(
         return self.blocks(y, optax.tree.zeros_like(y), x)
 
     @abc.abstractmethod
-    def descents(self, problem: BilevelProblem) -> Any:
-        """Return `blocks` that hold the `Descent` of each variable."""
+    def descents(self, problem: BilevelProblem, *x: PyTree) -> Any:
+        """Return `blocks` that hold the `Descent` of each variable.
+
+        A proximal term is that at `x`, without which no step can be made.
+        """
 
     @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> JointState:
@@ -126,7 +130,8 @@ class AbstractJointSolver(
 
     def moved(self, problem: BilevelProblem, state: JointState, q: Any) -> JointState:
         """Return the state after one projected update of each variable."""
-        descents, (x, y) = self.descents(problem), self.released(state)
+        x, y = self.released(state)
+        descents = self.descents(problem, x)
         of_x = shortened_in_x(problem, descents.x, q.x, x, y)
         q = dataclasses.replace(q, x=of_x)
         parts = map(_entries, (descents, q, state.memory, state.w))
@@ -241,9 +246,14 @@ class AbstractJointSolver(
     def with_public(
         self, problem: BilevelProblem, q: Any, upper: LossBlocks, lower: LossBlocks
     ) -> Any:
-        """Return blocks `q` plus the public terms'; arguments as in `directions`."""
-        if problem.lower_public is not None:
-            q = optax.tree.add(q, lower(problem.lower_public))
+        """Return blocks `q` plus the public terms'; arguments as in `directions`.
+
+        The first block leaves out the term of a proximal step.
+        """
+        if (term := problem.lower_public) is not None:
+            first, *others = _entries(lower(term))
+            first = first if smooth_part(term) else optax.tree.zeros_like(first)
+            q = optax.tree.add(q, self.blocks(first, *others))
         if problem.upper_public is not None:
             q = optax.tree.add(q, upper(problem.upper_public))
         return q

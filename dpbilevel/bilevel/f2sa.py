@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from .._checks import Count, Positive
 from ..core.descent import Descent
+from ..core.proximal import operator
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .levels import lower_objective
 from .penalty_gradients import public_penalty_gradient
@@ -45,7 +46,9 @@ class F2SA(AbstractJointSolver):
     no Hessian, and a bias that falls like $1 / \lambda$.
 
     Steps are shorter if they would overshoot the public terms, as in `NoisyGD`:
-    those of $x$ the upper one, that of $y$ the lower one, that of $z$ both.
+    those of $x$ the upper one, that of $y$ the lower one, that of $z$ both. If
+    `lower_public` is a term of `proximal`, its proximal step follows those of $y$ and
+    $z$, which are then taken as they are.
 
     Args:
         num_steps: The number of steps. Static.
@@ -87,14 +90,16 @@ class F2SA(AbstractJointSolver):
     num_steps: Count = eqx.field(static=True)
     penalty: Positive
     blocks: ClassVar = _Blocks
+    proximal: ClassVar = ("lower_step_size",)
 
     @override
     def start(self, x, y) -> _Blocks:
         return _Blocks(y, y, x)
 
     @override
-    def descents(self, problem) -> _Blocks:
-        lower = Descent(self.lower_step_size, problem.y_set)
+    def descents(self, problem, *x) -> _Blocks:
+        prox = operator(problem.lower_public, *x)
+        lower = Descent(self.lower_step_size, problem.y_set, prox=prox)
         return _Blocks(lower, lower, Descent(self.step_size, problem.x_set))
 
     @override

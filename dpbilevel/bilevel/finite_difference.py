@@ -101,7 +101,7 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     blocks: ClassVar = _Blocks
 
     @override
-    def descents(self, problem) -> _Blocks:
+    def descents(self, problem, *x) -> _Blocks:
         return _Blocks(
             Descent(self.lower_step_size, problem.y_set),
             Descent(self.lower_step_size, Euclidean()),

@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from typing_extensions import override
 
 from .._checks import Number
+from ..core.proximal import operator, smooth_part
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
@@ -92,12 +93,14 @@ class Objective:
     Attributes:
         w_set: The feasible set.
         records: The gradients of one record's loss, by the level of the record.
-        public: The gradient of the public terms.
+        public: The gradient of the public terms but for a proximal one.
+        prox: The proximal operator of that term, or `None`.
     """
 
     w_set: AbstractSet
     records: Mapping[str, RecordGradient]
     public: Callable[[PyTree], PyTree] = optax.tree.zeros_like
+    prox: Callable[[Any, PyTree], PyTree] | None = None
 
 
 class Level(AbstractFiniteSum):
@@ -132,6 +135,10 @@ class Level(AbstractFiniteSum):
     @override
     def public_gradient(self, w):
         return self._objective.public(w)
+
+    @override
+    def proximal_step(self):
+        return self._objective.prox
 
     @override
     def queries(self, clip_norm, sampling, sizes):
@@ -200,14 +207,14 @@ def lower_objective(
         return jax.grad(problem.lower, 1)(x, w, record)
 
     def public(w):
-        total = _public_gradient(problem.lower_public, 1, x, w)
+        total = _public_gradient(smooth_part(problem.lower_public), 1, x, w)
         if problem.upper_public is None or penalty is None:
             return total
         above = jax.grad(problem.upper_public, 1)(x, w)
         return jax.tree.map(lambda a, b: a + b / penalty, total, above)
 
     records = {"lower": lower} | ({} if penalty is None else {"upper": upper})
-    return Objective(problem.y_set, records, public)
+    return Objective(problem.y_set, records, public, operator(problem.lower_public, x))
 
 
 def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from .. import _checks
 from ..core.descent import Rule
 from ..core.outputs import SmallestStep
+from ..core.proximal import check_smooth
 from ..privacy import FullBatch, Ledger, Poisson, PrivacyBudget
 from ..privacy.sampling.base import AbstractSampling
 from .certificates.constants import Constants
@@ -50,6 +51,7 @@ class PenaltyTheorem:
         constants = problem.constants
         _checks.instance(owner, Constants, constants=constants)
         assert isinstance(constants, Constants)
+        check_smooth(owner, problem)
         needed = "upper_lipschitz", "lower_lipschitz", "lower_smoothness"
         _checks.positive(owner, **{name: getattr(constants, name) for name in needed})
         outer = bool(problem.x_in_records)

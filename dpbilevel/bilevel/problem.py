@@ -14,6 +14,7 @@ from typing_extensions import override
 from .. import _checks
 from ..core.levels import Levels, Sizes, check_disjoint, check_pair
 from ..core.problem import AbstractProblem
+from ..core.proximal import check_proximal, smooth_part
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
 from ..privacy.per_example.clipping import one_record
@@ -50,7 +51,8 @@ class BilevelProblem(AbstractProblem):
         lower: $g(x, y, z)$: one record's lower-level loss, a scalar; with the public
             term strongly convex in $y$. Static.
         upper_public: $r_f(x, y)$, a scalar without data. Static.
-        lower_public: $r_g(x, y)$, a scalar without data, such as a penalty. Static.
+        lower_public: $r_g(x, y)$, a scalar without data, such as a penalty: a function,
+            or a term of `proximal`. Static.
         x_set: The feasible set of $x$.
         y_set: The feasible set of $y$.
         x_in_records: Which per-record losses read $x$: `True` (both), `False`
@@ -86,6 +88,9 @@ class BilevelProblem(AbstractProblem):
         _checks.check_fields(self)
         kinds = (Constants, AbstractCertificate, type(None))
         _checks.instance("BilevelProblem", kinds, constants=self.constants)
+        if smooth_part(self.upper_public) is not self.upper_public:
+            raise ValueError("BilevelProblem: only lower_public may be proximal.")
+        check_proximal("BilevelProblem", self.lower_public, self.y_set)
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """Return the problem with `x_in_records` decided by tracing its functions.

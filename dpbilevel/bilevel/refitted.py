@@ -59,6 +59,7 @@ class Refitted(AbstractStages[_State]):
     budget_split: tuple[float, float] = _checks.split_field(0.8, 0.2)
     refit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     stages: ClassVar = {SEARCH: BilevelProblem, REFIT: AbstractFiniteSum}
+    proximal: ClassVar = ("search", "refit")
 
     @property
     def num_steps(self) -> int:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
+from ..core.proximal import operator, smooth_entries
 from ..sets import Euclidean
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 
@@ -43,7 +44,10 @@ class SingleLoopBilevel(AbstractJointSolver):
 
     The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`. Steps
     are shorter if they would overshoot the public terms, as in `NoisyGD`: those of
-    $x$ the upper one, the others the lower one.
+    $x$ the upper one, the others the lower one. If `lower_public` is a term of
+    `proximal`, its proximal step follows that of $y$, which is then taken as it is. The
+    linear system is that of the entries of $y$ that are not zero: the others of $v$
+    count as zero and do not move.
 
     Args:
         num_steps: The number of steps. Static.
@@ -84,11 +88,13 @@ class SingleLoopBilevel(AbstractJointSolver):
     linear_step_size: StepSize = eqx.field(converter=as_rule)
     hessian_clip_norm: Positive | None = None
     blocks: ClassVar = _Blocks
+    proximal: ClassVar = ("lower_step_size",)
 
     @override
-    def descents(self, problem) -> _Blocks:
+    def descents(self, problem, *x) -> _Blocks:
+        prox = operator(problem.lower_public, *x)
         return _Blocks(
-            Descent(self.lower_step_size, problem.y_set),
+            Descent(self.lower_step_size, problem.y_set, prox=prox),
             Descent(self.linear_step_size, Euclidean()),
             Descent(self.step_size, problem.x_set),
         )
@@ -100,7 +106,9 @@ class SingleLoopBilevel(AbstractJointSolver):
 
     @override
     def step(self, problem, data, state, *, key) -> JointState:
-        x, y, v = state.w.x, state.w.y, state.w.v
+        x, y = state.w.x, state.w.y
+        # Zero where a proximal term holds y at zero.
+        v = smooth_entries(problem.lower_public, x, y, state.w.v)
 
         def upper(f):
             of_x, of_y = jax.grad(f, (0, 1))(x, y)
@@ -116,4 +124,5 @@ class SingleLoopBilevel(AbstractJointSolver):
         # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
         q = self.directions(problem, data, upper, lower, like=x, key=key)
         q = self.with_public(problem, q, upper, lower)
+        q = _Blocks(q.y, smooth_entries(problem.lower_public, x, y, q.v), q.x)
         return self.moved(problem, state, self.curvature_limited(problem, q, x, y))

@@ -97,11 +97,13 @@ class Descent(eqx.Module):
         momentum: $\beta$ of Nesterov's accelerated steps of one size, in [0, 1):
             $v_t = \beta v_{t-1} + q_t$ and a step along $\beta v_t + q_t$; `None` for
             plain steps.
+        prox: A proximal operator: its step, of the size $\eta$, precedes $\Pi_W$.
     """
 
     step_size: Any
     w_set: AbstractSet
     momentum: Any = None
+    prox: Callable[[Any, PyTree], PyTree] | None = None
 
     @property
     def rule(self) -> optax.GradientTransformation:
@@ -124,7 +126,9 @@ class Descent(eqx.Module):
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
-        new = self.w_set.project(optax.apply_updates(w, updates))
+        new = optax.apply_updates(w, updates)
+        new = new if self.prox is None else self.prox(self.step_size, new)
+        new = self.w_set.project(new)
         old = w, memory.rule
         (w, state), rejections = finite_or((new, state), old, memory.rejections)
         return w, Memory(state, rejections)
@@ -140,7 +144,7 @@ class Descent(eqx.Module):
         The step ends at or before the minimum of $\langle q, w \rangle$ plus the
         quadratic model of the public terms. Clipped gradients are bounded, but a public
         term with a curvature above $2 / \eta$ would make the iterates diverge. The
-        steps of an optax rule are taken as they are.
+        steps of an optax rule, and before proximal steps, are taken as they are.
 
         Args:
             gradient: $q$, the released gradient plus the public one.
@@ -150,7 +154,7 @@ class Descent(eqx.Module):
         Privacy:
             Post-processing of released values: free.
         """
-        if isinstance(self.step_size, Rule):
+        if isinstance(self.step_size, Rule) or self.prox is not None:
             return gradient
         _, bent = jax.jvp(public_gradient, (w,), (gradient,))
         with jax.numpy_dtype_promotion("standard"):
@@ -158,7 +162,7 @@ class Descent(eqx.Module):
             curvature = self.step_size * optax.tree.vdot(gradient, bent)
         overshoots = curvature > length
         factor = jnp.where(overshoots, length / jnp.where(overshoots, curvature, 1), 1)
-        return jax.tree.map(lambda v: factor.astype(v.dtype) * v, gradient)
+        return scaled(factor, gradient)
 
 
 class LastStep(eqx.Module):
@@ -178,10 +182,6 @@ class LastStep(eqx.Module):
     def none(cls, w: PyTree) -> "LastStep":
         """Return a `LastStep` for before the first step: no move, factor 1."""
         return cls(optax.tree.zeros_like(w), jnp.zeros(()), jnp.ones(()))
-
-    def shorter(self, gradient: PyTree) -> PyTree:
-        """Return the gradient times the factor of the step size."""
-        return jax.tree.map(lambda v: self.factor.astype(v.dtype) * v, gradient)
 
     def excess(self, gradient: PyTree, deviation: Any) -> Float[Array, ""]:
         r"""Return how many times too long the last step was for the curvature along it.
@@ -205,7 +205,7 @@ class LastStep(eqx.Module):
             return jnp.where(is_long, jnp.maximum(2, 1 + ratio), 1)
 
     def then(
-        self, gradient: PyTree, deviation: Any, w: PyTree, new: PyTree
+        self, gradient: PyTree, deviation: Any, w: PyTree, new: PyTree, mapping=None
     ) -> tuple[PyTree, "LastStep"]:
         """Return the pair of next iterate (`new`, or a step back) and its `LastStep`.
 
@@ -214,11 +214,16 @@ class LastStep(eqx.Module):
             deviation: As for `excess`.
             w: $w_t$.
             new: The iterate after the step along $q_t$.
+            mapping: Of a proximal step the gradient mapping, which takes the place of
+                $q_t$; a step was too long if both show it. `None` for other steps.
 
         Privacy:
             Post-processing of released values: free.
         """
         excess = self.excess(gradient, deviation)
+        if mapping is not None:
+            excess = jnp.minimum(excess, self.excess(mapping, deviation))
+            gradient = mapping
         moves = jax.tree.map(lambda a, b: a - b, new, w)
 
         def either(back, forth):
@@ -234,6 +239,11 @@ class LastStep(eqx.Module):
         slope = either(shortened(self.slope), slope.astype(self.slope.dtype))
         last = LastStep(move, slope, shortened(self.factor))
         return jax.tree.map(either, back, new), last
+
+
+def scaled(factor: Array, tree: PyTree) -> PyTree:
+    """Return a pytree times a scalar, each leaf in its own dtype."""
+    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
 
 
 def finite_or(

@@ -16,10 +16,11 @@ from ..privacy.per_example.mixing import check_jax
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
 from . import process_spending
-from .descent import rejected_updates
+from .descent import Rule, rejected_updates
 from .levels import Levels, people_of
 from .modules import arrays_of
 from .problem import AbstractProblem
+from .proximal import has_proximal
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver
 
@@ -270,6 +271,7 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
     Raises:
         TypeError: The solver is a plan or no solver, or holds numbers of half
             precision, or the problem is of another kind.
+        ValueError: The problem has a proximal term, and the solver takes none.
     """
     if isinstance(solver, Plan):
         raise TypeError(f"{owner}: got a Plan as solver; pass plan.solver.")
@@ -282,7 +284,22 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
             f"{owner}: {type(solver).__name__} solves a {names}, got "
             f"{type(problem).__name__} as problem.{_checks.such_as(*kinds)}"
         )
+    if has_proximal(problem):
+        _check_proximal(owner, solver)
     return solver
+
+
+def _check_proximal(owner: str, solver: AbstractSolver) -> None:
+    """Refuse a solver that makes no proximal steps of one size, as optimizers do."""
+    text = f"{owner}: {type(solver).__name__}"
+    if solver.proximal is None:
+        raise ValueError(f"{text} makes no proximal steps. Use NoisyGD or F2SA.")
+    for field in solver.proximal:
+        part = getattr(solver, field)
+        if isinstance(part, AbstractSolver):
+            _check_proximal(owner, part)
+        elif isinstance(part, Rule) or (field == "momentum" and part is not None):
+            raise ValueError(f"{text} needs steps of one size for proximal terms.")
 
 
 def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from .problem import AbstractOneLevel, AbstractProblem
+from .proximal import Proximal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +82,15 @@ def arrays_of(
     pair = not isinstance(problem, AbstractOneLevel)
     parts = tuple(others) if pair else (others,)
     found, structure = jax.tree.flatten(parts)
-    changes = {
-        name: _OfArrays(fun, tuple(found), structure)
-        for name in terms
-        if (fun := getattr(problem, name)) is not None
-    }
+
+    def of_arrays(fun):
+        if isinstance(fun, Proximal):  # reads arrays alone, its weights modules of x
+            weights = {k: of_arrays(v) for k, v in vars(fun).items() if callable(v)}
+            return dataclasses.replace(fun, **weights)
+        return _OfArrays(fun, tuple(found), structure)
+
+    functions = {name: getattr(problem, name) for name in terms}
+    changes = {k: of_arrays(fun) for k, fun in functions.items() if fun is not None}
     static = StaticLeaves(jax.tree.structure(arrays), parts, pair)
     return dataclasses.replace(problem, **changes), arrays, static
 

@@ -34,6 +34,8 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     Attributes:
         problem_type: The class of problems it solves.
         in_config: Whether a config of the command line can hold it.
+        proximal: The fields with the sizes or the solvers of its proximal steps; `None`
+            if it makes none.
         num_steps: The fixed number of steps. Static.
         sizes: The planned numbers of records: `Sizes` for two levels, an integer for
             one. `calibrate` sets it. Static.
@@ -41,6 +43,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     problem_type: eqx.AbstractClassVar[type]
     in_config: ClassVar[bool] = True
+    proximal: ClassVar[tuple[str, ...] | None] = None
 
     num_steps: AbstractVar[int]
     sizes: Any = eqx.field(static=True, default=None, kw_only=True)

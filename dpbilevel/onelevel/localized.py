@@ -67,6 +67,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     clip_norm: Positive
     sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
     problem_type: ClassVar[type] = AbstractFiniteSum
+    proximal: ClassVar = ()
 
     def __check_init__(self):
         unnumbered("LocalizedGD", self.sampling)
@@ -163,6 +164,8 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         moved = jax.tree.map(
             lambda v, g: v - step_size.astype(g.dtype) * g, state.w, gradient
         )
+        prox = problem.proximal_step()
+        moved = moved if prox is None else prox(step_size, moved)
         # The center is feasible, so projecting onto the set keeps w inside the ball.
         w = problem.w_set.project(Ball(radius, state.center).project(moved))
         w, rejections = finite_or(w, state.w, state.rejections)

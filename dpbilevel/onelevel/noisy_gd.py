@@ -1,5 +1,6 @@
 """Noisy projected gradient descent for one-level problems."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from .._checks import Count, Positive, ProperFraction
 from ..core.curvature import overshooting_row, unstable_row
-from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule
+from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule, scaled
 from ..core.levels import Sizes
 from ..core.solver import AbstractIterative, AbstractNoisySolver
 from ..privacy.noise import PRNGKey
@@ -41,8 +42,10 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
     \nabla^2 r(w_t)\, q_t \rangle$, so that the public term cannot make the iterates
     diverge. A step was too long for the records if $q_{t+1}$ points back along it by
     more than half of its slope, beyond what noise explains. Most of it is then taken
-    back, and later steps are shorter. An update whose result is not finite is left out;
-    `Solution.rejected_updates` counts them.
+    back, and later steps are shorter. If $r$ is a term of `proximal`, its proximal step
+    of the same size takes the place of $\nabla r$, and a step was too long if $(w_t -
+    w_{t+1}) / \eta$ points back as well. An update whose result is not finite is left
+    out; `Solution.rejected_updates` counts them.
 
     Args:
         num_steps: The number of steps. Static.
@@ -70,6 +73,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
     step_size: StepSize = eqx.field(converter=as_rule)
     momentum: ProperFraction | None = None
     problem_type: ClassVar[type] = AbstractFiniteSum
+    proximal: ClassVar = ("step_size", "momentum")
 
     def __check_init__(self):
         if self.momentum is not None and isinstance(self.step_size, Rule):
@@ -79,7 +83,8 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
 
     def descent(self, problem: AbstractFiniteSum) -> Descent:
         """Return the `Descent` that makes projected steps in `w`."""
-        return Descent(self.step_size, problem.w_set, self.momentum)
+        prox = problem.proximal_step()
+        return Descent(self.step_size, problem.w_set, self.momentum, prox)
 
     @override
     def init(self, problem, w0) -> DescentState:
@@ -115,10 +120,13 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
         descent, last = self.descent(problem), state.last
         along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
         if last is not None:
-            along = last.shorter(along)
+            size = last.factor * self.step_size
+            descent = dataclasses.replace(descent, step_size=size)
         w, memory = descent.update(along, state.memory, state.w)  # projected step
         if last is not None:
-            w, last = last.then(gradient, deviation, state.w, w)
+            mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
+            mapping = descent.prox and mapping  # `None` without proximal steps
+            w, last = last.then(gradient, deviation, state.w, w, mapping)
         kept = self.remembered(state.kept, w, before=state.w, t=state.t)
         return DescentState(w, kept, memory, state.t + 1, last)
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from .. import _checks
 from .._checks import NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
+from ..core.proximal import check_proximal, operator, smooth_part
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling.base import AbstractSampling
@@ -41,6 +42,14 @@ class AbstractFiniteSum(AbstractOneLevel):
     def public_gradient(self, w: PyTree) -> PyTree:
         """Return the gradient of the public terms: no clipping, no noise, no budget."""
 
+    def proximal_step(self) -> Callable[[Any, PyTree], PyTree] | None:
+        """Return the proximal operator of the public terms, `None` if they are smooth.
+
+        Its arguments are a step size and a point. The public gradient leaves out the
+        term that it belongs to.
+        """
+        return None
+
     @abc.abstractmethod
     def queries(
         self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes
@@ -53,7 +62,8 @@ class FiniteSum(AbstractFiniteSum):
 
     Args:
         loss: $\ell(w, z)$: one record's loss, a scalar. Static.
-        public: $r(w)$: a scalar without data; costs no budget. Static.
+        public: $r(w)$: a scalar without data; costs no budget. A function or a term of
+            `proximal`. Static.
         w_set: The feasible set.
         lipschitz: $G$, declared: a Lipschitz constant of every possible record's loss
             in $w$ on the set, in $\ell_2$. Exponential mechanisms and theorems read it.
@@ -75,6 +85,7 @@ class FiniteSum(AbstractFiniteSum):
 
     def __check_init__(self):
         _checks.check_fields(self)
+        check_proximal("FiniteSum", self.public, self.w_set)
         if self.lipschitz_spread is None:
             return
         if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
@@ -87,10 +98,13 @@ class FiniteSum(AbstractFiniteSum):
         return {RECORDS: lambda record: jax.grad(self.loss)(w, record)}
 
     def public_gradient(self, w: PyTree) -> PyTree:
-        r"""Return $\nabla r(w)$, or zeros without a public term."""
-        if self.public is None:
-            return optax.tree.zeros_like(w)
-        return jax.grad(self.public)(w)
+        r"""Return $\nabla r(w)$; zeros without a public term, or for a proximal one."""
+        smooth = smooth_part(self.public)
+        return optax.tree.zeros_like(w) if smooth is None else jax.grad(smooth)(w)
+
+    @override
+    def proximal_step(self):
+        return operator(self.public)
 
     @override
     def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:

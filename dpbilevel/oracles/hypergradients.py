@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
 from . import objectives
+from .active_set import free_entries, linearized, select
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
 from .lower import (
     DEFAULT_LINEAR_SOLVER,
@@ -34,7 +35,8 @@ def implicit_hypergradient(
     another $y$ the error is at most $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside
     `jax.jit`) unless `tolerance=None`. The Hessian is never formed: its products come
     from one linearization of $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass
-    `v0`.
+    `v0`. With a proximal term or a box the formula is that of the entries of $y$ at no
+    kink and no bound.
 
     Args:
         problem: The problem.
@@ -45,8 +47,10 @@ def implicit_hypergradient(
         v0: An initial point of that solve: `solution.value` of an earlier call, or
             `extrapolate` from the last ones.
         tolerance: $y$ counts as $y^*(x)$ if $\|\nabla_y g\|$ is at most this times
-            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` accepts any $y$, for
-            methods that follow a path of $x$.
+            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$; with a proximal term or a
+            box, if a proximal gradient step moves $y$ no more, and if the same entries
+            are at kinks and bounds after it. `None` accepts any $y$, for methods that
+            follow a path of $x$.
 
     Returns:
         The gradient, a pytree like `x`, NaN if $y$ has not converged; and the
@@ -55,8 +59,8 @@ def implicit_hypergradient(
 
     Raises:
         TypeError: An argument of another type, such as the class of a solver.
-        ValueError: Arguments that do not fit, or `y_set` is not `Euclidean()`: the
-            formula holds inside a set only. Outside `jax.jit`, $y$ has not converged.
+        ValueError: Arguments that do not fit, or a curved `y_set`, such as `Ball`: the
+            formula holds inside it only. Outside `jax.jit`, $y$ has not converged.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
@@ -69,8 +73,9 @@ def implicit_hypergradient(
     check_interior(owner, problem)
     upper = objectives.upper_objective(problem, data, rest)
     lower = objectives.lower_objective(problem, data, rest)
-    linearization = lower.linearize(x, y)
+    linearization = linearized(problem, lower, x, y, linear_solver)
     slope = objectives.nan_unless_finite(upper.gradient(x, y), y)
+    slope = select(free_entries(problem, x, y), slope, optax.tree.zeros_like(y))
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, linearization[-1], slope, start)
     cross = lower.cross_product(x, y, v.value)
@@ -117,9 +122,11 @@ def penalty_hypergradient(
     _checks.positive(owner, penalty=penalty)
     upper = objectives.upper_objective(problem, data, rest)
     lower = objectives.lower_objective(problem, data, rest)
-    y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
+    smooth = lower.composite()
+    y, _ = minimize_or_nan(solver, smooth, x, y0, problem.y_set)
     weight = 1 / jnp.asarray(penalty)
-    penalized = objectives.WeightedSum(lower, upper, weight)  # f + lambda g
+    # (f + lambda g) / lambda
+    penalized = objectives.WeightedSum(smooth, upper, weight, smooth.prox)
     # From y, which is near.
     near, _ = minimize_or_nan(solver, penalized, x, y, problem.y_set)
     slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
@@ -167,7 +174,7 @@ def unrolled_hypergradient(
     y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
 
     def composed(x):
-        lower = objectives.lower_objective(problem, data, rest)
+        lower = objectives.lower_objective(problem, data, rest).composite()
         y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
         return objectives.upper_objective(problem, data, rest).value(x, y)
 

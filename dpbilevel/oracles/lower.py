@@ -13,8 +13,9 @@ from ..bilevel.problem import BilevelProblem, Levels
 from ..onelevel.problem import check_scalar
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
-from ..sets import AbstractSet, Euclidean
+from ..sets import AbstractSet
 from . import objectives
+from .active_set import DIFFERENTIABLE, free_gradient, linearized
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
@@ -38,7 +39,8 @@ def lower_solution(
     The derivative is the implicit one, $dy^* = -[\nabla^2_{yy} g]^{-1} d(\nabla_y
     g)$, in forward and reverse mode, to any order, under `jax.jit` and `jax.vmap`; in
     `x`, in `data` and in what the functions of the problem close over. It is as exact
-    as the solve: `lower_solve` returns how that ended.
+    as the solve: `lower_solve` returns how that ended. Entries at a kink of a term of
+    `proximal` or at a bound of a box do not move; the formula is that of the others.
 
     Args:
         problem: The problem, strongly convex in $y$.
@@ -49,8 +51,10 @@ def lower_solution(
             variable. Has no influence on derivatives.
         linear_solver: Solves the system of a derivative.
         tolerance: The solve has converged if $\|\nabla_y g\|$ is at most this times
-            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` takes any answer; a
-            `y_set` other than `Euclidean()` is not checked.
+            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$; with a proximal term or a
+            box, if a proximal gradient step moves the answer no more, and if the same
+            entries are at kinks and bounds after it. `None` takes any answer; a curved
+            `y_set`, such as `Ball`, is not checked.
 
     Returns:
         A pytree like `y0`; NaN if the gradient at the solver's answer is not finite,
@@ -60,8 +64,7 @@ def lower_solution(
         TypeError: An argument of another type, such as the class of a solver.
         ValueError: No `y0`, arguments that do not fit, or a set that `solver` cannot
             keep to. Outside `jax.jit`, the solve has not converged. On
-            differentiation, any `y_set` but `Euclidean()`: the formula holds inside a
-            set only.
+            differentiation, a curved `y_set`: the formula holds inside it only.
 
     Example:
         >>> import jax, jax.numpy as jnp, dpbilevel as dpb
@@ -73,11 +76,12 @@ def lower_solution(
     """
     owner = "lower_solution"
     y, _ = _solve(owner, problem, x, data, solver, y0, linear_solver)
-    if not isinstance(problem.y_set, Euclidean):
+    if not isinstance(problem.y_set, DIFFERENTIABLE):
         return y
     at, rest = objectives.split(y)
     fixed = jax.lax.stop_gradient((x, at))
-    linearization = objectives.lower_objective(problem, data, rest).linearize(*fixed)
+    lower = objectives.lower_objective(problem, data, rest)
+    linearization = linearized(problem, lower, *fixed, linear_solver)
     at = objectives.if_converged(owner, at, fixed[1], linearization, tolerance)
     return objectives.merge(at, rest)
 
@@ -92,6 +96,8 @@ def lower_solve(
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
 ) -> tuple[PyTree, LowerInfo]:
     """NON-PRIVATE. Return `lower_solution`, and a `LowerInfo` on how the solve ended.
+
+    The value is not checked: its derivatives are wrong if the solve has not converged.
 
     Args:
         problem: The problem.
@@ -130,18 +136,20 @@ def _solve(
     roles = ("lower",)
     y0, rest = check_arguments(owner, problem, x, y0, data, roles=roles, **solvers)
     objective = objectives.lower_objective(problem, data, rest)
-    if not isinstance(problem.y_set, Euclidean):
-        y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
+    smooth = objective.composite()
+    if not isinstance(problem.y_set, DIFFERENTIABLE):
+        y, info = minimize_or_nan(solver, smooth, x, y0, problem.y_set)
         return objectives.merge(_without_derivative(owner, y), rest), info
 
     def slope(y):
         # A Hessian that does not depend on y would be finite where y is not. A factor
         # with a derivative would make every derivative compute the gradient again.
         factor = jax.tree.map(lambda u: 1 + 0 * jax.lax.stop_gradient(u), y)
-        return jax.tree.map(jnp.multiply, objective.gradient(x, y), factor)
+        gradient = free_gradient(problem, objective, x, y)
+        return jax.tree.map(jnp.multiply, gradient, factor)
 
     def solve(_, y0):
-        y, info = minimize_or_nan(solver, objective, x, y0, problem.y_set)
+        y, info = minimize_or_nan(solver, smooth, x, y0, problem.y_set)
         # The derivative rule of custom_root takes no integers beside the root.
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
@@ -157,8 +165,8 @@ def _solve(
 
 
 def check_interior(owner: str, problem: BilevelProblem) -> None:
-    """Check that the implicit formula holds: `y_set` has no boundary."""
-    if not isinstance(problem.y_set, Euclidean):
+    """Check that the implicit formula holds: `y_set` has no curved boundary."""
+    if not isinstance(problem.y_set, DIFFERENTIABLE):
         raise ValueError(
             f"{owner}: the implicit derivative holds inside y_set, and y_set is "
             f"{type(problem.y_set).__name__}. Replace it by Euclidean() if y*(x) never "

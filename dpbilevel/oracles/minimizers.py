@@ -23,8 +23,9 @@ class LowerInfo(NamedTuple):
     r"""Outcome of a lower-level solve.
 
     Attributes:
-        gradient_norm: $\|\nabla_y g(x, y)\|_2$ at the answer; with a set, the norm of
-            the gradient mapping $(y - P(y - s \nabla_y g)) / s$.
+        gradient_norm: $\|\nabla_y g(x, y)\|_2$ at the answer; with a set or a
+            proximal term, the norm of the gradient mapping $(y - P(y - s \nabla_y g)) /
+            s$.
         num_steps: The steps taken.
         converged: Whether `gradient_norm` is at most the solver's tolerance. A solver
             without one never claims it.
@@ -62,6 +63,7 @@ class AbstractLowerSolver(Checked):
 class AcceleratedGradient(AbstractLowerSolver):
     r"""Nesterov's accelerated gradient method, projected onto the set.
 
+    With a term of `proximal` its proximal step comes before the projection $P$ (FISTA).
     $y_{k+1} = P(z_k - s \nabla_y g(z_k))$ and $z_{k+1} = y_{k+1} + \beta_k (y_{k+1} -
     y_k)$. Without a `tolerance` exactly `num_steps` gradients are taken, whatever the
     records are, and forward and reverse mode go through the steps.
@@ -75,7 +77,8 @@ class AcceleratedGradient(AbstractLowerSolver):
         tolerance: The norm of the gradient mapping at $z_k$ that stops the solve.
 
     References:
-        Nesterov, "Introductory lectures on convex optimization", 2.2.20; O'Donoghue and
+        Nesterov, "Introductory lectures on convex optimization", 2.2.20; Beck and
+        Teboulle, "A fast iterative shrinkage-thresholding algorithm"; O'Donoghue and
         Candès, "Adaptive restart for accelerated gradient schemes", gradient scheme.
     """
 
@@ -145,17 +148,17 @@ class AcceleratedGradient(AbstractLowerSolver):
                 (jnp.asarray(0, jnp.int32), start),
             )
         slope = objective.gradient(x, state.y)
-        _, norm = _mapping(state.y, slope, state.step_size, y_set)
+        _, norm = mapping(objective, x, state.y, slope, state.step_size, y_set)
         return state.y, ended(norm, steps, self.tolerance)
 
     def _step(self, objective, x, state: "_Accelerated", y_set) -> "_Accelerated":
         z, size = state.z, state.step_size
         if self.step_size is not None:
             slope = objective.gradient(x, z)
-            y, mapping = _mapping(z, slope, size, y_set)
-            return self._accelerate(state, y, mapping)
+            y, length = mapping(objective, x, z, slope, size, y_set)
+            return self._accelerate(state, y, length)
         value, slope = objective.value_and_gradient(x, z)
-        y, mapping = _mapping(z, slope, size, y_set)
+        y, length = mapping(objective, x, z, slope, size, y_set)
         move = optax.tree.sub(y, z)
         square = optax.tree.vdot(move, move) / (2 * size)
         bound = value + optax.tree.vdot(slope, move) + square
@@ -163,7 +166,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         # Rounding alone must not halve the step for ever.
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
         fits = trial <= bound + slack
-        accepted = self._accelerate(state, y, mapping)
+        accepted = self._accelerate(state, y, length)
         refused = state._replace(step_size=size / 2)  # a try that fails moves nothing
         return optax.tree.where(fits, accepted, refused)
 
@@ -195,7 +198,7 @@ class LBFGS(AbstractLowerSolver):
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Return the last quasi-Newton iterate and a `LowerInfo`; no set is allowed."""
-        check_no_set("LBFGS", y_set)
+        check_no_set("LBFGS", y_set, objective)
         rule = optax.lbfgs(memory_size=self.memory_size)
         value_fn = functools.partial(objective.value, x)
 
@@ -225,10 +228,13 @@ class _Accelerated(NamedTuple):
     mapping: Scalar
 
 
-def check_no_set(owner: str, y_set: AbstractSet) -> None:
-    """Check that there is no set to keep y in."""
-    if not isinstance(y_set, Euclidean):
-        raise ValueError(f"{owner}: y is not kept in a set; give y_set=Euclidean().")
+def check_no_set(owner: str, y_set: AbstractSet, objective: AbstractObjective) -> None:
+    """Check that there is neither a set to keep y in nor a proximal term."""
+    if objective.prox is not None or not isinstance(y_set, Euclidean):
+        raise ValueError(
+            f"{owner}: cannot keep y in a set or make proximal steps. Pass "
+            "AcceleratedGradient(), or use Euclidean() and a smooth public term."
+        )
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
@@ -237,10 +243,12 @@ def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
     return LowerInfo(norm, steps, converged)
 
 
-def _mapping(z, slope, size, y_set) -> tuple[PyTree, Scalar]:
-    """Return the projected step from `z`, and the gradient mapping's norm."""
+def mapping(objective, x, z, slope, size, y_set) -> tuple[PyTree, Scalar]:
+    """Return the proximal, projected step from `z`, and the gradient mapping's norm."""
     moved = jax.tree.map(lambda u, s: u - size.astype(u.dtype) * s, z, slope)
-    if isinstance(y_set, Euclidean):
+    if objective.prox is not None:
+        moved = objective.prox(size, x, moved)
+    elif isinstance(y_set, Euclidean):
         return moved, optax.tree.norm(slope)
     y = y_set.project(moved)
     return y, optax.tree.norm(optax.tree.sub(z, y)) / size

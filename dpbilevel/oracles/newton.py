@@ -53,7 +53,7 @@ class NewtonCG(AbstractLowerSolver):
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Return the last Newton iterate and a `LowerInfo`; no set is allowed."""
-        check_no_set("NewtonCG", y_set)
+        check_no_set("NewtonCG", y_set, objective)
 
         def unfinished(state):
             moves = (state.norm > self.tolerance) & ~state.is_stuck

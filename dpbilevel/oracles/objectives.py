@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
+from ..core.proximal import smooth_part
 from ..privacy.jaxprs import bound, evaluated
 
 _ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
@@ -37,7 +38,14 @@ _STRIDE = 16
 
 
 class AbstractObjective(abc.ABC):
-    """Interface of a function of x and y for minimizers over y."""
+    """Interface of a function of x and y for minimizers over y.
+
+    Attributes:
+        prox: The proximal operator of a term that value and gradients leave out, a
+            function of (step size, x, y); or `None`.
+    """
+
+    prox: Callable | None = None
 
     @abc.abstractmethod
     def value(self, x: PyTree, y: PyTree) -> Scalar:
@@ -86,12 +94,19 @@ class Objective(AbstractObjective):
         public: $r(x, y)$, or `None`.
         records: A pytree whose leaves share the leading axis of length $n$.
         rest: The leaves of $y$ that are no arrays of floats, as `split` returns.
+        prox: As in `AbstractObjective`.
     """
 
     loss: Callable
     public: Callable | None
     records: PyTree
     rest: PyTree = None
+    prox: Callable | None = None
+
+    def composite(self) -> "Objective":
+        """Return the objective without its proximal term, whose `prox` it has."""
+        prox = getattr(self.public, "prox", None)
+        return dataclasses.replace(self, public=smooth_part(self.public), prox=prox)
 
     @override
     def value(self, x: PyTree, y: PyTree) -> Scalar:
@@ -147,6 +162,7 @@ class WeightedSum(AbstractObjective):
     first: AbstractObjective
     second: AbstractObjective
     weight: Scalar
+    prox: Callable | None = None
 
     @override
     def value(self, x: PyTree, y: PyTree) -> Scalar:
@@ -221,7 +237,8 @@ def if_converged(
         owner: The name of the function in an error.
         tree: The value to return.
         y: The lower variable.
-        linearization: The result of `linearize` at `y`.
+        linearization: The result of `linearize` at `y`; an infinite gradient stands for
+            an uncertain active set.
         tolerance: The tolerance.
 
     Raises:
@@ -234,10 +251,12 @@ def if_converged(
     norm, scale = optax.tree.norm(slope), optax.tree.norm(product(y))
     norm, limit = jax.lax.stop_gradient((norm, tolerance * jnp.maximum(scale, 1)))
     if _checks.concrete(norm) and bool(norm > limit):  # a NaN is passed on
+        found = f"with a gradient of norm {float(norm):.3g} above {float(limit):.3g}"
+        if bool(jnp.isinf(norm)):
+            found = "or which entries are at a kink or a bound is uncertain"
         raise ValueError(
-            f"{owner}: the lower solution has not converged, with a gradient of norm "
-            f"{float(norm):.3g} above {float(limit):.3g}. Take more steps, or pass "
-            "tolerance=None."
+            f"{owner}: the lower solution has not converged, {found}. Take more steps, "
+            "or pass tolerance=None."
         )
     return nan_unless_finite(tree, jnp.where(norm > limit, jnp.nan, 0.0))
 

@@ -17,6 +17,7 @@ from ..core.levels import check_pair
 from ..core.modules import arrays_of
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
+from ..core.proximal import check_smooth
 from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
@@ -208,6 +209,7 @@ def auto(
     _checks.one_of(owner, "effort", effort, get_args(Effort))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
+    check_smooth(owner, problem)
     if isinstance(problem, BilevelProblem):
         check_pair(owner, w0)
     problem, w0, _ = arrays_of(owner, problem, w0)

@@ -21,6 +21,7 @@ from tests.bilevel.test_single_loop import (
 )
 from tests.cases import Audited, Case, fast_first, planned
 from tests.problems import (
+    LASSO,
     LEVELS,
     POISSON,
     QUADRATIC,
@@ -34,6 +35,7 @@ from tests.problems import (
 small = functools.partial(dpb.bilevel.F2SA, 6, 5.0, step_size=0.5, lower_step_size=0.5)
 CONTRACT = {
     "f2sa": Case(WEIGHTING, small(), LEVELS, (X0, Y0), "disjoint"),
+    "f2sa_proximal": Case(LASSO, small(), LEVELS, (jnp.full(2, 0.1), Y0), "disjoint"),
     "f2sa_shared_poisson": Case(
         QUADRATIC.problem,
         small(sampling=POISSON, step_size=0.1, output=dpb.outputs.Mean()),

@@ -12,6 +12,7 @@ from dpbilevel.bilevel import zoo
 from tests.cases import Audited, Case, planned, slow
 from tests.problems import (
     INNER,
+    LASSO,
     LEVELS,
     POISSON,
     QUADRATIC,
@@ -65,6 +66,9 @@ CONTRACT = {
         LEVELS,
         (X0, Y0),
         "disjoint",
+    ),
+    "penalty_proximal": Case(
+        LASSO, small(step_size=0.1), LEVELS, (jnp.full(2, 0.1), Y0), "disjoint"
     ),
     "penalty_free_outer": Case(TUNING, small(), LEVELS, (jnp.zeros(2), Y0), "disjoint"),
 }

@@ -15,6 +15,7 @@ from dpbilevel.bilevel import zoo
 from dpbilevel.privacy.mechanisms import Gaussian
 from tests.cases import Audited, Case, fast_first, planned
 from tests.problems import (
+    LASSO,
     LEVELS,
     POISSON,
     QUADRATIC,
@@ -52,6 +53,9 @@ CONTRACT = {
         SHARED_QUADRATIC,
         QUADRATIC.w0,
         "shared",
+    ),
+    "single_loop_proximal": Case(
+        LASSO, small(), LEVELS, (jnp.full(2, 0.1), Y0), "disjoint"
     ),
     "single_loop_free_x": Case(TUNING, small(), LEVELS, (jnp.zeros(2), Y0), "disjoint"),
 }

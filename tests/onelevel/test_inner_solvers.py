@@ -6,7 +6,7 @@ import pytest
 
 import dpbilevel as dpb
 from tests.cases import Audited, Case, planned
-from tests.problems import LOWER, ONE_LEVEL, POISSON, Y0
+from tests.problems import LOWER, ONE_LEVEL, POISSON, SPARSE, Y0
 
 POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(50, 3)), jnp.float32)
 MEAN = POINTS.mean(0) / 1.5
@@ -39,7 +39,9 @@ CONTRACT = {
         ONE_LEVEL, small(sampling=POISSON, output=dpb.outputs.Mean()), LOWER, Y0
     ),
     "noisy_gd_momentum": Case(ONE_LEVEL, small(momentum=0.8), LOWER, Y0),
+    "noisy_gd_proximal": Case(SPARSE, small(), LOWER, Y0),
     "localized": Case(ONE_LEVEL, localized(), LOWER, Y0),
+    "localized_proximal": Case(SPARSE, localized(), LOWER, Y0),
     "localized_sgd": Case(ONE_LEVEL, localized(sampling=POISSON), LOWER, Y0),
 }
 
