@@ -118,7 +118,6 @@ class PlannedPenalty:
         initial_gap: float,
         inner: Inner | None = None,
         inner_steps: int | None = None,
-        most_steps: int = 1_000_000,
         population: bool = False,
         **fields: Any,
     ) -> Self:
@@ -146,7 +145,6 @@ class PlannedPenalty:
             inner: The inner solver, by default a `NoisyGD`; or `"localized"`.
             inner_steps: The steps of that `NoisyGD`, or per round of `"localized"`,
                 where 100 are the default.
-            most_steps: The largest $T$.
             population: Whether the bound is to hold for the population.
             **fields: Further fields of `PenaltyBilevel`.
 
@@ -162,11 +160,10 @@ class PlannedPenalty:
         theorem = PenaltyTheorem.of(
             owner, problem, dimension_x, dimension_y, initial_gap, population
         )
-        _checks.count(owner, most_steps=most_steps)
         planner = _Planner(cls, owner, theorem, problem, budget, inner_steps)
 
         def made(sizes: Sizes) -> Fields:
-            return planner.least(inner, sizes, most_steps)
+            return planner.least(inner, sizes)
 
         return planner.kept(made, sizes, fields)
 
@@ -256,7 +253,7 @@ class _Planner:
         check_promise(self.owner, bound, theorem.everywhere, records)
         return solver(sizes)
 
-    def least(self, inner: Inner | None, sizes: Sizes, most_steps: int) -> Fields:
+    def least(self, inner: Inner | None, sizes: Sizes) -> Fields:
         """Return the fields with the least bound, as derived at `tuned`."""
         theorem = self.theorem
         simple = NoisyGD(1, theorem.constants.lower_lipschitz, 1.0)
@@ -274,19 +271,16 @@ class _Planner:
             terms = theorem.noise_terms(solver, self.problem)
             return [term ** (2 / 3) for term in terms]
 
-        def steps_at(penalty: float) -> tuple[float, float]:
-            noise = sum(powers(penalty)) ** 1.5  # V
-            return min(max(start / noise, 1.0), most_steps), noise
-
         def value(log_penalty: float) -> float:
-            steps, noise = steps_at(math.exp(log_penalty))
-            total = start / math.sqrt(steps) + noise * math.sqrt(steps)
-            return theorem.smoothness / math.exp(log_penalty) + total
+            noise = sum(powers(math.exp(log_penalty))) ** 1.5  # V
+            bias = theorem.smoothness / math.exp(log_penalty)
+            return bias + 2 * math.sqrt(start * noise)
 
         low = math.log(theorem.least_penalty[0])
         search: Any = {"bounds": (low, low + 30), "options": {"xatol": 1e-3}}
         penalty = math.exp(scipy.optimize.minimize_scalar(value, **search).x)
-        steps, shares = math.ceil(steps_at(penalty)[0]), powers(penalty)
+        shares = powers(penalty)
+        steps = math.ceil(start / sum(shares) ** 1.5)
         lower, penalized, outer = (share / sum(shares) for share in shares)
         chosen: Fields = {"num_steps": steps, "penalty": penalty, "inner": inner}
         # The last share is not used if the outer gradient is free.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -193,10 +194,11 @@ def check_promise(
         return
 
     def holds(n: int) -> bool:
-        try:
-            return bound(n) < trivial
-        except ValueError:
-            return False
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                return bound(n) < trivial
+            except ValueError:
+                return False
 
     low, step = records, 2
     while not (enough := holds(high := min(step * records, most))) and high < most:
