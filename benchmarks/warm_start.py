@@ -8,6 +8,8 @@ are those of Theorems 4.2 and 4.3. Run by `python -m benchmarks warm_start`.
 NON-PRIVATE evaluation: the excess is computed from the records.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,7 @@ def two_basins():
     radius = REACH + SHIFT
     zeros = ["upper_x", "upper_xx", "upper_xy", "lower_xy_spread", "lower_yy_spread"]
     zeros += [f"lower_{h}_in_{v}" for h in ("xy", "yy") for v in ("x", "y")]
+    none: Any = dict.fromkeys(zeros, 0.0)
     constants = dpb.bilevel.SecondOrderConstants(
         strong_convexity=1.0,
         solution_radius=radius,
@@ -44,7 +47,7 @@ def two_basins():
         lower_y_spread=SHIFT,
         lower_xy=1.0,
         lower_yy=1.0,
-        **dict.fromkeys(zeros, 0.0),
+        **none,
     )
     x_set = dpb.sets.Box(-jnp.full(1, REACH), jnp.full(1, REACH))
     return dpb.BilevelProblem(upper, lower, x_set=x_set, constants=constants)

@@ -1,7 +1,7 @@
 """Noisy descent along implicit hypergradients, private by declared constants."""
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import equinox as eqx
 import jax
@@ -195,18 +195,20 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         owner = "ImplicitBilevel.bound"
         _checks.positive(owner, initial_gap=initial_gap)
         certificate = certified.certificate_of(problem)
-        constants, sizes, eta = certificate.second_order, self.sizes, self.step_size
+        constants, eta = certificate.second_order, cast(Any, self.step_size)
         most = 1 / constants.smoothness
-        covered = isinstance(self.output, UniformIterate) and not isinstance(eta, Rule)
-        covered = covered and self.upper_clip_norm is None and sizes is not None
-        if not covered or eta > most * (1 + 1e-6):
+        rule = isinstance(self.step_size, Rule)
+        covered = isinstance(self.output, UniformIterate) and not rule
+        covered = covered and self.upper_clip_norm is None
+        if self.sizes is None or not covered or eta > most * (1 + 1e-6):
             raise ValueError(
                 f"{owner}: covers calibrated solvers with output=UniformIterate(), no "
                 f"upper_clip_norm and a number up to {most:.4g} as step_size."
             )
         x, dtype = w0[0], jnp.result_type(*jax.tree.leaves(w0))
-        error = float(sensitivities.hypergradient_error(certificate, sizes, dtype))
-        (release,) = self.ledger(problem, sizes).releases
+        given = certificate, self.sizes, dtype
+        error = float(sensitivities.hypergradient_error(*given))
+        release: Any = self.release(problem, self.sizes)
         noise = optax.tree.size(x) * release.noise_std**2
         drop = initial_gap / (eta * self.num_steps)
         if isinstance(problem.x_set, Euclidean):

@@ -240,8 +240,8 @@ class _Planner:
             return self.solver(**(self.common | chosen | fields))
 
         def bound(n: int) -> float:
-            both = (-(-size * n // records) for size in (sizes.upper, sizes.lower))
-            scaled = Sizes(*both, sizes.people)
+            upper, lower = (-(-v * n // records) for v in (sizes.upper, sizes.lower))
+            scaled = Sizes(upper, lower, sizes.people)
             found = solver(scaled)
             if found.penalty < theorem.least_penalty[0] and "penalty" not in fields:
                 return math.inf  # the theorem does not cover so large an accuracy

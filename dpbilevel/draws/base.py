@@ -177,7 +177,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
             raise ValueError(f"{owner}: calibrate the solver first.")
-        (draw,) = self.ledger(problem, self.sizes).releases
+        draw: Any = self.ledger(problem, self.sizes).releases[0]
         if not draw.guarantee.proved:
             raise ValueError(
                 f"{owner}: the sampler is cut short. Leave out its counts."

@@ -37,6 +37,8 @@ POISSON_STEPS = {
     "step_size": optax.adam(0.1),
     "output": dpb.outputs.Last(),
 }
+LOCALIZED = dpb.onelevel.LocalizedGD((4.0,), 3, 0.1, 1.0, first_radii=(8.0,))
+OTHER_INNER = dpb.onelevel.LocalizedGD((2.0, 1.0), 2, 0.05, 0.7)
 CONTRACT = {
     "penalty_both_levels": Case(
         QUADRATIC.problem,
@@ -61,7 +63,7 @@ CONTRACT = {
     ),
     "penalty_localized": Case(
         WEIGHTING,
-        small(inner=dpb.onelevel.LocalizedGD((4.0,), 3, 0.1, 1.0)),
+        small(inner=LOCALIZED, penalized_inner=OTHER_INNER),
         LEVELS,
         (X0, Y0),
         "disjoint",
@@ -255,6 +257,25 @@ def test_shares_split_the_squared_budget():
     ledger = solver.with_noise(2.0).ledger(problem, dpb.Sizes(10, 20))
     spent = [r.count / r.noise_multiplier**2 for r in ledger.releases]
     np.testing.assert_allclose(np.asarray(spent) * 2.0**2, split, rtol=1e-12)
+
+
+class ChargesOneInner(dpb.PenaltyBilevel):
+    """Makes the penalized runs of one solver and charges for those of the other."""
+
+    def ledger(self, problem, sizes):
+        one = dataclasses.replace(self, penalized_inner=None)
+        return dpb.PenaltyBilevel.ledger(one, problem, sizes)
+
+
+@pytest.mark.parametrize("kind", [dpb.PenaltyBilevel, ChargesOneInner])
+def test_each_inner_solver_is_charged_for_its_own_steps_and_clip_norm(kind):
+    given = {"step_size": 0.1, "penalized_inner": OTHER_INNER}
+    solver = kind(7, 5.0, LOCALIZED, **given).with_noise(2.0)
+    problem = examples()["quadratic"].problem
+    releases = solver.ledger(problem, dpb.Sizes(10, 20)).releases
+    found = [(r.count, max(q.clip_norm for q in r.queries)) for r in releases[:2]]
+    exact = found == [(7 * 3, 1.0), (7 * 4, 0.7)]
+    assert exact == (kind is dpb.PenaltyBilevel)
 
 
 def test_optax_optimizer_replaces_the_step_size():
