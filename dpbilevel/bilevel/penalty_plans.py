@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import scipy
 
 from .. import _checks
-from ..core.outputs import SmallestStep
+from ..core.outputs import SmallestStep, TailMean
 from ..core.plan import calibrated, check_promise, least_multiplier
 from ..core.solver import AbstractSolver
 from ..onelevel.localized import LocalizedGD, theorem_radii
@@ -123,6 +123,9 @@ class PlannedPenalty:
     ) -> Self:
         r"""Return a solver on full batches with the least `bound`.
 
+        The least bound is not the least error: steps are as short as the worst problem
+        needs, and longer ones without a bound are often better.
+
         Clip norms are the constants, $\eta = 1 / (\ell \kappa^3)$. For a penalty
         $\lambda$ let $a_i$ be the terms of the bound that lower solves, penalized
         solves and outer gradients would add if each had the whole budget of a run of
@@ -132,8 +135,9 @@ class PlannedPenalty:
         \qquad V = \Bigl(\sum_i a_i^{2/3}\Bigr)^{3/2},$$
 
         and $\lambda$ is found by a search. The bound does not depend on the number of
-        inner steps. By default it is the least one with which noiseless gradient
-        descent from anywhere is as near the solution as the noise allows.
+        inner steps. By default it is twice the least one with which noiseless gradient
+        descent from anywhere is as near the solution as the noise allows, and the
+        second half is averaged.
 
         Args:
             problem: As in `from_theorem`, and so are the next five.
@@ -293,6 +297,7 @@ class _Planner:
     def descent(self, penalty: float, error: float) -> NoisyGD:
         """Return gradient descent whose bias adds at most `error` to the bound.
 
+        It does so after half of its steps; the others are averaged against the noise.
         From anywhere in the set of solutions, on g + f / penalty, whose curvature is at
         least half of the strong convexity.
         """
@@ -300,8 +305,9 @@ class _Planner:
         smoothness = c.lower_smoothness + c.upper_smoothness / penalty
         apart = 2 * c.lower_lipschitz * penalty * c.kappa  # as in the bound
         needed = math.log(max(apart / error, math.e)) * 2 * smoothness
-        count = self.inner_steps or math.ceil(needed / c.strong_convexity)
-        return NoisyGD(count, c.lower_lipschitz, 1 / smoothness)
+        count = self.inner_steps or 2 * math.ceil(needed / c.strong_convexity)
+        given = count, c.lower_lipschitz, 1 / smoothness
+        return NoisyGD(*given, output=TailMean(0.5))
 
     def localized(self, sizes: Sizes, steps: int, penalty: float) -> Fields:
         """Return the fields of both inner `LocalizedGD`.

@@ -295,7 +295,7 @@ def tuned(n, problem=LINE, people="disjoint", delta=1e-7, **fields):
     return dpb.PenaltyBilevel.tuned(problem, budget, sizes, **(TUNED | fields))
 
 
-def test_tuned_is_at_least_as_good_as_a_grid_over_steps_penalties_and_splits():
+def test_tuned_is_better_than_other_steps_penalties_and_splits():
     n, problem = 10**6, dataclasses.replace(LINE, x_in_records=True)
     budget, sizes = dpb.PrivacyBudget(1.0, 1e-7), dpb.Sizes(n, n, "overlapping")
 
@@ -305,14 +305,14 @@ def test_tuned_is_at_least_as_good_as_a_grid_over_steps_penalties_and_splits():
 
     best = tuned(n, problem, "overlapping")
     found, others = bound(best), []
-    for steps in (best.num_steps // 2, best.num_steps, 2 * best.num_steps):
-        for factor in (0.5, 1.0, 2.0):
-            for split in (best.budget_split, (1.0, 1.0, 1.0), (0.4, 0.4, 0.2)):
-                changes = {"num_steps": steps, "penalty": factor * best.penalty}
-                changed = dataclasses.replace(best, budget_split=split, **changes)
-                others.append(bound(changed))
+    for factor in (0.5, 2.0):
+        changes = {"num_steps": int(factor * best.num_steps)}
+        others += [bound(dataclasses.replace(best, **changes))]
+        others += [bound(dataclasses.replace(best, penalty=factor * best.penalty))]
+    for split in ((1.0, 1.0, 1.0), (0.2, 0.2, 0.6)):
+        others += [bound(dataclasses.replace(best, budget_split=split))]
     assert found <= min(others) * (1 + 1e-4)
-    assert max(others) > 1.2 * found  # the control: the choices matter
+    assert min(others) > 1.005 * found  # the control: the choices matter
 
 
 def test_tuned_promises_less_than_half_of_the_theorems_bound_and_refuses_few_records():
@@ -334,7 +334,8 @@ def test_tuned_inner_descent_is_as_near_as_the_noise_allows():
     budget, sizes = dpb.PrivacyBudget(1.0, 1e-7), dpb.Sizes(10**6, 10**6, "disjoint")
     plan = dpb.calibrate(LINE, solver, budget, sizes=sizes)
     release = plan.solver.ledger(LINE, sizes).releases[1]
-    steps = solver.inner.num_steps
+    steps = solver.inner.num_steps // 2  # the others are averaged
+    assert solver.inner.output == dpb.outputs.TailMean(0.5)
     noise = release.noise_std / (release.count / solver.num_steps) ** 0.5 * 10**0.5
     left = (1 - 0.5 * float(solver.inner.step_size)) ** np.asarray([steps, steps // 2])
     assert 4.0 * left[0] <= noise < 4.0 * left[1]
@@ -375,7 +376,9 @@ def test_a_localized_inner_solver_takes_its_first_radii_in_the_first_step_alone(
     np.testing.assert_allclose(y[1:], y[:1].repeat(len(y) - 1, 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("inner", [None, "localized"])
+@pytest.mark.parametrize(
+    "inner", [None, pytest.param("localized", marks=pytest.mark.slow)]
+)
 def test_a_tuned_run_on_the_lower_bound_instance_keeps_the_promise(inner):
     n = 20_000
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (n, 3), p=[0.2, 0.8])
