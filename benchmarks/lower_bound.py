@@ -150,17 +150,19 @@ def solvers(setting, problem):
         settings = {"dimension": setting.dimension_x, "convex": True}
         draw = dpb.draws.RegularizedExponentialMechanism(sampler, **settings)
         yield "regularized draw", proved, draw
-    try:
-        axes = "dimension_x", "dimension_y"
-        dimensions = {axis: getattr(setting, axis) for axis in axes}
-        given = problem, setting.budget, setting.sizes
-        planned = dpb.PenaltyBilevel.from_theorem(
-            *given, **dimensions, initial_gap=GAP, inner=inner
-        )
-    except ValueError as refusal:
-        print(f"not run: {refusal}")
-    else:
-        yield "penalty, as in Theorem 4", problem, planned
+    yield "penalty, as in Theorem 4", problem, as_in_theorem(setting, problem, inner)
+
+
+def as_in_theorem(setting, problem, inner):
+    """Parameters of the theorem, also where `from_theorem` refuses its bound."""
+    theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
+    full = dpb.privacy.FullBatch()
+    alpha = theorem.accuracy(setting.epsilon, setting.records, full)
+    steps = math.ceil(GAP * theorem.smoothness / alpha**2)
+    clip_norms = theorem.outer_lipschitz, theorem.constants.upper_lipschitz
+    fields = {"step_size": 1 / theorem.smoothness, "output": dpb.outputs.SmallestStep()}
+    penalty = theorem.smoothness / alpha
+    return dpb.PenaltyBilevel(steps, penalty, inner, *clip_norms, **fields)
 
 
 def runner(setting):

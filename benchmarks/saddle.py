@@ -33,6 +33,7 @@ import scipy.optimize
 
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
+from dpbilevel.games.base import TheoremConstants
 
 from . import pages
 
@@ -160,6 +161,12 @@ def evaluated(family, solver, n):
     return [float(one(solver, k)) for k in jax.random.split(jax.random.key(0), KEYS)]
 
 
+def tuned(kind, problem, n, dimension, passes, most_steps):
+    """Return the solver of `tuned`, also where that refuses its bound."""
+    constants = TheoremConstants.of(problem, dimension, n)
+    return kind(**kind.tuned_fields(constants, BUDGET, passes, most_steps))
+
+
 def unhidden(family, solver):
     """Return the gap of the same steps on the true mean, without noise."""
     exact = dataclasses.replace(
@@ -177,10 +184,8 @@ def gaps(name, variant, n):
     # Noise across a simplex is projected away, but a proximal point rounds there, too.
     nseg = variant.method == "NSEG"
     dimension = family.problem.w_set.dimension(family.w0) if nseg else 2 * SIDE
-    settings = {"passes": variant.passes, "most_steps": n**variant.power}
-    solver = METHODS[variant.method].tuned(
-        family.problem, BUDGET, n, dimension=dimension, **settings
-    )
+    given = family.problem, n, dimension, variant.passes, n**variant.power
+    solver = tuned(METHODS[variant.method], *given)
     solver = dpb.calibrate(family.problem, solver, BUDGET, sizes=n, w0=family.w0).solver
     promised = solver.bound(family.problem, dimension=dimension)
     found = evaluated(family, solver, n)
@@ -244,7 +249,7 @@ def pure_game(n, rows, columns):
     family = dataclasses.replace(family, draw=lambda *_: records, gap=on_records)
     problem, dimension = family.problem, family.problem.w_set.dimension(family.w0)
     kind, tail, found = dpb.games.NoisyExtragradient, dpb.outputs.TailMean(0.5), []
-    solvers = [kind.tuned(problem, BUDGET, n, dimension=dimension, passes="single")]
+    solvers = [tuned(kind, problem, n, dimension, "single", n)]
     solvers += [kind(100, c, 0.5, output=tail) for c in (problem.bound, 2.0)]
     for solver in solvers:
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=n, w0=family.w0)

@@ -1,6 +1,6 @@
 """Two bilevel solvers in turn: the released answer of one starts the other."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -9,9 +9,12 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from ..bilevel.certificates.certified import certificate_of
+from ..bilevel.implicit import ImplicitBilevel
 from ..bilevel.pipeline import AbstractStages, with_prefix
-from ..bilevel.problem import BilevelProblem
+from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.solver import AbstractSolver
+from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from .sources import SourceWeighting
@@ -50,6 +53,50 @@ class WarmStarted(AbstractStages[_State]):
     budget_split: tuple[float, float] = _checks.split_field(0.5, 0.5)
     stages: ClassVar = {FIRST: SourceWeighting, THEN: BilevelProblem}
     in_config: ClassVar[bool] = True
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Sizes,
+        *,
+        first: AbstractSolver[BilevelProblem, Any],
+        dimension_x: int,
+        **fields: Any,
+    ) -> Self:
+        r"""Return a draw and the implicit steps of the theorem after it.
+
+        The steps are those of `ImplicitBilevel.from_theorem` for half of $\varepsilon$
+        and $\delta$ and the gap of the draw, $\Psi d_x / (\varepsilon n / 2)$ with
+
+        $$\Psi = L_{fx} D_x + 2 L_{fy} r + \frac{L_{fy} L_{gy}}{\mu_g},$$
+
+        $r$ the radius of the lower solutions; constants and logarithms are 1.
+
+        Args:
+            problem: A problem with a certificate on a bounded set of $x$.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n$ is the smaller of the two levels.
+            first: A `draws.ExponentialMechanism` whose sampler covers the set.
+            dimension_x: $d_x$.
+            **fields: Further fields of `WarmStarted`.
+
+        Raises:
+            ValueError: As `ImplicitBilevel.from_theorem`.
+
+        References:
+            Lowy and Liu, Theorem 4.3 and Algorithm 2.
+        """
+        known = certificate_of(problem).second_order
+        half = PrivacyBudget(budget.epsilon / 2, budget.delta / 2)
+        reach = known.upper_x and known.upper_x * float(problem.x_set.diameter)
+        solution = 2 * known.solution_radius + known.lower_y / known.strong_convexity
+        scale = half.epsilon * min(sizes.upper, sizes.lower)
+        gap = (reach + known.upper_y * solution) * dimension_x / scale
+        given: Any = {"dimension_x": dimension_x, "initial_gap": gap}
+        then = ImplicitBilevel.from_theorem(problem, half, sizes, **given)
+        return cls(first, then, **fields)
 
     @property
     def num_steps(self) -> int:

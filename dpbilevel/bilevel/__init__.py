@@ -8,7 +8,6 @@ from .implicit import ImplicitBilevel
 from .lower_first import LowerFirst
 from .one_level import OneLevel
 from .penalty import PenaltyBilevel
-from .penalty_theorem import theorem_accuracy
 from .problem import BilevelProblem, Levels, Sizes
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
@@ -28,6 +27,5 @@ __all__ = [
     "SecondOrderConstants",
     "SingleLoopBilevel",
     "Sizes",
-    "theorem_accuracy",
     "zoo",
 ]

@@ -1,7 +1,7 @@
 """Noisy descent along implicit hypergradients, private by declared constants."""
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import equinox as eqx
 import jax
@@ -12,12 +12,14 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive, check_fields
-from ..core.descent import Descent, Memory, StepSize, as_rule
+from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
 from ..core.outputs import AbstractOutput, UniformIterate
+from ..core.plan import check_promise
 from ..core.solver import AbstractNoisySolver
 from ..privacy import Basis, Neighbours, PrivacyBudget, Release
 from ..privacy.noise import derive
 from ..privacy.releases import CertifiedRelease
+from ..sets import Euclidean
 from .certificates import certified, sensitivities
 from .problem import BilevelProblem, Sizes
 
@@ -135,7 +137,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         Raises:
             ValueError: There is no certificate, or the theorem bounds the hypergradient
                 of its answer by more than the constants do everywhere. The message has
-                the number of records and the epsilon from which on it is not.
+                the number of records from which on it does not.
 
         References:
             Lowy and Liu, Theorem C.3.
@@ -147,24 +149,72 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         _checks.count(owner, dimension_x=dimension_x)
         _checks.positive(owner, initial_gap=initial_gap)
         _checks.fraction(owner, delta=budget.delta)
-        scale = math.sqrt(dimension_x * math.log(1 / budget.delta))
-        scale /= budget.epsilon * min(sizes.upper, sizes.lower)
+        records = min(sizes.upper, sizes.lower)
         drop = math.sqrt(constants.smoothness * initial_gap)
-        promised = math.sqrt(constants.sensitivity_constant * drop * scale)
-        if promised >= constants.upper_total:
-            # The promise falls like 1 / sqrt(epsilon n).
-            factor = 1.001 * (promised / constants.upper_total) ** 2
-            records = math.ceil(factor * min(sizes.upper, sizes.lower))
-            raise ValueError(
-                f"{owner}: hopeless: the theorem promises a hypergradient of norm "
-                f"{promised:.3g}, but none is longer than {constants.upper_total:.3g}. "
-                f"Use {records} records, epsilon {factor * budget.epsilon:.4g}, a "
-                "larger strong convexity, or PenaltyBilevel."
-            )
-        steps = math.ceil(drop / (constants.sensitivity_constant * scale))
+        noise = math.sqrt(dimension_x * math.log(1 / budget.delta)) / budget.epsilon
+        noise *= constants.sensitivity_constant
+
+        def promised(n: int) -> float:
+            return math.sqrt(drop * noise / n)
+
+        check_promise(owner, promised, constants.upper_total, records)
+        steps = math.ceil(records * drop / noise)
         step_size = 1 / (2 * constants.smoothness)
         defaults: Any = {"num_steps": max(steps, 1), "step_size": step_size}
         return cls(**(defaults | fields))
+
+    def bound(
+        self, problem: BilevelProblem, w0: PyTree, *, initial_gap: float
+    ) -> float:
+        r"""Return a bound on the hypergradient at the answer of a calibrated solver.
+
+        It bounds the root of the expected square, $(E \|\nabla \Phi\|^2)^{1/2}$, with
+        the noise $\sigma$ of the plan and $b$ the largest error of a computed
+        hypergradient. Without a set of $x$ the square is at most
+
+        $$\frac{2 \Delta}{\eta T} + b^2 + \eta \beta_\Phi d_x \sigma^2,$$
+
+        with a set it is of the gradient mapping of step size $\eta$, and at most
+
+        $$\frac{8 \Delta}{\eta T} + 28 b^2 + 12 d_x \sigma^2.$$
+
+        Args:
+            problem: The problem that the solver is calibrated for.
+            w0: The initial point, for its dtype and shapes.
+            initial_gap: $\Delta \ge \Phi(x_0) - \inf \Phi$.
+
+        Raises:
+            ValueError: The solver is not calibrated, or the derivation does not cover
+                it: its output is not `UniformIterate`, $\eta$ is no number or above $1
+                / \beta_\Phi$, or there is an `upper_clip_norm`.
+
+        References:
+            Lowy and Liu, Theorem C.3 with the noise of the plan; derived with all
+            constants in docs/mathematics.md.
+        """
+        owner = "ImplicitBilevel.bound"
+        _checks.positive(owner, initial_gap=initial_gap)
+        certificate = certified.certificate_of(problem)
+        constants, eta = certificate.second_order, cast(Any, self.step_size)
+        most = 1 / constants.smoothness
+        rule = isinstance(self.step_size, Rule)
+        covered = isinstance(self.output, UniformIterate) and not rule
+        covered = covered and self.upper_clip_norm is None
+        if self.sizes is None or not covered or eta > most * (1 + 1e-6):
+            raise ValueError(
+                f"{owner}: covers calibrated solvers with output=UniformIterate(), no "
+                f"upper_clip_norm and a number up to {most:.4g} as step_size."
+            )
+        x, dtype = w0[0], jnp.result_type(*jax.tree.leaves(w0))
+        given = certificate, self.sizes, dtype
+        error = float(sensitivities.hypergradient_error(*given))
+        release: Any = self.release(problem, self.sizes)
+        noise = optax.tree.size(x) * release.noise_std**2
+        drop = initial_gap / (eta * self.num_steps)
+        if isinstance(problem.x_set, Euclidean):
+            scaled = eta * constants.smoothness * noise
+            return math.sqrt(2 * drop + error**2 + scaled)
+        return math.sqrt(8 * drop + 28 * error**2 + 12 * noise)
 
     @property
     @override

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -15,13 +15,12 @@ from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
 from ..core.descent import Descent, Memory, SkippedUpdates, StepSize, as_rule
 from ..core.loop import inner_solve
-from ..core.outputs import SmallestStep
 from ..core.solver import AbstractIterative, AbstractSolver
+from ..onelevel.localized import restarted
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy import FullBatch, Gaussian, Ledger, Neighbours, PrivacyBudget, Release
+from ..privacy import Gaussian, Ledger, Neighbours, Release
 from ..privacy.noise import derive
 from ..privacy.rows import ForecastRow
-from ..privacy.sampling.base import AbstractSampling
 from .levels import Level, levels_queries, lower_level, penalized_level
 from .penalty_gradients import (
     penalty_gradients,
@@ -30,7 +29,7 @@ from .penalty_gradients import (
     rows_of_steps,
     shortened_in_x,
 )
-from .penalty_theorem import PenaltyTheorem, averaged_std
+from .penalty_plans import PlannedPenalty
 from .pipeline import with_prefix
 from .problem import BilevelProblem, Levels, Sizes
 
@@ -49,7 +48,9 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
+class PenaltyBilevel(
+    PlannedPenalty, AbstractSolver[BilevelProblem, _State], AbstractIterative
+):
     r"""Bilevel descent with two private inner solves and one noisy outer gradient.
 
     One step at $x_t$ with penalty $\lambda$:
@@ -73,7 +74,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
             $1/\lambda$, the effect of inner noise on it grows like $\lambda$.
         inner: The solver of both inner problems, for instance
             `NoisyGD(num_steps=10, step_size=1.0, clip_norm=1.0)`. Its `clip_norm`
-            bounds $\nabla_y g(x, y; z)$.
+            bounds $\nabla_y g(x, y; z)$. A `LocalizedGD` takes its `first_radii` in the
+            first outer step.
         clip_norm: The bound $C_x$ on $\lambda (\nabla_x g(x, z_t; z) - \nabla_x g(x,
             y_t; z))$ of one lower record; it includes the factor $\lambda$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
@@ -82,6 +84,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
             public term, or an optax optimizer fed with $\tilde g_t$.
         sampling: How the batches of the outer gradient are drawn. Inner solves use
             `inner.sampling`.
+        penalized_inner: The solver of the penalized problem, by default `inner`.
         run_noise: The mechanism of a single release on full batches that the whole run
             amounts to; not that of a step. `calibrate` sets it.
         budget_split: The split of the squared budget over lower solves, penalized
@@ -112,6 +115,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    penalized_inner: AbstractSolver | None = eqx.field(default=None, kw_only=True)
     run_noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = _checks.split_field(0.4, 0.4, 0.2)
     problem_type: ClassVar[type] = BilevelProblem
@@ -119,138 +123,32 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
-        if not isinstance(self.inner, AbstractSolver) or not issubclass(
-            AbstractFiniteSum, self.inner.problem_type
-        ):
-            raise TypeError(
-                f"{owner}: inner must solve a one-level problem, such as NoisyGD(...)."
-            )
+        for inner in self.inner_solvers:
+            if not isinstance(inner, AbstractSolver) or not issubclass(
+                AbstractFiniteSum, inner.problem_type
+            ):
+                raise TypeError(
+                    f"{owner}: inner must solve a one-level problem, such as "
+                    "NoisyGD(...)."
+                )
         check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"
         _checks.budget_split(owner, self.budget_split, *parts)
-        if getattr(self.inner, "noise_multiplier", None) is not None:
-            raise ValueError(
-                f"{owner}: inner has a noise_multiplier. Give inner without it."
-            )
-        if self.inner.neighbours is not self.run_noise.neighbours:
-            raise ValueError(f"{owner}: give run_noise and inner the same relation.")
+        for inner in self.inner_solvers:
+            if getattr(inner, "noise_multiplier", None) is not None:
+                raise ValueError(
+                    f"{owner}: inner has a noise_multiplier. Give inner without it."
+                )
+            if inner.neighbours is not self.run_noise.neighbours:
+                raise ValueError(
+                    f"{owner}: give run_noise and inner the same relation."
+                )
 
-    @classmethod
-    def from_theorem(
-        cls,
-        problem: BilevelProblem,
-        budget: PrivacyBudget,
-        sizes: Sizes,
-        *,
-        dimension_x: int,
-        dimension_y: int,
-        initial_gap: float,
-        inner: AbstractSolver,
-        sampling: AbstractSampling | Literal["theorem"] = FullBatch(),
-        population: bool = False,
-        **fields: Any,
-    ) -> Self:
-        r"""Return a solver with the parameters of the theorems; hidden constants are 1.
-
-        With $\ell$, $\kappa$ of the constants, $\Delta$ the initial gap and $\alpha$
-        the promised accuracy (`theorem_accuracy`), $\lambda = \ell \kappa^3 / \alpha$,
-        $\eta = 1 / (\ell \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2
-        \rceil$, $C_f = L_0^f$, $C_x = \ell \kappa$ and
-
-        $$\alpha = K_1 \Bigl(\frac{\sqrt{d_x}}{\varepsilon n}\Bigr)^{1/2} + K_2
-        \Bigl(\frac{\sqrt{d_y}}{\varepsilon n}\Bigr)^{1/3} + \ell \kappa
-        \sqrt{\frac1b - \frac1n} + \ell \kappa^3 \sqrt{\frac{d_x}{n}},$$
-
-        $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$, $K_2 = \Delta^{1/6} \ell^{5/6}
-        \kappa^{11/6}$. The third term is that of batches of $b$ records, the fourth
-        that of the population. If no record's loss reads $x$ the outer gradient is
-        free, and the first and the third are left out.
-
-        Args:
-            problem: A problem with declared `Constants`.
-            budget: $\varepsilon$ of the whole run.
-            sizes: $n$ is the smaller of the two levels.
-            dimension_x: $d_x$.
-            dimension_y: $d_y$.
-            initial_gap: $\Delta \ge F(x_0) - \inf F$.
-            inner: The inner solver, for instance from `LocalizedGD.from_theorem`.
-            sampling: The batches of the outer gradient, or `"theorem"` for the smallest
-                ones whose error is at most that of privacy: $b = (\ell \kappa /
-                \alpha_0)^2$ with $\alpha_0$ the first two terms.
-            population: Whether $\alpha$ is to hold for the population of the records.
-            **fields: Further fields of `PenaltyBilevel`.
-
-        Raises:
-            ValueError: The theorem does not cover so large an $\alpha$, or its bound is
-                no better than one that holds everywhere or at the start. The message
-                has the number of records and the epsilon from which on it is.
-
-        References:
-            Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population). The
-            last two terms of $\alpha$ are derived in docs/mathematics.md: Theorem 11
-            prints $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
-        """
-        owner = "PenaltyBilevel.from_theorem"
-        theorem = PenaltyTheorem.of(
-            owner, problem, dimension_x, dimension_y, initial_gap, population
-        )
-        alpha = theorem.promised(owner, problem, budget, sizes, sampling)
-        epsilon, records = budget.epsilon, min(sizes.upper, sizes.lower)
-        defaults: dict[str, Any] = {
-            "num_steps": math.ceil(initial_gap * theorem.smoothness / alpha**2),  # T
-            "penalty": theorem.smoothness / alpha,  # lambda
-            "step_size": 1 / theorem.smoothness,  # eta
-            "clip_norm": theorem.outer_lipschitz,
-            "upper_clip_norm": theorem.constants.upper_lipschitz,
-            "sampling": theorem.outer_sampling(epsilon, records, sampling),
-            "output": SmallestStep(),
-        }
-        return cls(inner=inner, **(defaults | fields))
-
-    def bound(
-        self,
-        problem: BilevelProblem,
-        *,
-        dimension_x: int,
-        dimension_y: int,
-        initial_gap: float,
-        population: bool = False,
-    ) -> float:
-        r"""Return the theorems' bound on a calibrated solver's gradient mapping.
-
-        It bounds the norm of the gradient mapping at the answer, up to absolute
-        constants and logarithms, with the noise of the plan.
-
-        Args:
-            problem: A problem with declared `Constants`.
-            dimension_x: $d_x$.
-            dimension_y: $d_y$.
-            initial_gap: $\Delta \ge F(x_0) - \inf F$.
-            population: Whether it is to hold for the population of the records.
-
-        Raises:
-            ValueError: The solver is not calibrated, or no theorem covers it: its
-                output is not `SmallestStep`, a clip norm is below the constants, $\eta$
-                is no number or above $1 / (\ell \kappa^3)$, or $\lambda < 2 \kappa$.
-        """
-        owner, sizes = "PenaltyBilevel.bound", self.sizes
-        theorem = PenaltyTheorem.of(
-            owner, problem, dimension_x, dimension_y, initial_gap, population
-        )
-        if sizes is None:
-            raise ValueError(
-                f"{owner}: give a solver from dpbilevel.calibrate(...).solver."
-            )
-        theorem.check_covers(owner, self)
-        of_lower, of_penalized, noise = self._parts(problem)
-        lower, penalized = self._levels(problem, None)
-        ledgers = of_lower.ledger(lower, sizes), of_penalized.ledger(penalized, sizes)
-        outer = 0.0
-        if noise is not None:
-            outer = self._outer(problem, noise, sizes).noise_std
-        return theorem.bound(
-            self, min(sizes.upper, sizes.lower), sum(map(averaged_std, ledgers)), outer
-        )
+    @property
+    def inner_solvers(self) -> tuple[AbstractSolver, AbstractSolver]:
+        """Solvers of the lower and of the penalized problem, without noise."""
+        penalized = self.penalized_inner
+        return self.inner, self.inner if penalized is None else penalized
 
     @property
     @override
@@ -269,6 +167,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
     def step(self, problem, data, state, *, key) -> _State:
         key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
         of_lower, of_penalized, noise = self._parts(problem)
+        of_lower, of_penalized = restarted((of_lower, of_penalized), state.t)
         lower, penalized = self._levels(problem, state.x)
 
         # Algorithm 1: private solutions y and z of both strongly convex problems.
@@ -307,13 +206,20 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
 
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
+        lower, penalized, outer = self.ledgers(problem, sizes)
+        total = lower.named(LOWER) + penalized.named(PENALIZED) + outer
+        return total.repeat(self.num_steps)
+
+    def ledgers(self, problem: BilevelProblem, sizes: Sizes) -> tuple[Ledger, ...]:
+        """Return the ledgers of one step: both inner solves and the outer gradient."""
         of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, None)
-        total = of_lower.ledger(lower, sizes).named(LOWER)
-        total += of_penalized.ledger(penalized, sizes).named(PENALIZED)
-        if noise is not None:
-            total += Ledger((self._outer(problem, noise, sizes),), sizes.people)
-        return total.repeat(self.num_steps)
+        outer = () if noise is None else (self._outer(problem, noise, sizes),)
+        return (
+            of_lower.ledger(lower, sizes),
+            of_penalized.ledger(penalized, sizes),
+            Ledger(outer, sizes.people),
+        )
 
     @override
     def ledger_of_steps(self, problem, sizes, done) -> Ledger:
@@ -326,8 +232,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
 
     @override
     def dimensions(self, w0):
-        inner = self.inner.dimensions(w0[1])
-        both = with_prefix(LOWER, inner) | with_prefix(PENALIZED, inner)
+        lower, penalized = (inner.dimensions(w0[1]) for inner in self.inner_solvers)
+        both = with_prefix(LOWER, lower) | with_prefix(PENALIZED, penalized)
         return both | {OUTER: optax.tree.size(w0[0])}
 
     @override
@@ -367,11 +273,13 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State], AbstractIterative):
         def part(share):
             return noise.scaled((total / share) ** 0.5)
 
-        def inner(share):
-            solver = self.inner.with_noise(part(share).multiplier)
-            return solver.with_sizes(self.sizes)
-
-        return inner(lower), inner(penalized), part(outer) if meets_x else None
+        of_lower, of_penalized = (
+            solver.with_noise(part(share).multiplier).with_sizes(self.sizes)
+            for solver, share in zip(
+                self.inner_solvers, (lower, penalized), strict=True
+            )
+        )
+        return of_lower, of_penalized, part(outer) if meets_x else None
 
     def _levels(self, problem: BilevelProblem, x: PyTree) -> tuple[Level, Level]:
         """Return the lower and the penalized `Level` at `x`.

@@ -2,17 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from .. import _checks
 from ..core.descent import Rule
 from ..core.outputs import SmallestStep
 from ..core.proximal import check_smooth
-from ..privacy import FullBatch, Ledger, Poisson, PrivacyBudget
+from ..privacy import FullBatch, Ledger, Poisson
 from ..privacy.sampling.base import AbstractSampling
 from .certificates.constants import Constants
-from .problem import BilevelProblem, Sizes
+from .problem import BilevelProblem
 
 Batches = AbstractSampling | Literal["theorem"]
 
@@ -108,7 +107,7 @@ class PenaltyTheorem:
         found = self.empirical(epsilon, records) + self.batch_error(batches, records)
         return found + self.generalization_error(records)
 
-    def bound(self, solver: Any, records: int, inner: float, outer: float) -> float:
+    def bound(self, solver: Any, problem: BilevelProblem) -> float:
         r"""Return the proof's bound on the gradient mapping for any parameters.
 
         $$\frac{\ell \kappa^3}{\lambda} + \sqrt{\frac{\Delta}{\eta T}} + \sigma
@@ -120,82 +119,59 @@ class PenaltyTheorem:
         their noise allows: off by $\sigma_{in} \sqrt{d_y} / \mu_g$.
 
         Args:
-            solver: A calibrated `PenaltyBilevel`.
-            records: $n$.
-            inner: $\sigma_{in}$, the `averaged_std` of both inner runs, added up.
-            outer: $\sigma$ of one outer gradient.
+            solver: A calibrated `PenaltyBilevel` that the theorem covers.
+            problem: Its problem.
         """
-        penalty, kappa = float(solver.penalty), self.constants.kappa
+        records = min(solver.sizes.upper, solver.sizes.lower)
         return (
-            self.smoothness / penalty
+            self.smoothness / float(solver.penalty)
             + math.sqrt(self.initial_gap / (solver.step_size * solver.num_steps))
-            + outer * math.sqrt(self.dimension_x)
-            + penalty * kappa * inner * math.sqrt(self.dimension_y)
+            + sum(self.noise_terms(solver, problem))
             + self.batch_error(solver.sampling, records)
             + self.generalization_error(records)
         )
 
+    def noise_terms(
+        self, solver: Any, problem: BilevelProblem
+    ) -> tuple[float, float, float]:
+        """Return the terms of lower solves, penalized solves and outer gradients."""
+        of_lower, of_penalized, outer = solver.ledgers(problem, solver.sizes)
+        scale = float(solver.penalty) * self.constants.kappa
+        inner = scale * math.sqrt(self.dimension_y)
+        noise = sum(release.noise_std for release in outer.releases)  # at most one
+        return (
+            inner * averaged_std(of_lower),
+            inner * averaged_std(of_penalized),
+            noise * math.sqrt(self.dimension_x),
+        )
+
     @property
-    def limits(self) -> dict[str, float]:
-        r"""Upper limits of $\alpha$, by the reason for each.
+    def everywhere(self) -> float:
+        r"""Bound $L_0^f (1 + L_1^g / \mu_g)$ on the length of every hypergradient."""
+        c = self.constants
+        return c.upper_lipschitz * (1 + c.lower_smoothness / c.strong_convexity)
 
-        The penalty $\ell \kappa^3 / \alpha$ has to be at least $2 \kappa$, $L_0^f /
-        L_0^g$, $L_1^f / L_1^g$ and $\ell \kappa / \Delta$, and $\|\nabla F\| \le L_0^f
-        (1 + L_1^g / \mu_g)$ everywhere.
-        """
-        c, smoothness = self.constants, self.smoothness
-        least = {
-            "2 kappa": 2 * c.kappa,
-            "upper_lipschitz / lower_lipschitz": c.upper_lipschitz / c.lower_lipschitz,
-            "upper_smoothness / lower_smoothness": (
-                c.upper_smoothness / c.lower_smoothness
+    @property
+    def least_penalty(self) -> tuple[float, str]:
+        """Least penalty that the lemmas of the proof admit, and its name."""
+        c = self.constants
+        return max(
+            (2 * c.kappa, "2 kappa"),
+            (
+                c.upper_lipschitz / c.lower_lipschitz,
+                "upper_lipschitz / lower_lipschitz",
             ),
-            "ell kappa / initial_gap": c.ell * c.kappa / self.initial_gap,
-        }
-        everywhere = c.upper_lipschitz * (1 + c.lower_smoothness / c.strong_convexity)
-        limits = {"no hypergradient is longer by the constants": everywhere}
-        for name, value in least.items():
-            why = f"the penalty has to be at least {name} = {value:.4g}"
-            limits[why] = smoothness / value if value else math.inf
-        return limits
-
-    def promised(
-        self,
-        owner: str,
-        problem: BilevelProblem,
-        budget: PrivacyBudget,
-        sizes: Sizes,
-        sampling: Batches,
-    ) -> float:
-        r"""Return the accuracy $\alpha$; raise if it is not below all `limits`.
-
-        Raises:
-            ValueError: With the number of records and the epsilon that it takes.
-        """
-        _checks.instance(owner, PrivacyBudget, budget=budget)
-        problem.check_sizes(owner, sizes)
-        epsilon, records = budget.epsilon, min(sizes.upper, sizes.lower)
-        if isinstance(sampling, str):
-            _checks.one_of(owner, "sampling", sampling, ("theorem",))
-        else:
-            _checks.instance(owner, AbstractSampling, sampling=sampling)
-        promised = self.accuracy(epsilon, records, sampling)
-        why, limit = min(self.limits.items(), key=lambda item: item[1])
-        if promised < limit:
-            return promised
-        more = _least(lambda n: self.accuracy(epsilon, n, sampling) < limit, records)
-        larger = _least(lambda e: self.accuracy(e, records, sampling) < limit, epsilon)
-        ways = [] if more is None else [f"{math.ceil(more)} records at this epsilon"]
-        ways += [] if larger is None else [f"epsilon {larger:.4g} with these records"]
-        raise ValueError(
-            f"{owner}: hopeless: the theorem promises {promised:.4g} with {records} "
-            f"records at epsilon {epsilon:.4g}, not below {limit:.4g}: {why}. Use "
-            f"{', or '.join(ways) or 'larger batches, or a problem of smaller kappa'}."
+            (
+                c.upper_smoothness / c.lower_smoothness,
+                "upper_smoothness / lower_smoothness",
+            ),
+            (c.ell * c.kappa / self.initial_gap, "ell kappa / initial_gap"),
         )
 
     def check_covers(self, owner: str, solver: Any) -> None:
         """Raise `ValueError` if no theorem is about a `PenaltyBilevel`."""
-        c, fault = self.constants, None
+        c, fault, (least, name) = self.constants, None, self.least_penalty
+        clip_norms = [getattr(v, "clip_norm", math.inf) for v in solver.inner_solvers]
         if type(solver.output) is not SmallestStep:
             fault = "use output=SmallestStep()"
         elif solver.clip_norm < self.outer_lipschitz * (1 - 1e-6) and self.outer:
@@ -206,55 +182,12 @@ class PenaltyTheorem:
             fault = "use a number as step_size"
         elif solver.step_size > (1 + 1e-6) / self.smoothness:
             fault = f"use step_size of at most {1 / self.smoothness:.4g}"
-        elif solver.penalty < (1 - 1e-6) * 2 * c.kappa:
-            fault = f"use penalty of at least 2 kappa = {2 * c.kappa:.4g}"
+        elif solver.penalty < (1 - 1e-6) * least:
+            fault = f"use penalty of at least {name} = {least:.4g}"
+        elif min(clip_norms) < c.lower_lipschitz * (1 - 1e-6):
+            fault = f"use inner with clip_norm of at least {c.lower_lipschitz:.4g}"
         if fault is not None:
             raise ValueError(f"{owner}: no theorem covers this solver; {fault}.")
-
-
-def theorem_accuracy(
-    problem: BilevelProblem,
-    budget: PrivacyBudget,
-    sizes: Sizes,
-    *,
-    dimension_x: int,
-    dimension_y: int,
-    initial_gap: float,
-    sampling: Batches = FullBatch(),
-    population: bool = False,
-) -> float:
-    r"""Return the accuracy $\alpha$ that `PenaltyBilevel.from_theorem` plans for.
-
-    The theorem bounds the norm of the gradient mapping at the answer by $\alpha$, up to
-    absolute constants and logarithms. `PenaltyBilevel.bound` is the bound with the
-    noise of a plan instead.
-
-    Args:
-        problem: A problem with declared `Constants`.
-        budget: $\varepsilon$ of the whole run.
-        sizes: $n$ is the smaller of the two levels.
-        dimension_x: $d_x$.
-        dimension_y: $d_y$.
-        initial_gap: $\Delta \ge F(x_0) - \inf F$.
-        sampling: The batches of the outer gradient, or `"theorem"`.
-        population: Whether $\alpha$ is to hold for the population of the records.
-
-    Raises:
-        ValueError: As `PenaltyBilevel.from_theorem`.
-        TypeError: The problem has one level, or declares no `Constants`.
-
-    Privacy:
-        Touches no data.
-
-    References:
-        Kornowski, "Differentially private bilevel optimization", Theorems 4, 11 and 13.
-    """
-    owner = "theorem_accuracy"
-    _checks.instance(owner, BilevelProblem, problem=problem)
-    theorem = PenaltyTheorem.of(
-        owner, problem, dimension_x, dimension_y, initial_gap, population
-    )
-    return theorem.promised(owner, problem, budget, sizes, sampling)
 
 
 def averaged_std(ledger: Ledger) -> float:
@@ -263,15 +196,3 @@ def averaged_std(ledger: Ledger) -> float:
     if any(release.noise_std == 0 for release in releases):
         return 0.0
     return sum(release.count / release.noise_std**2 for release in releases) ** -0.5
-
-
-def _least(holds: Callable[[float], bool], start: float) -> float | None:
-    """Return about the least number above `start` where `holds` is true, or `None`."""
-    high = next((2.0**k for k in range(1, 100) if holds(start * 2.0**k)), None)
-    if high is None:
-        return None
-    low = high / 2
-    while high / low > 1.0001:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if holds(start * middle) else (middle, high)
-    return start * high * 1.001  # below it even when it is printed with four digits

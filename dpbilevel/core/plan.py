@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,51 @@ def least_multiplier(
         return Ledger((Release("query", count, (query,), Gaussian(multiplier)),))
 
     return _least_scale(ledger, budget)
+
+
+def check_promise(
+    owner: str,
+    bound: Callable[[int], float],
+    trivial: float,
+    records: int,
+    most: int = 10**12,
+) -> None:
+    """Check that a planner's bound is below the one that holds for every answer.
+
+    Args:
+        owner: The planner, named in the error.
+        bound: The bound of the plan for a number of records; a `ValueError` if there is
+            no plan.
+        trivial: The bound that holds for every answer.
+        records: The planned number of records.
+        most: The largest number of records that is tried.
+
+    Raises:
+        ValueError: It is not. The message has the number of records from which on it
+            is, found by bisection.
+    """
+    if (found := bound(records)) < trivial:
+        return
+
+    def holds(n: int) -> bool:
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                return bound(n) < trivial
+            except ValueError:
+                return False
+
+    low, step = records, 2
+    while not (enough := holds(high := min(step * records, most))) and high < most:
+        low, step = high, step**2  # the bracket grows doubly exponentially
+    while enough and high - low > max(1, high // 1000):
+        middle = max(low + 1, math.isqrt(low * high))
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    need = f"{high}" if enough else f"more than {most:.0e}"
+    raise ValueError(
+        f"{owner}: hopeless: the bound with {records} records is {found:.4g}, but no "
+        f"answer is worse than {trivial:.4g}. Use {need} records at this budget, or a "
+        "larger epsilon."
+    )
 
 
 def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:

@@ -168,6 +168,22 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         potential = regularity.of_potential(rate, regularizer, reach)
         return DrawPlan(score, contributions, regularity, mechanism, rate, potential)
 
+    def planned(self, problem: DrawProblem) -> tuple[DrawPlan, Any]:
+        """Return the plan and the release of a calibrated solver.
+
+        Raises:
+            ValueError: The solver is not calibrated, or its sampler is cut short.
+        """
+        owner = f"{type(self).__name__}.bound"
+        if self.sizes is None:
+            raise ValueError(f"{owner}: calibrate the solver first.")
+        draw: Any = self.ledger(problem, self.sizes).releases[0]
+        if not draw.guarantee.proved:
+            raise ValueError(
+                f"{owner}: the sampler is cut short. Leave out its counts."
+            )
+        return self.plan(problem, self.sizes), draw
+
     @override
     def ledger(self, problem: DrawProblem, sizes: Any) -> Ledger:
         plan = self.plan(problem, sizes)

@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal, Self
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
@@ -17,6 +18,7 @@ from ..privacy.per_example.clipping import Basis
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
 from .mechanisms import Exponential, RegularizedExponential
 from .samplers.base import AbstractSampler
+from .samplers.grid import Grid
 from .scores.hyper import GradientNorm, HyperObjective
 from .scores.mean_loss import AbstractScore, DrawProblem, MeanLoss
 
@@ -90,6 +92,44 @@ class ExponentialMechanism(AbstractDrawSolver):
     @override
     def density(self, problem, sensitivity) -> tuple[Exponential, float]:
         return self.mechanism, 0.0
+
+    def bound(self, problem: DrawProblem) -> float:
+        r"""Return a bound on how far the expected score exceeds the least one.
+
+        With $N$ candidates it is $\log(N) / k$ above the best of them. On a convex set
+        of diameter $D$ in $d$ dimensions, with $L$ the Lipschitz constant of the
+        score, it is above the least value on the set by at most
+
+        $$\frac{d}{k} \Bigl(1 + \log \max\bigl(1, \tfrac{k L D}{d}\bigr)\Bigr), \qquad
+        \frac{d}{k} \text{ if the score is convex}, \qquad L D .$$
+
+        Whichever is less is multiplied by $e^{\xi + 2 k e}$, with $\xi$ the log ratio
+        of the sampler and $e$ the error of a computed score, and $L D$ times the
+        sampler's distance is added. With `clip_range` the score is that of clipped
+        losses. The bound is infinite if a Lipschitz constant is needed and not
+        declared.
+
+        Args:
+            problem: The problem that the solver is calibrated for.
+
+        Raises:
+            ValueError: The solver is not calibrated, or constants are missing.
+
+        References:
+            Lowy and Liu, Section C.3 and Theorem 4.3; derived in docs/mathematics.md.
+        """
+        plan, release = self.planned(problem)
+        rate, known, size = plan.rate, plan.regularity, self.coordinates()
+        reach = known.lipschitz * float(feasible_set(problem).diameter)
+        if isinstance(self.sampler, Grid):
+            count = len(jax.tree.leaves(self.sampler.candidates)[0])
+            excess = math.log(count) / rate
+        else:
+            ratio = 1.0 if self.convex else max(1.0, rate * reach / size)
+            excess = min(size / rate * (1 + math.log(ratio)), reach)
+        computed = 2 * rate * (known.error + known.rounding)
+        excess *= math.exp(release.guarantee.log_ratio + computed)
+        return excess + (release.failure and release.failure * reach)
 
     @override
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
@@ -232,32 +272,48 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         defaults = {"regularizer": regularizer, "largest_rate": rate}
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
-    def bound(self, problem: DrawProblem, *, distance: float | None = None) -> float:
+    def bound(
+        self,
+        problem: DrawProblem,
+        *,
+        distance: float | None = None,
+        population: bool = False,
+    ) -> float:
         r"""Return a bound on the expected excess of the answer, known before any data.
 
         $$\frac{d}{k} + \frac{\mu_0}{2} \|x^* - c\|^2 + t L D$$
 
         on the records themselves, with $\mu_0$ the quadratic term, $L$ the Lipschitz
         constant of $\Phi$ and $t$ how far the distribution of the draw may be from the
-        density in total variation.
+        density in total variation. On the population that independent records are from,
+        $n S^2 / \mu$ more, with $\mu$ the convexity of the regularized score.
 
         Args:
             problem: The problem that the solver is calibrated for.
             distance: An upper bound on the distance of a minimizer $x^*$ from the
                 initial point; by default the diameter of the set.
+            population: Whether the excess is that on the population; one level only.
 
         Raises:
-            ValueError: The solver is not calibrated, or constants are missing.
+            ValueError: The solver is not calibrated, constants are missing, or the
+                population of a problem of two levels is asked for.
 
         References:
-            Gopi, Lee and Liu, Theorem 25.
+            Gopi, Lee and Liu, Theorems 25 and 28, whose $G / (n \mu)$ is to be $G^2 /
+            (n \mu)$, as in Theorem 21.
         """
+        owner = "RegularizedExponentialMechanism.bound"
+        if population and not isinstance(problem, FiniteSum):
+            raise ValueError(f"{owner}: population=True is for one level.")
         if distance is not None:
-            owner = "RegularizedExponentialMechanism.bound"
             _checks.non_negative(owner, distance=distance)
         diameter = float(feasible_set(problem).diameter)
         distance = diameter if distance is None else min(distance, diameter)
         noise, mu, error = self.bound_terms(problem)
+        if population:
+            _, release = self.planned(problem)
+            convexity = mu + self.strong_convexity
+            error += self.sizes * (2 * release.contribution) ** 2 / convexity
         return noise + mu / 2 * distance**2 + error
 
     def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
@@ -266,10 +322,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         Raises:
             ValueError: As `bound`.
         """
-        if self.sizes is None:
-            raise ValueError(f"{type(self).__name__}.bound: calibrate the solver.")
-        plan = self.plan(problem, self.sizes)
-        (draw,) = self.ledger(problem, self.sizes).releases
+        plan, draw = self.planned(problem)
         diameter = float(feasible_set(problem).diameter)
         error = draw.failure * plan.regularity.lipschitz * diameter
         mu = plan.potential.quadratic / plan.rate

@@ -14,6 +14,7 @@ from equinox import AbstractVar  # noqa: F811
 
 from .. import _checks
 from ..core.outputs import AbstractOutput, Mean
+from ..core.plan import check_promise, least_multiplier
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.accounting import profiles
 from ..privacy.budget import PrivacyBudget
@@ -220,16 +221,21 @@ class AbstractSaddleSolver(
             **fields: Further fields.
 
         Returns:
-            A solver without noise, for `calibrate`. It warns if $a = \sqrt{d
-            \log(1 / \delta)} / \varepsilon \ge n$, so that all bounds are trivial, or
-            if the steps are too many to be run.
+            A solver without noise, for `calibrate`. It warns if the steps are too many
+            to be run.
 
         Raises:
-            ValueError: A constant is not declared, the set is unbounded, or there are
-                fewer than two records.
+            ValueError: A constant is not declared, the set is unbounded, there are
+                fewer than two records, or the plan's `bound` is not below the problem's
+                `largest_gap`. The message has the number of records from which on it
+                is; for several passes it is an estimate.
         """
-        constants = cls._constants(problem, budget, sizes, dimension, passes)
-        return cls(**(cls.theorem_fields(constants, budget, passes) | fields))
+
+        def made(n: int) -> Self:
+            constants = cls._constants(problem, budget, n, dimension, passes)
+            return cls(**(cls.theorem_fields(constants, budget, passes) | fields))
+
+        return cls._kept("from_theorem", made, problem, budget, sizes, dimension)
 
     @classmethod
     def tuned(
@@ -250,10 +256,36 @@ class AbstractSaddleSolver(
         is taken among those within 5 % of the least bound. `most_steps` is $n$ by
         default; all else is as in `from_theorem`.
         """
-        most_steps = sizes if most_steps is None else most_steps
-        _checks.count(f"{cls.__name__}.tuned", most_steps=most_steps)
-        constants = cls._constants(problem, budget, sizes, dimension, passes)
-        return cls(**(cls.tuned_fields(constants, budget, passes, most_steps) | fields))
+
+        def made(n: int) -> Self:
+            most = n if most_steps is None else most_steps
+            _checks.count(f"{cls.__name__}.tuned", most_steps=most)
+            constants = cls._constants(problem, budget, n, dimension, passes)
+            return cls(**(cls.tuned_fields(constants, budget, passes, most) | fields))
+
+        return cls._kept("tuned", made, problem, budget, sizes, dimension)
+
+    @classmethod
+    def _kept(cls, name, made, problem, budget, sizes, dimension) -> Self:
+        """Return the solver for the sizes; refuse one with a trivial bound."""
+        solver = made(sizes)
+        constants = TheoremConstants.of(problem, dimension, sizes)
+
+        def bound(n: int) -> float:
+            given = solver if n == sizes else made(n)
+            given = given.with_sizes(n).with_precision("float")
+            count, sampling = given.releases_per_step * given.num_steps, given.sampling
+            if n == sizes or sampling.numbered:
+                multiplier = least_multiplier(sampling, count, n, budget)
+            else:  # exact ones of many sampled releases take seconds
+                rate = np.asarray(sampling.denominator(n) / n)
+                multiplier = float(estimated_multiplier(rate, count, budget))
+            given = dataclasses.replace(given, noise_multiplier=multiplier)
+            return given.bound(problem, dimension=dimension)
+
+        trivial = problem.largest_gap or constants.bound * constants.diameter
+        check_promise(f"{cls.__name__}.{name}", bound, trivial, sizes, most=10**7)
+        return solver
 
     @classmethod
     def _constants(cls, problem, budget, sizes, dimension, passes) -> TheoremConstants:
@@ -266,13 +298,7 @@ class AbstractSaddleSolver(
         _checks.fraction(owner, delta=budget.delta)  # bounds have log(1 / delta)
         if sizes < 2:
             raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
-        constants = TheoremConstants.of(problem, dimension, sizes)
-        if (a := constants.privacy_dimension(budget)) >= sizes:
-            _checks.warn(
-                f"{owner}: hopeless: sqrt(d log(1/delta)) / epsilon = {a:.3g} is not "
-                f"below the {sizes} records, so that every bound is trivial."
-            )
-        return constants
+        return TheoremConstants.of(problem, dimension, sizes)
 
     @classmethod
     @abc.abstractmethod

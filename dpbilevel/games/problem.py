@@ -36,6 +36,9 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         bound: $M$, declared: at least $\|F_i(w)\|$ for every possible record on $W$.
         public_lipschitz: A Lipschitz constant of $P$; zero without a public term.
         public_bound: At least $\|P(w)\|$ on $W$; zero without a public term.
+        largest_gap: At least the gap of every point of $W$, for every possible dataset;
+            by default the diameter of $W$ times the sum of both bounds. Planners refuse
+            a bound that is not below it.
     """
 
     w_set: AbstractVar[AbstractSet]
@@ -48,6 +51,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
     public_bound: NonNegative | None = eqx.field(
         static=True, default=None, kw_only=True
     )
+    largest_gap: Positive | None = eqx.field(static=True, default=None, kw_only=True)
 
     @abc.abstractmethod
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
@@ -168,6 +172,7 @@ class SaddleProblem(AbstractSaddleProblem):
             there, for every possible record. Static.
         public_lipschitz: A Lipschitz constant of the public operator. Static.
         public_bound: A bound on its norm. Static.
+        largest_gap: At least the gap of every point, for every dataset. Static.
 
     Privacy:
         `fun` sees one record at a time and is clipped; convexity and concavity matter
@@ -199,6 +204,7 @@ class VariationalInequality(AbstractVariationalInequality):
             $W$. Static.
         public_lipschitz: A Lipschitz constant of the public operator. Static.
         public_bound: A bound on its norm. Static.
+        largest_gap: At least the gap of every point, for every dataset. Static.
 
     Privacy:
         As for `SaddleProblem`.
@@ -274,6 +280,7 @@ def matrix_game(rows: int, columns: int) -> SaddleProblem:
         y_set=Simplex(),
         lipschitz=math.sqrt(rows * columns),
         bound=math.sqrt(rows + columns),
+        largest_gap=2.0,
     )
 
 

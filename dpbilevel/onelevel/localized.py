@@ -1,5 +1,6 @@
 """Localized noisy gradient descent: DP-Loc-GD and DP-Loc-SGD."""
 
+import dataclasses
 import math
 from typing import Any, ClassVar, Self
 
@@ -49,6 +50,8 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         strong_convexity: That of the whole objective, $\mu$; it sets the step size.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         sampling: `FullBatch` gives DP-Loc-GD, `Poisson` DP-Loc-SGD.
+        first_radii: The radii of the first of several runs, each of which starts at the
+            answer of the last, as in `PenaltyBilevel`; by default `radii`.
 
     Privacy:
         `len(radii) * steps_per_round` Gaussian releases of $\ell_2$ sensitivity $2C/m$
@@ -66,6 +69,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     strong_convexity: Positive
     clip_norm: Positive
     sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
+    first_radii: tuple[float, ...] | None = eqx.field(default=None, kw_only=True)
     problem_type: ClassVar[type] = AbstractFiniteSum
     proximal: ClassVar = ()
 
@@ -75,7 +79,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             raise ValueError(
                 f"LocalizedGD: radii must be one number per round, got {self.radii!r}."
             )
-        for radius in self.radii:
+        for radius in self.radii + (self.first_radii or ()):
             _checks.positive("LocalizedGD", radii=radius)
 
     @classmethod
@@ -125,17 +129,8 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
                 f"{owner}: give the problem a FiniteSum(loss, lipschitz=...)."
             )
         ratio = strong_convexity * budget.epsilon * sizes / lipschitz
-        if ratio <= math.e:
-            raise ValueError(
-                f"{owner}: strong_convexity * epsilon * sizes / lipschitz must be "
-                f"above 2.72, got {ratio:.3g}. Use more records or a larger epsilon."
-            )
-        floor = math.sqrt(dimension) / ratio  # L sqrt(d) / (mu epsilon n)
-        radii = [radius]
-        for _ in range(1, max(1, math.ceil(math.log2(math.log(ratio))))):
-            radii.append(math.sqrt(radii[-1] / ratio) + floor)
         return cls(
-            radii=tuple(radii),
+            radii=theorem_radii(owner, ratio, dimension, radius),
             steps_per_round=steps_per_round,
             strong_convexity=strong_convexity,
             clip_norm=lipschitz,
@@ -191,3 +186,44 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     @override
     def dimensions(self, w0):
         return {GRADIENT: optax.tree.size(w0)}
+
+
+def theorem_radii(
+    owner: str, ratio: float, dimension: int, radius: float
+) -> tuple[float, ...]:
+    r"""Return the radii $R_0, \dots, R_{M-1}$ of `LocalizedGD.from_theorem`.
+
+    Args:
+        owner: The planner, named in errors.
+        ratio: $\mu \varepsilon n / L$.
+        dimension: $d$.
+        radius: $R_0$.
+
+    Raises:
+        ValueError: The ratio is at most $e$.
+    """
+    if ratio <= math.e:
+        raise ValueError(
+            f"{owner}: strong_convexity * epsilon * sizes / lipschitz must be "
+            f"above 2.72, got {ratio:.3g}. Use more records or a larger epsilon."
+        )
+    radii = [radius]
+    for _ in range(1, max(1, math.ceil(math.log2(math.log(ratio))))):
+        radii.append(math.sqrt(radii[-1] / ratio) + math.sqrt(dimension) / ratio)
+    return tuple(radii)
+
+
+def restarted(solvers: tuple[Any, ...], t: Int[Array, ""]) -> tuple[Any, ...]:
+    """Return the solvers of outer step `t`: a `LocalizedGD` with the radii of `t`.
+
+    Radii affect accuracy only, so the ledger is the same at all steps.
+    """
+
+    def at(solver):
+        if not isinstance(solver, LocalizedGD) or solver.first_radii is None:
+            return solver
+        pairs = zip(solver.first_radii, solver.radii, strict=True)
+        radii = tuple(jnp.where(t == 0, *pair) for pair in pairs)
+        return dataclasses.replace(solver, radii=radii, first_radii=None)
+
+    return tuple(map(at, solvers))

@@ -177,6 +177,35 @@ def test_bad_field_is_named_in_the_error(fields, error, message):
         dpb.applications.WarmStarted(**(good | fields))
 
 
+def test_the_theorem_sets_the_second_runs_steps_by_the_gap_of_the_draw():
+    known = EXACT.problem.constants
+    n, draw = 10**7, dpb.draws.ExponentialMechanism(dpb.draws.Grid(jnp.zeros((2, 4))))
+    made = dpb.applications.WarmStarted.from_theorem(
+        EXACT.problem,
+        dpb.PrivacyBudget(1.0, 1e-8),
+        dpb.Sizes(n, 2 * n, "disjoint"),
+        first=draw,
+        dimension_x=4,
+        budget_split=(0.3, 0.7),
+    )
+    # Psi = L_fx D_x + L_fy (D_y + L_gy / mu), and half of epsilon and delta each.
+    psi = known.upper_x * 2 + known.upper_y * (2 * 2.0 + known.lower_y / 1.5)
+    drop = (known.smoothness * psi * 4 / (0.5 * n)) ** 0.5
+    steps = 0.5 * n / (4 * np.log(2e8)) ** 0.5 * drop / known.sensitivity_constant
+    assert made.then.num_steps == np.ceil(steps)
+    assert made.then.step_size == 1 / (2 * known.smoothness)
+    assert made.first is draw
+    assert made.budget_split == (0.3, 0.7)
+    with pytest.raises(ValueError, match="hopeless"):
+        dpb.applications.WarmStarted.from_theorem(
+            EXACT.problem,
+            dpb.PrivacyBudget(1.0, 1e-8),
+            SIZES,
+            first=draw,
+            dimension_x=4,
+        )
+
+
 def test_errors_name_all_classes_of_problems_that_a_solver_takes():
     points = dpb.draws.Grid(jnp.zeros((2, 1)))
     draw = dpb.draws.ExponentialMechanism(points, score="value", dimension=1)

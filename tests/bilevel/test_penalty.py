@@ -38,6 +38,8 @@ POISSON_STEPS = {
     "step_size": optax.adam(0.1),
     "output": dpb.outputs.Last(),
 }
+LOCALIZED = dpb.onelevel.LocalizedGD((4.0,), 3, 0.1, 1.0, first_radii=(8.0,))
+OTHER_INNER = dpb.onelevel.LocalizedGD((2.0, 1.0), 2, 0.05, 0.7)
 CONTRACT = {
     "penalty_both_levels": Case(
         QUADRATIC.problem,
@@ -62,7 +64,7 @@ CONTRACT = {
     ),
     "penalty_localized": Case(
         WEIGHTING,
-        small(inner=dpb.onelevel.LocalizedGD((4.0,), 3, 0.1, 1.0)),
+        small(inner=LOCALIZED, penalized_inner=OTHER_INNER),
         LEVELS,
         (X0, Y0),
         "disjoint",
@@ -263,6 +265,25 @@ def test_shares_split_the_squared_budget():
     np.testing.assert_allclose(np.asarray(spent) * 2.0**2, split, rtol=1e-12)
 
 
+class ChargesOneInner(dpb.PenaltyBilevel):
+    """Makes the penalized runs of one solver and charges for those of the other."""
+
+    def ledger(self, problem, sizes):
+        one = dataclasses.replace(self, penalized_inner=None)
+        return dpb.PenaltyBilevel.ledger(one, problem, sizes)
+
+
+@pytest.mark.parametrize("kind", [dpb.PenaltyBilevel, ChargesOneInner])
+def test_each_inner_solver_is_charged_for_its_own_steps_and_clip_norm(kind):
+    given = {"step_size": 0.1, "penalized_inner": OTHER_INNER}
+    solver = kind(7, 5.0, LOCALIZED, **given).with_noise(2.0)
+    problem = examples()["quadratic"].problem
+    releases = solver.ledger(problem, dpb.Sizes(10, 20)).releases
+    found = [(r.count, max(q.clip_norm for q in r.queries)) for r in releases[:2]]
+    exact = found == [(7 * 3, 1.0), (7 * 4, 0.7)]
+    assert exact == (kind is dpb.PenaltyBilevel)
+
+
 @pytest.mark.slow
 def test_optax_optimizer_replaces_the_step_size():
     example = examples()["quadratic"]
@@ -288,20 +309,20 @@ CONSTANTS = dpb.bilevel.Constants(
 
 
 def test_from_theorem_follows_the_theorem_line_by_line():
-    inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
+    inner = dpb.NoisyGD(3, 2.0, step_size=0.2)
     problem = dataclasses.replace(examples()["quadratic"].problem, constants=CONSTANTS)
     solver = dpb.PenaltyBilevel.from_theorem(
         problem,
-        dpb.PrivacyBudget(1.0, 1e-6),
-        dpb.Sizes(10**7, 2 * 10**7),
+        dpb.PrivacyBudget(1.0, 1e-9),
+        dpb.Sizes(4 * 10**7, 8 * 10**7),
         dimension_x=3,
         dimension_y=9,
         initial_gap=2.0,
         inner=inner,
     )
     ell, kappa = 2.0, 4.0
-    alpha = 2**0.25 * ell**0.75 * kappa**1.25 * (3**0.5 / 1e7) ** 0.5
-    alpha += 2 ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6) * (3 / 1e7) ** (1 / 3)
+    alpha = 2**0.25 * ell**0.75 * kappa**1.25 * (3**0.5 / 4e7) ** 0.5
+    alpha += 2 ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6) * (3 / 4e7) ** (1 / 3)
     assert math.isclose(solver.penalty, ell * kappa**3 / alpha)
     assert math.isclose(solver.step_size, 1 / (ell * kappa**3))
     assert solver.num_steps == math.ceil(2.0 * ell * kappa**3 / alpha**2)

@@ -12,6 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
+from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
 CONSTANTS = dpb.bilevel.Constants(
     strong_convexity=0.5,
@@ -22,7 +23,7 @@ CONSTANTS = dpb.bilevel.Constants(
     lower_hessian_lipschitz=0.1,
 )
 ELL, KAPPA, GAP = 2.0, 4.0, 2.0
-RECORDS = 10**7
+RECORDS = 4 * 10**7
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 INNER = dpb.NoisyGD(3, 2.0, step_size=0.2)
 DIMENSIONS = {"dimension_x": 3, "dimension_y": 9}
@@ -46,19 +47,6 @@ def accuracy(solver, constants=CONSTANTS):
     return constants.ell * constants.kappa**3 / solver.penalty
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"sampling": "theorem"}, {"population": True}], ids=str
-)
-def test_the_promised_accuracy_is_returned(fields):
-    sizes = dpb.Sizes(RECORDS, 2 * RECORDS, "disjoint")
-    options = DIMENSIONS | {"initial_gap": GAP} | fields
-    found = dpb.bilevel.theorem_accuracy(QUADRATIC, BUDGET, sizes, **options)
-    assert found == pytest.approx(accuracy(made(**fields)))
-    few = dpb.Sizes(50, 60, "disjoint")
-    with pytest.raises(ValueError, match=r"theorem_accuracy: hopeless.* 50 records"):
-        dpb.bilevel.theorem_accuracy(QUADRATIC, BUDGET, few, **options)
-
-
 def outer_term(records=RECORDS):
     return GAP**0.25 * ELL**0.75 * KAPPA**1.25 * (3**0.5 / records) ** 0.5
 
@@ -80,8 +68,8 @@ FULL = outer_term() + inner_term()
             FULL + ELL * KAPPA * (3 / RECORDS) ** 0.5,
         ),
         (
-            {"sampling": dpb.privacy.FixedSize(10**4)},
-            FULL + ELL * KAPPA * (1e-4 - 1e-7) ** 0.5,
+            {"sampling": dpb.privacy.FixedSize(10**6)},
+            FULL + ELL * KAPPA * (1e-6 - 1 / RECORDS) ** 0.5,
         ),
         ({"population": True}, FULL + ELL * KAPPA**3 * (3 / RECORDS) ** 0.5),
         (
@@ -118,9 +106,10 @@ def test_the_batch_rule_is_the_smallest_batch_that_costs_no_more_than_privacy():
     assert math.isclose(batch, (ELL * KAPPA / FULL) ** 2, rel_tol=1e-4)
     assert FULL < accuracy(solver) <= 2 * FULL
     assert math.isclose(accuracy(solver), 2 * FULL, rel_tol=1e-3)  # b is far below n
-    # At few records, or a large epsilon, the rule asks for more than there are.
-    many = made(epsilon=1e9, sampling="theorem")
-    assert many.sampling == dpb.privacy.FullBatch()
+    # At a large epsilon the rule asks for more than there are.
+    theorem = PenaltyTheorem.of("", QUADRATIC, 3, 9, GAP, False)
+    found = theorem.outer_sampling(1e9, RECORDS, "theorem")
+    assert found == dpb.privacy.FullBatch()
 
 
 @pytest.mark.slow
@@ -173,30 +162,22 @@ def test_lower_solutions_generalize_at_the_square_root_of_the_records():
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    "fields",
     [
-        ({"records": 100}, "no hypergradient is longer"),
-        ({"records": 100, "population": True}, "no hypergradient is longer"),
-        ({"records": 10**5, "gap": 1e-4}, "at least ell kappa / initial_gap"),
-        ({"records": 100, "sampling": "theorem"}, "no hypergradient is longer"),
+        {"records": 5 * 10**6},
+        pytest.param({"records": 100}, marks=pytest.mark.slow),
+        pytest.param({"records": 10**6, "population": True}, marks=pytest.mark.slow),
+        pytest.param({"records": 10**6, "gap": 1e-3}, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-def test_a_hopeless_plan_is_refused_with_the_records_and_epsilon_it_takes(
-    fields, reason
-):
-    with pytest.raises(ValueError, match=f"hopeless.*{reason}") as caught:
+def test_a_hopeless_plan_is_refused_with_the_records_it_takes(fields):
+    with pytest.raises(ValueError, match=r"hopeless.* worse than 2\.5") as caught:
         made(**fields)
-    records = int(re.search(r"(\d+) records at this", str(caught.value))[1])
+    records = int(re.search(r"Use (\d+) records", str(caught.value))[1])
     assert made(**(fields | {"records": records})).num_steps >= 1
     with pytest.raises(ValueError, match="hopeless"):
         made(**(fields | {"records": int(0.99 * records)}))
-    if "population" in fields:  # no epsilon makes up for few records
-        assert "with these records" not in str(caught.value)
-        return
-    epsilon = float(re.search(r"epsilon (\S+) with these", str(caught.value))[1])
-    assert made(**(fields | {"epsilon": epsilon})).num_steps >= 1
-    with pytest.raises(ValueError, match="hopeless"):
-        made(**(fields | {"epsilon": 0.99 * epsilon}))
 
 
 def test_the_penalties_that_the_theorem_needs_are_checked():
@@ -204,20 +185,16 @@ def test_the_penalties_that_the_theorem_needs_are_checked():
     for name, value in needed.items():
         constants = dataclasses.replace(CONSTANTS, **{name: value})
         problem = dataclasses.replace(QUADRATIC, constants=constants)
-        theorem = dpb.bilevel.penalty_theorem.PenaltyTheorem.of(
-            "", problem, 3, 9, GAP, False
-        )
-        for limit, least in zip(
-            list(theorem.limits.values())[1:],
-            (
+        least, _ = PenaltyTheorem.of("", problem, 3, 9, GAP, False).least_penalty
+        assert math.isclose(
+            least,
+            max(
                 2 * constants.kappa,
                 constants.upper_lipschitz / 2.0,
                 constants.upper_smoothness / 0.75,
                 constants.ell * constants.kappa / GAP,
             ),
-            strict=True,
-        ):
-            assert math.isclose(theorem.smoothness / limit, least)
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +213,9 @@ def test_bad_arguments_are_named(fields, message):
 def calibrated(solver, problem=QUADRATIC, records=RECORDS, epsilon=1.0):
     budget = dpb.PrivacyBudget(epsilon, 1e-6)
     sizes = dpb.Sizes(records, 2 * records, "disjoint")
-    return dpb.calibrate(problem, solver, budget, sizes=sizes).solver
+    # So many records at so large a penalty are too much for the grid.
+    options = {"sizes": sizes, "precision": "float"}
+    return dpb.calibrate(problem, solver, budget, **options).solver
 
 
 def bound(solver, problem=QUADRATIC, **fields):
@@ -265,7 +244,12 @@ def test_bound_adds_bias_steps_noise_and_population():
 def test_bound_falls_with_records_and_epsilon():
     found = [
         bound(calibrated(made(n, e), records=n, epsilon=e))
-        for n, e in [(10**5, 1.0), (10**6, 1.0), (10**6, 3.0), (10**7, 3.0)]
+        for n, e in [
+            (2 * 10**7, 1.0),
+            (RECORDS, 1.0),
+            (RECORDS, 3.0),
+            (2 * RECORDS, 9.0),
+        ]
     ]
     assert found == sorted(found, reverse=True)
 
@@ -279,11 +263,16 @@ def test_bound_falls_with_records_and_epsilon():
         ({"step_size": 0.1}, "step_size of at most"),
         ({"step_size": optax.adam(0.1)}, "a number as step_size"),
         ({"penalty": 1.0}, "penalty of at least 2 kappa = 8"),
+        ({"inner": dpb.NoisyGD(3, 1.0, step_size=0.2)}, "inner with clip_norm"),
     ],
 )
 def test_bound_refuses_what_no_theorem_covers(changes, message):
+    solver = dataclasses.replace(made(), **changes)
     with pytest.raises(ValueError, match=message):
-        bound(calibrated(made(**changes)))
+        bound(calibrated(solver))
+    if "step_size" not in changes:  # the planner refuses it, too
+        with pytest.raises(ValueError, match=message):
+            made(**changes)
 
 
 def test_bound_needs_a_plan():
@@ -298,27 +287,110 @@ def test_constants_that_the_theorem_divides_by_must_be_positive(name):
         made(problem=dataclasses.replace(QUADRATIC, constants=constants))
 
 
+LINE = zoo.hard_instance(jnp.ones((2, 10)) / 10**0.5).problem
+TUNED = {"dimension_x": 10, "dimension_y": 10, "initial_gap": 2.0}
+
+
+def tuned(n, problem=LINE, people="disjoint", delta=1e-7, **fields):
+    budget, sizes = dpb.PrivacyBudget(1.0, delta), dpb.Sizes(n, n, people)
+    return dpb.PenaltyBilevel.tuned(problem, budget, sizes, **(TUNED | fields))
+
+
+def test_tuned_is_better_than_other_steps_penalties_and_splits():
+    n, problem = 10**6, dataclasses.replace(LINE, x_in_records=True)
+    budget, sizes = dpb.PrivacyBudget(1.0, 1e-7), dpb.Sizes(n, n, "overlapping")
+
+    def bound(solver):
+        plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
+        return plan.solver.bound(problem, **TUNED)
+
+    best = tuned(n, problem, "overlapping")
+    found, others = bound(best), []
+    for factor in (0.5, 2.0):
+        changes = {"num_steps": int(factor * best.num_steps)}
+        others += [bound(dataclasses.replace(best, **changes))]
+        others += [bound(dataclasses.replace(best, penalty=factor * best.penalty))]
+    for split in ((1.0, 1.0, 1.0), (0.2, 0.2, 0.6)):
+        others += [bound(dataclasses.replace(best, budget_split=split))]
+    assert found <= min(others) * (1 + 1e-4)
+    assert min(others) > 1.005 * found  # the control: the choices matter
+
+
+def test_tuned_promises_less_than_half_of_the_theorems_bound_and_refuses_few_records():
+    with pytest.raises(ValueError, match=r"1000 records is 8\.[5-8]\d*, .*than 3\."):
+        tuned(1_000, delta=1e-5)
+    n, budget = 10**6, dpb.PrivacyBudget(1.0, 1e-7)
+    sizes, inner = dpb.Sizes(n, n, "disjoint"), dpb.NoisyGD(2, 2.0, step_size=0.3)
+    made = dpb.PenaltyBilevel.from_theorem(LINE, budget, sizes, inner=inner, **TUNED)
+    both = [
+        dpb.calibrate(LINE, solver, budget, sizes=sizes).solver.bound(LINE, **TUNED)
+        for solver in (tuned(n), made)
+    ]
+    assert both[0] < 0.5 * both[1]
+
+
+def test_tuned_inner_descent_is_as_near_as_the_noise_allows():
+    """Steps on g + f / penalty, of curvature mu / 2, from 2 L / mu away."""
+    solver = tuned(10**6)
+    budget, sizes = dpb.PrivacyBudget(1.0, 1e-7), dpb.Sizes(10**6, 10**6, "disjoint")
+    plan = dpb.calibrate(LINE, solver, budget, sizes=sizes)
+    release = plan.solver.ledger(LINE, sizes).releases[1]
+    steps = solver.inner.num_steps // 2  # the others are averaged
+    assert solver.inner.output == dpb.outputs.TailMean(0.5)
+    noise = release.noise_std / (release.count / solver.num_steps) ** 0.5 * 10**0.5
+    left = (1 - 0.5 * float(solver.inner.step_size)) ** np.asarray([steps, steps // 2])
+    assert 4.0 * left[0] <= noise < 4.0 * left[1]
+
+
+def test_localized_inner_solvers_have_the_theorems_parameters():
+    solver = tuned(10**6, inner="localized", inner_steps=7)
+    lower, penalized = solver.inner_solvers
+    share = 1 / math.sqrt(18 * solver.num_steps)
+    assert (lower.strong_convexity, penalized.strong_convexity) == (1.0, 0.5)
+    assert lower.steps_per_round == penalized.steps_per_round == 7
+    # Anywhere in the set of solutions first; then the last error and the way moved.
+    ratio = 1.0 * share * 10**6 / 2.0
+    assert lower.first_radii[0] == 4.0
+    moved = 2.0 * (4.0 + 3.0) / 16.0  # L1 / mu of the longest step of x
+    assert math.isclose(lower.radii[0], moved + 10**0.5 / ratio)
+    later = math.sqrt(lower.radii[0] / ratio) + 10**0.5 / ratio
+    assert math.isclose(lower.radii[1], later)
+    assert len(lower.radii) == math.ceil(math.log2(math.log(ratio)))
+    assert penalized.radii[0] > lower.radii[0]
+
+
+def test_a_localized_inner_solver_takes_its_first_radii_in_the_first_step_alone():
+    """With radii of zero nearly, later steps cannot move y."""
+    example = zoo.quadratic_bilevel(jnp.ones((4, 3)), 5 * jnp.ones((5, 3)))
+    inner = dpb.onelevel.LocalizedGD((1e-6,), 3, 1.5, 1e3, first_radii=(10.0,))
+    solver = dpb.PenaltyBilevel(3, 8.0, inner, step_size=1e-3).with_noise(0.0)
+    run = dpb.solve(
+        example.problem,
+        solver.with_precision("float"),
+        example.data,
+        example.w0,
+        key=jax.random.key(0),
+        trajectory=True,
+    )
+    y = np.asarray(run.trajectory[1])
+    assert np.linalg.norm(y[0]) > 1
+    np.testing.assert_allclose(y[1:], y[:1].repeat(len(y) - 1, 0), atol=1e-5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [300, pytest.param(3_000, marks=pytest.mark.slow)])
-def test_a_run_on_the_lower_bound_instance_keeps_the_promise(n):
+@pytest.mark.parametrize(
+    "inner", [None, pytest.param("localized", marks=pytest.mark.slow)]
+)
+def test_a_tuned_run_on_the_lower_bound_instance_keeps_the_promise(inner):
+    n = 20_000
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (n, 3), p=[0.2, 0.8])
     example = zoo.hard_instance(jnp.asarray(signs / 3**0.5, jnp.float32))
-    problem, gap = example.problem, 2.0
-    solver = dpb.PenaltyBilevel.from_theorem(
-        problem,
-        BUDGET,
-        dpb.Sizes(n, n, "disjoint"),
-        dimension_x=3,
-        dimension_y=3,
-        initial_gap=gap,
-        inner=dpb.NoisyGD(10, 2.0, step_size=0.5),
-    )
-    sizes = problem.sizes_of(example.data, "disjoint")
-    solver = dpb.calibrate(problem, solver, BUDGET, sizes=sizes).solver
+    problem, options = example.problem, TUNED | {"dimension_x": 3, "dimension_y": 3}
+    solver = tuned(n, problem, inner=inner, inner_steps=20, **options)
+    budget, sizes = dpb.PrivacyBudget(1.0, 1e-7), dpb.Sizes(n, n, "disjoint")
+    solver = dpb.calibrate(problem, solver, budget, sizes=sizes).solver
     key = jax.random.key(0)
     x = dpb.solve(problem, solver, example.data, example.w0, key=key).x
     moved = problem.x_set.project(x - solver.step_size * example.hypergradient(x))
     mapping = float(jnp.linalg.norm(x - moved)) / solver.step_size
-    assert mapping <= solver.bound(
-        problem, dimension_x=3, dimension_y=3, initial_gap=gap
-    )
+    assert mapping <= solver.bound(problem, **options)

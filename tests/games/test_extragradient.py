@@ -1,6 +1,6 @@
-import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.games import zoo
+from dpbilevel.games.base import TheoremConstants
 from tests.cases import Audited, Case, planned, slow
 from tests.games.saddle_zoo import N, example, normal, point
 from tests.problems import LOWER, SADDLE, SADDLE_START
@@ -250,28 +251,57 @@ def test_the_theorems_parameters_are_whole_and_within_its_conditions():
     problem = dataclasses.replace(
         example("bilinear").problem, lipschitz=1.0, bound=1.0, y_set=dpb.sets.Simplex()
     )
+    kind = dpb.games.NoisyExtragradient
+
+    def made(n, passes):
+        constants = TheoremConstants.of(problem, 4, n)
+        return kind(**kind.theorem_fields(constants, BUDGET, passes))
+
     for n in (2, 3, 1001):
-        with _hopeless_below(n, 10):
-            solver = dpb.games.NoisyExtragradient.from_theorem(
-                problem, BUDGET, n, dimension=4, passes="single"
-            )
+        solver = made(n, "single")
         assert 1 <= solver.sampling.size <= n // 2
         assert 2 * solver.num_steps * solver.sampling.size <= n
         assert solver.step_size <= 1 / 3**0.5
-    many = dpb.games.NoisyExtragradient.from_theorem(
-        problem, BUDGET, 50, dimension=4, passes="multi"
-    )
+    many = made(50, "multi")
     assert many.num_steps == 2500
     assert many.sampling == dpb.FixedSize(1)
     with pytest.warns(UserWarning, match="100000000 steps of one record"):
-        dpb.games.NoisyExtragradient.from_theorem(
-            problem, BUDGET, 10_000, dimension=4, passes="multi"
-        )
+        made(10_000, "multi")
 
 
-def _hopeless_below(n, a):
-    hopeless = pytest.warns(UserWarning, match="hopeless")
-    return hopeless if n < a else contextlib.nullcontext()
+GAME = dpb.games.matrix_game(5, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "passes"),
+    [
+        ("NoisyExtragradient", "tuned", "single"),
+        ("InexactProximalPoint", "from_theorem", "single"),
+        pytest.param("InexactProximalPoint", "tuned", "multi", marks=pytest.mark.slow),
+    ],
+)
+def test_a_bound_above_the_largest_gap_is_refused_with_the_records_it_takes(
+    name, how, passes
+):
+    """Payoffs are in [-1, 1], so that no pair has a gap above 2."""
+    planner = getattr(getattr(dpb.games, name), how)
+    budget, known = dpb.PrivacyBudget(1.0, 1e-6), {"dimension": 8, "passes": passes}
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match=r"hopeless: .* worse than 2\.") as caught:
+            planner(GAME, budget, 1_000, **known)
+        records = int(re.search(r"Use (\d+) records", str(caught.value))[1])
+        solver = planner(GAME, budget, int(1.05 * records), **known)
+        plan = dpb.calibrate(GAME, solver, budget, sizes=int(1.05 * records))
+        assert 1.7 < plan.solver.bound(GAME, dimension=8) < 2
+        with pytest.raises(ValueError, match="hopeless"):
+            planner(GAME, budget, int(0.9 * records), **known)
+
+
+def test_without_a_declared_one_the_largest_gap_is_the_bound_times_the_diameter():
+    undeclared = dataclasses.replace(GAME, largest_gap=None)
+    budget, known = dpb.PrivacyBudget(1.0, 1e-6), {"dimension": 8, "passes": "single"}
+    with pytest.raises(ValueError, match=r"worse than 6\.325"):  # 2 sqrt(10)
+        dpb.games.NoisyExtragradient.from_theorem(undeclared, budget, 500, **known)
 
 
 def test_tuned_parameters_promise_more_than_the_theorems():

@@ -10,6 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.games import zoo
+from dpbilevel.games.base import TheoremConstants
 from dpbilevel.games.certified import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling.base import Batch
@@ -364,9 +365,11 @@ def test_tuned_parameters_promise_more_than_the_theorems():
 
 def test_the_theorems_parameters_for_several_passes_are_those_of_the_paper():
     problem = dataclasses.replace(example("bilinear").problem, lipschitz=1.0, bound=1.0)
-    solver = dpb.games.InexactProximalPoint.from_theorem(
-        problem, BUDGET, 1024, dimension=4, passes="multi"
+    kind, constants = (
+        dpb.games.InexactProximalPoint,
+        TheoremConstants.of(problem, 4, 1024),
     )
+    solver = kind(**kind.theorem_fields(constants, BUDGET, "multi"))
     assert (solver.num_steps, solver.sampling) == (1024, dpb.FixedSize(32))
     assert solver.strength == pytest.approx(32.0)
     assert solver.inner_steps == math.ceil(math.log(2048) / math.log(32))

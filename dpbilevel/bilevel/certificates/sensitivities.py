@@ -198,6 +198,14 @@ def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
     return bounds.lower_error * lower + bounds.linear_error * linear
 
 
+def hypergradient_error(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
+) -> Number:
+    """Return how far solves and rounding move a hypergradient that is not clipped."""
+    bounds, steps = certificate.bounds(sizes), step_counts(certificate, sizes)
+    return solve_error(bounds, steps) + rounding_error(bounds, sizes, dtype)
+
+
 def rounding_error(
     bounds: Bounds,
     sizes: Sizes,

@@ -65,7 +65,9 @@ class HyperObjective(AbstractScore):
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate, gradient_error = self._certificate(), 0.0
         if self.measure == "slope":
-            gradient_error = _gradient_error(certificate, self.sizes, dtype)
+            gradient_error = sensitivities.hypergradient_error(
+                certificate, self.sizes, dtype
+            )
         return Regularity(
             dimension,
             float(self._lipschitz()),
@@ -290,7 +292,9 @@ class GradientNorm(AbstractScore):
     @override
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate = self._certificate()
-        error = _gradient_error(certificate, self.sizes, dtype) + self._rounding(dtype)
+        error = sensitivities.hypergradient_error(
+            certificate, self.sizes, dtype
+        ) + self._rounding(dtype)
         lipschitz = float(certificate.second_order.smoothness + 2)  # 1 + (1 + beta)
         return Regularity(dimension, lipschitz, error=float(error))
 
@@ -331,11 +335,3 @@ class _Norm(AbstractPotential):
         step = optax.tree.sub(x, value)
         back = optax.tree.sub(step, self.problem.x_set.project(step))
         return optax.tree.norm(optax.tree.add(value, back))
-
-
-def _gradient_error(certificate: AbstractCertificate, sizes, dtype) -> Number:
-    """Bound the error of a computed hypergradient."""
-    bounds = certificate.bounds(sizes)
-    steps = sensitivities.step_counts(certificate, sizes)
-    error = sensitivities.solve_error(bounds, steps)
-    return error + sensitivities.rounding_error(bounds, sizes, dtype)

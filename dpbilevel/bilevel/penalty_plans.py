@@ -1,0 +1,338 @@
+"""Planners of the penalty method: parameters and promises before any data."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import scipy
+
+from .. import _checks
+from ..core.outputs import SmallestStep, TailMean
+from ..core.plan import calibrated, check_promise, least_multiplier
+from ..core.solver import AbstractSolver
+from ..onelevel.localized import LocalizedGD, theorem_radii
+from ..onelevel.noisy_gd import NoisyGD
+from ..privacy import FullBatch, PrivacyBudget
+from ..privacy.sampling.base import AbstractSampling
+from .penalty_theorem import Batches, PenaltyTheorem
+from .problem import BilevelProblem, Sizes
+
+Inner = AbstractSolver | Literal["localized"]
+Fields = dict[str, Any]
+
+
+class PlannedPenalty:
+    """Planners and bound of `PenaltyBilevel`."""
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Sizes,
+        *,
+        dimension_x: int,
+        dimension_y: int,
+        initial_gap: float,
+        inner: Inner,
+        inner_steps: int | None = None,
+        sampling: Batches = FullBatch(),
+        population: bool = False,
+        **fields: Any,
+    ) -> Self:
+        r"""Return a solver with the parameters of the theorems; hidden constants are 1.
+
+        With $\ell$, $\kappa$ of the constants, $\Delta$ the initial gap and $\alpha$
+        the accuracy that they promise, $\lambda = \ell \kappa^3 / \alpha$,
+        $\eta = 1 / (\ell \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2
+        \rceil$, $C_f = L_0^f$, $C_x = \ell \kappa$ and
+
+        $$\alpha = K_1 \Bigl(\frac{\sqrt{d_x}}{\varepsilon n}\Bigr)^{1/2} + K_2
+        \Bigl(\frac{\sqrt{d_y}}{\varepsilon n}\Bigr)^{1/3} + \ell \kappa
+        \sqrt{\frac1b - \frac1n} + \ell \kappa^3 \sqrt{\frac{d_x}{n}},$$
+
+        $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$, $K_2 = \Delta^{1/6} \ell^{5/6}
+        \kappa^{11/6}$. The third term is that of batches of $b$ records, the fourth
+        that of the population. If no record's loss reads $x$ the outer gradient is
+        free, and the first and the third are left out. `tuned` has a smaller `bound`.
+
+        Args:
+            problem: A problem with declared `Constants`.
+            budget: $\varepsilon$ of the whole run.
+            sizes: $n$ is the smaller of the two levels.
+            dimension_x: $d_x$.
+            dimension_y: $d_y$.
+            initial_gap: $\Delta \ge F(x_0) - \inf F$.
+            inner: The inner solver; or `"localized"` for the two `LocalizedGD` of the
+                theorem, with $\varepsilon / \sqrt{18 T}$ each: strong convexity $\mu_g$
+                for the lower problem, $\mu_g / 2$ for the penalized one.
+            inner_steps: The steps per round of `"localized"`, by default 100. The
+                theorem needs $n^2$.
+            sampling: The batches of the outer gradient, or `"theorem"` for the smallest
+                ones whose error is at most that of privacy: $b = (\ell \kappa /
+                \alpha_0)^2$ with $\alpha_0$ the first two terms.
+            population: Whether $\alpha$ is to hold for the population of the records.
+            **fields: Further fields of `PenaltyBilevel`.
+
+        Raises:
+            ValueError: The theorem does not cover so large an $\alpha$, or the fields;
+                or the plan's `bound` is not below the largest norm of a hypergradient
+                by the constants. The message has the number of records from which on
+                it is.
+
+        References:
+            Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population). The
+            last two terms of $\alpha$ are derived in docs/mathematics.md: Theorem 11
+            prints $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
+        """
+        owner = "PenaltyBilevel.from_theorem"
+        theorem = PenaltyTheorem.of(
+            owner, problem, dimension_x, dimension_y, initial_gap, population
+        )
+        _checks.instance(owner, (str, AbstractSampling), sampling=sampling)
+        if isinstance(sampling, str):
+            _checks.one_of(owner, "sampling", sampling, ("theorem",))
+
+        def made(sizes: Sizes) -> Fields:
+            given = budget.epsilon, min(sizes.upper, sizes.lower), sampling
+            alpha = theorem.accuracy(*given)
+            steps = math.ceil(initial_gap * theorem.smoothness / alpha**2)  # T
+            penalty = theorem.smoothness / alpha  # lambda
+            chosen = {"num_steps": steps, "penalty": penalty, "inner": inner}
+            return chosen | {"sampling": theorem.outer_sampling(*given)}
+
+        return _Planner(cls, owner, theorem, problem, budget, inner_steps).kept(
+            made, sizes, fields
+        )
+
+    @classmethod
+    def tuned(
+        cls,
+        problem: BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Sizes,
+        *,
+        dimension_x: int,
+        dimension_y: int,
+        initial_gap: float,
+        inner: Inner | None = None,
+        inner_steps: int | None = None,
+        population: bool = False,
+        **fields: Any,
+    ) -> Self:
+        r"""Return a solver on full batches with the least `bound`.
+
+        The least bound is not the least error: steps are as short as the worst problem
+        needs, and longer ones without a bound are often better.
+
+        Clip norms are the constants, $\eta = 1 / (\ell \kappa^3)$. For a penalty
+        $\lambda$ let $a_i$ be the terms of the bound that lower solves, penalized
+        solves and outer gradients would add if each had the whole budget of a run of
+        one step. The best split and number of steps are
+
+        $$p_i \propto a_i^{2/3}, \qquad T = \frac{\sqrt{\Delta \ell \kappa^3}}{V},
+        \qquad V = \Bigl(\sum_i a_i^{2/3}\Bigr)^{3/2},$$
+
+        and $\lambda$ is found by a search. The bound does not depend on the number of
+        inner steps. By default it is twice the least one with which noiseless gradient
+        descent from anywhere is as near the solution as the noise allows, and the
+        second half is averaged.
+
+        Args:
+            problem: As in `from_theorem`, and so are the next five.
+            budget: $\varepsilon$ and $\delta$.
+            sizes: The planned sizes.
+            dimension_x: $d_x$.
+            dimension_y: $d_y$.
+            initial_gap: $\Delta$.
+            inner: The inner solver, by default a `NoisyGD`; or `"localized"`.
+            inner_steps: The steps of that `NoisyGD`, or per round of `"localized"`,
+                where 100 are the default.
+            population: Whether the bound is to hold for the population.
+            **fields: Further fields of `PenaltyBilevel`.
+
+        Raises:
+            ValueError: The least bound is not below the largest norm of a hypergradient
+                by the constants. The message has the number of records from which on
+                it is.
+
+        Privacy:
+            Touches no data.
+        """
+        owner = "PenaltyBilevel.tuned"
+        theorem = PenaltyTheorem.of(
+            owner, problem, dimension_x, dimension_y, initial_gap, population
+        )
+        planner = _Planner(cls, owner, theorem, problem, budget, inner_steps)
+
+        def made(sizes: Sizes) -> Fields:
+            return planner.least(inner, sizes)
+
+        return planner.kept(made, sizes, fields)
+
+    def bound(
+        self: Any,
+        problem: BilevelProblem,
+        *,
+        dimension_x: int,
+        dimension_y: int,
+        initial_gap: float,
+        population: bool = False,
+    ) -> float:
+        r"""Return the theorems' bound on a calibrated solver's gradient mapping.
+
+        It bounds the norm of the gradient mapping at the answer, up to absolute
+        constants and logarithms, with the noise of the plan.
+
+        Args:
+            problem: A problem with declared `Constants`.
+            dimension_x: $d_x$.
+            dimension_y: $d_y$.
+            initial_gap: $\Delta \ge F(x_0) - \inf F$.
+            population: Whether it is to hold for the population of the records.
+
+        Raises:
+            ValueError: The solver is not calibrated, or no theorem covers it: its
+                output is not `SmallestStep`, a clip norm is below the constants, $\eta$
+                is no number or above $1 / (\ell \kappa^3)$, or $\lambda$ is below the
+                limits of the proof, such as $2 \kappa$.
+        """
+        owner = "PenaltyBilevel.bound"
+        theorem = PenaltyTheorem.of(
+            owner, problem, dimension_x, dimension_y, initial_gap, population
+        )
+        if self.sizes is None:
+            raise ValueError(
+                f"{owner}: give a solver from dpbilevel.calibrate(...).solver."
+            )
+        theorem.check_covers(owner, self)
+        return theorem.bound(self, problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """Steps that `from_theorem` and `tuned` share."""
+
+    solver: Callable[..., Any]  # the class of the planned solver
+    owner: str
+    theorem: PenaltyTheorem
+    problem: BilevelProblem
+    budget: PrivacyBudget
+    inner_steps: int | None
+
+    @property
+    def common(self) -> Fields:
+        """Fields that both planners choose alike."""
+        return {
+            "step_size": 1 / self.theorem.smoothness,  # eta
+            "clip_norm": self.theorem.outer_lipschitz,
+            "upper_clip_norm": self.theorem.constants.upper_lipschitz,
+            "output": SmallestStep(),
+        }
+
+    def kept(self, made: Callable[[Sizes], Fields], sizes: Sizes, fields: Fields):
+        """Return the solver for the sizes; refuse one with a trivial bound."""
+        _checks.instance(self.owner, PrivacyBudget, budget=self.budget)
+        self.problem.check_sizes(self.owner, sizes)
+        theorem, records = self.theorem, min(sizes.upper, sizes.lower)
+
+        def solver(sizes: Sizes) -> Any:
+            chosen = made(sizes)
+            if chosen["inner"] == "localized":
+                chosen |= self.localized(sizes, chosen["num_steps"], chosen["penalty"])
+            return self.solver(**(self.common | chosen | fields))
+
+        def bound(n: int) -> float:
+            upper, lower = (-(-v * n // records) for v in (sizes.upper, sizes.lower))
+            scaled = Sizes(upper, lower, sizes.people)
+            found = solver(scaled)
+            if found.penalty < theorem.least_penalty[0] and "penalty" not in fields:
+                return math.inf  # the theorem does not cover so large an accuracy
+            theorem.check_covers(self.owner, found)
+            given: Any = {"sizes": scaled, "precision": "float"}
+            plan = calibrated(self.problem, found, self.budget, **given)
+            return theorem.bound(plan.solver, self.problem)
+
+        check_promise(self.owner, bound, theorem.everywhere, records)
+        return solver(sizes)
+
+    def least(self, inner: Inner | None, sizes: Sizes) -> Fields:
+        """Return the fields with the least bound, as derived at `tuned`."""
+        theorem = self.theorem
+        simple = NoisyGD(1, theorem.constants.lower_lipschitz, 1.0)
+        given = inner if isinstance(inner, AbstractSolver) else simple
+        # One step, in which each part has all of the budget of a run on full batches.
+        equal = {"budget_split": (1.0, 1.0, 1.0), **self.common}
+        one = self.solver(1, 1.0, given, **equal).with_sizes(sizes)
+        multiplier = least_multiplier(FullBatch(), 1, 1, self.budget)
+        one = one.with_noise(multiplier / math.sqrt(3 if theorem.outer else 2))
+        one = one.with_precision("float")  # the grid holds no extreme penalty
+        start = math.sqrt(theorem.initial_gap * theorem.smoothness)
+
+        def powers(penalty: float) -> list[float]:
+            solver = dataclasses.replace(one, penalty=penalty)
+            terms = theorem.noise_terms(solver, self.problem)
+            return [term ** (2 / 3) for term in terms]
+
+        def value(log_penalty: float) -> float:
+            noise = sum(powers(math.exp(log_penalty))) ** 1.5  # V
+            bias = theorem.smoothness / math.exp(log_penalty)
+            return bias + 2 * math.sqrt(start * noise)
+
+        low = math.log(theorem.least_penalty[0])
+        search: Any = {"bounds": (low, low + 30), "options": {"xatol": 1e-3}}
+        penalty = math.exp(scipy.optimize.minimize_scalar(value, **search).x)
+        shares = powers(penalty)
+        steps = math.ceil(start / sum(shares) ** 1.5)
+        lower, penalized, outer = (share / sum(shares) for share in shares)
+        chosen: Fields = {"num_steps": steps, "penalty": penalty, "inner": inner}
+        # The last share is not used if the outer gradient is free.
+        chosen["budget_split"] = lower, penalized, outer or lower
+        if inner is None:
+            error = shares[1] ** 1.5 * math.sqrt(steps / penalized)
+            chosen["inner"] = self.descent(penalty, error)
+        return chosen
+
+    def descent(self, penalty: float, error: float) -> NoisyGD:
+        """Return gradient descent whose bias adds at most `error` to the bound.
+
+        It does so after half of its steps; the others are averaged against the noise.
+        From anywhere in the set of solutions, on g + f / penalty, whose curvature is at
+        least half of the strong convexity.
+        """
+        c = self.theorem.constants
+        smoothness = c.lower_smoothness + c.upper_smoothness / penalty
+        apart = 2 * c.lower_lipschitz * penalty * c.kappa  # as in the bound
+        needed = math.log(max(apart / error, math.e)) * 2 * smoothness
+        count = self.inner_steps or 2 * math.ceil(needed / c.strong_convexity)
+        given = count, c.lower_lipschitz, 1 / smoothness
+        return NoisyGD(*given, output=TailMean(0.5))
+
+    def localized(self, sizes: Sizes, steps: int, penalty: float) -> Fields:
+        """Return the fields of both inner `LocalizedGD`.
+
+        The first outer step starts anywhere in the set of solutions. Later ones start
+        within the last solve's error and the way that the solution has moved.
+        """
+        c, theorem = self.theorem.constants, self.theorem
+        budget = (
+            self.budget.epsilon / math.sqrt(18 * steps) * min(sizes.upper, sizes.lower)
+        )
+        moved = (theorem.outer_lipschitz + theorem.everywhere) / theorem.smoothness
+        slope = c.lower_smoothness / c.strong_convexity * moved
+
+        def solver(convexity: float, lipschitz: float, way: float, apart: float):
+            ratio, dimension = convexity * budget / lipschitz, theorem.dimension_y
+            first = 2 * c.lower_lipschitz / c.strong_convexity + apart
+            later = min(first, way + math.sqrt(dimension) / ratio)
+            first, later = (
+                theorem_radii(self.owner, ratio, dimension, r) for r in (first, later)
+            )
+            given = later, self.inner_steps or 100, convexity, c.lower_lipschitz
+            return LocalizedGD(*given, first_radii=first)
+
+        half, above = c.strong_convexity / 2, c.upper_lipschitz / penalty
+        penalized = half, c.lower_lipschitz + above, 4 * slope, above / half
+        lower = c.strong_convexity, c.lower_lipschitz, slope, 0.0
+        return {"inner": solver(*lower), "penalized_inner": solver(*penalized)}
