@@ -119,7 +119,7 @@ class PenaltyBilevel(
     run_noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = _checks.split_field(0.4, 0.4, 0.2)
     problem_type: ClassVar[type] = BilevelProblem
-    proximal: ClassVar = ("inner",)
+    proximal: ClassVar = "inner", "penalized_inner"
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
