@@ -32,6 +32,7 @@ NOT_CANDIDATES: Mapping[str, str] = {
     "LocalizedDraws": _LIPSCHITZ,
     "LocalizedGD": "NoisyGD stands for descent on one level",
     "NoisyExtragradient": _GAME,
+    "NoisyPayoff": _GAME,
     "NoisyUCB": _LOSSES,
     "RandomSearch": _LOSSES,
     "RegularizedExponentialMechanism": _LIPSCHITZ,
@@ -68,7 +69,8 @@ def candidates(
     """
     raise TypeError(
         f"auto: no candidates are known for {type(problem).__name__}. Use "
-        "GroupDescent() for games, or dpbilevel.planning.candidates.register."
+        "games.GroupDescent() for games of groups, games.NoisyPayoff() for bilinear "
+        "ones, or dpbilevel.planning.candidates.register."
     )
 
 
