@@ -125,7 +125,7 @@ class Descent(eqx.Module):
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
-        new = self.w_set.project(optax.apply_updates(w, updates))
+        new = self.w_set.step(w, updates)
         old = w, memory.rule
         (w, state), rejections = finite_or((new, state), old, memory.rejections)
         return w, Memory(state, rejections)

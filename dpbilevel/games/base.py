@@ -307,7 +307,8 @@ class AbstractSaddleSolver(
         Raises:
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
                 covers it: it averages another part of its path, clips below the bound,
-                goes over disjoint batches several times, or takes steps too large.
+                goes over disjoint batches several times, moves by the entropy, or takes
+                steps too large.
         """
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
@@ -318,6 +319,8 @@ class AbstractSaddleSolver(
         outside = []
         if type(self.output) is not Mean:
             outside = [f"output={type(self.output).__name__}; use output=Mean()"]
+        elif any(getattr(p, "entropy", False) for p in parts(problem.w_set)):
+            outside = ["steps of the entropy"]
         elif self.clip_norm < constants.spread:
             outside = [f"clip_norm={self.clip_norm:.3g} below {constants.spread:.3g}"]
         elif self.sampling.numbered and passes > 1:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -89,7 +90,7 @@ def payoff(coefficients: Coefficients, x: Array, y: Array) -> Scalar:
     return value if c is None else value + c @ y
 
 
-def matrix_game(rows: int, columns: int) -> BilinearGame:
+def matrix_game(rows: int, columns: int, *, entropy: bool = False) -> BilinearGame:
     r"""Return the `BilinearGame` of mixed strategies for mean payoff matrices.
 
     $$\min_{x \in \Delta_m} \max_{y \in \Delta_k} \frac1n \sum_i x^\top A_i y.$$
@@ -104,6 +105,8 @@ def matrix_game(rows: int, columns: int) -> BilinearGame:
     Args:
         rows: $m$.
         columns: $k$.
+        entropy: Whether `NoisyExtragradient` moves mixtures by mirror steps of the
+            entropy, as in `Simplex`.
 
     Returns:
         A problem over records `A`, of shape `(m, k)`, with all constants declared.
@@ -130,4 +133,5 @@ def matrix_game(rows: int, columns: int) -> BilinearGame:
 
     length = math.sqrt(rows * columns)
     constants = {"lipschitz": length, "bound": math.sqrt(rows + columns)}
-    return BilinearGame(matrix, coefficient_bound=length, **constants)
+    sets: dict[str, Any] = dict.fromkeys(("x_set", "y_set"), Simplex(entropy=entropy))
+    return BilinearGame(matrix, coefficient_bound=length, **constants, **sets)
