@@ -8,6 +8,7 @@ from .groups import GroupGame, group_fair, group_robust, group_start, group_weig
 from .noisy_payoff import NoisyPayoff
 from .problem import SaddleProblem, VariationalInequality
 from .proximal_point import InexactProximalPoint
+from .recursive import RecursiveRegularization
 from .zoo import saddle_gap, variational_gap
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "InexactProximalPoint",
     "NoisyExtragradient",
     "NoisyPayoff",
+    "RecursiveRegularization",
     "SaddleProblem",
     "VariationalInequality",
     "group_fair",

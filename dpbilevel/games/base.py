@@ -11,6 +11,8 @@ import equinox as eqx
 import numpy as np
 import scipy
 from equinox import AbstractVar  # noqa: F811
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.outputs import AbstractOutput, Mean
@@ -342,6 +344,15 @@ class AbstractSaddleSolver(
         std: float,
     ) -> tuple[Any, Any]:
         """Bound the strong gap, and how far one record moves the answer."""
+
+    def released(self, state) -> PyTree:
+        """Return the point of the last step; a noisy point may be outside the set."""
+        return state.w
+
+    @override
+    def remembered(self, memory, w, *, before, t) -> PyTree:
+        """Return the memory after a step; steps beyond the run begin another round."""
+        return super().remembered(memory, w, before=before, t=t % self.num_steps)
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
         """Return the clip norm over the problem's bound, if one is declared."""

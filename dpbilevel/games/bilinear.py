@@ -16,9 +16,7 @@ from ..sets import AbstractSet, Simplex
 from .problem import AbstractSaddleProblem, Scalar
 
 # A, and b and c, of which a game may lack either or both.
-Coefficients = tuple[
-    Float[Array, "m k"], Float[Array, " m"] | None, Float[Array, " k"] | None
-]
+Coefficients = tuple[Array, Array | None, Array | None]
 Vector = Callable[[PyTree], Float[Array, " _"]]
 
 

@@ -1,6 +1,5 @@
 """One noisy mean payoff of a bilinear game, and the solution of its public game."""
 
-import math
 from typing import ClassVar
 
 import equinox as eqx
@@ -73,19 +72,14 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
     caution: NonNegative = 1.0
     game_steps: Count = eqx.field(static=True, default=2000)
     problem_type: ClassVar[type] = BilinearGame
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return 1
+    num_steps: ClassVar[int] = 1
 
     @override
     def init(self, problem, w0) -> _State:
         x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        for name in ("x_set", "y_set"):
-            reach = getattr(problem, name).reach
-            if _checks.concrete(reach) and math.isinf(reach):
-                raise ValueError(f"NoisyPayoff: needs a bounded set. Give {name}=.")
+        reach = problem.w_set.reach
+        if _checks.concrete(reach) and reach == jnp.inf:
+            raise ValueError("NoisyPayoff: needs bounded sets. Give x_set= and y_set=.")
         b = None if problem.x_term is None else jnp.zeros_like(x)
         c = None if problem.y_term is None else jnp.zeros_like(y)
         return _State((jnp.zeros((len(x), len(y)), x.dtype), b, c), (x, y))
@@ -120,12 +114,11 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
         Raises:
             ValueError: Neither `clip_norm` nor `coefficient_bound` is given.
         """
-        clip_norm, bound = self.clip_norm, problem.coefficient_bound
+        clip_norm = self.clip_norm
         if clip_norm is None:
             clip_norm = problem.constant("coefficient_bound")
         query = Query(RECORDS, sizes, clip_norm)
-        ratio = None if bound is None else clip_norm / bound
-        return Release(PAYOFF, 1, (query,), self.release_noise, clip_ratio=ratio)
+        return Release(PAYOFF, 1, (query,), self.release_noise)
 
     @override
     def dimensions(self, w0) -> dict[str, int]:
@@ -134,11 +127,7 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
 
 
 def solved(
-    problem: BilinearGame,
-    coefficients: Coefficients,
-    price: Number,
-    w: PyTree,
-    num_steps: int,
+    problem: BilinearGame, mean: Coefficients, price: Number, w: PyTree, num_steps: int
 ) -> tuple[Array, Array]:
     r"""Return a saddle point of a public game with prices on the players' norms.
 
@@ -148,7 +137,7 @@ def solved(
 
     Args:
         problem: The sets and the public term.
-        coefficients: The coefficients of the game.
+        mean: The coefficients of the game.
         price: The standard deviation $s$ of their noise, times $t$.
         w: The initial point, in the set.
         num_steps: The number of extragradient steps, rounded up to rounds.
@@ -157,20 +146,18 @@ def solved(
         Reads released values alone: free.
     """
     game, (x, y) = problem.w_set, w
-    against = problem.y_set.reach * price, problem.x_set.reach * price
-    roots = math.sqrt(x.size), math.sqrt(y.size)
+    costs = problem.y_set.reach * price, problem.x_set.reach * price
+    least = x.size**-0.5, y.size**-0.5
+
+    def along(slope, pull, v, cost, norm):
+        cost = cost / jnp.maximum(jnp.linalg.norm(v), norm)
+        return slope + pull + cost.astype(v.dtype) * v
 
     def operator(w):
-        slopes = ascent(jax.grad(payoff, (1, 2))(coefficients, *w))
-        pull = problem.public_operator(w)
-        prices = tuple(
-            (cost / jnp.maximum(jnp.linalg.norm(v), 1 / root)).astype(v.dtype) * v
-            for cost, root, v in zip(against, roots, w, strict=True)
-        )
-        return optax.tree.add(optax.tree.add(slopes, pull), prices)
+        slopes = ascent(jax.grad(payoff, (1, 2))(mean, *w))
+        return jax.tree.map(along, slopes, problem.public_operator(w), w, costs, least)
 
-    curvature = jnp.linalg.norm(coefficients[0], 2)
-    curvature += max(roots) * jnp.maximum(*against)
+    curvature = jnp.linalg.norm(mean[0], 2) + jnp.maximum(*costs) / min(least)
     curvature += problem.constant("public_lipschitz")
     size = 1 / jnp.where(curvature > 0, curvature, 1)
     count = -(-num_steps // _ROUNDS)

@@ -35,6 +35,7 @@ NOT_CANDIDATES: Mapping[str, str] = {
     "NoisyPayoff": _GAME,
     "NoisyUCB": _LOSSES,
     "RandomSearch": _LOSSES,
+    "RecursiveRegularization": _GAME,
     "RegularizedExponentialMechanism": _LIPSCHITZ,
     "RepeatAndSelect": _LOSSES,
     "SingleLoopBilevel": _FIRST_ORDER,
@@ -69,8 +70,7 @@ def candidates(
     """
     raise TypeError(
         f"auto: no candidates are known for {type(problem).__name__}. Use "
-        "games.GroupDescent() for games of groups, games.NoisyPayoff() for bilinear "
-        "ones, or dpbilevel.planning.candidates.register."
+        "games.NoisyPayoff(), games.GroupDescent(), or planning.candidates.register."
     )
 
 

@@ -15,6 +15,7 @@ from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_group_descent import planned_group_descent
 from tests.games.test_noisy_payoff import planned_payoff
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
+from tests.games.test_recursive import planned_recursive
 
 
 class CountsSteps(dpb.games.NoisyExtragradient):
@@ -87,6 +88,16 @@ class ForgetsTheFactor(dpb.games.GroupDescent):
         return dataclasses.replace(sound, queries=(ReadsLonger(**vars(query)),))
 
 
+class CountsOneRound(dpb.games.RecursiveRegularization):
+    """Counts the releases of one round."""
+
+    def ledger(self, problem, sizes):
+        ledger = dpb.games.RecursiveRegularization.ledger(self, problem, sizes)
+        (release,) = ledger.releases
+        fewer = dataclasses.replace(release, count=release.count // self.rounds)
+        return dataclasses.replace(ledger, releases=(fewer,))
+
+
 class ClipsEntries(dpb.games.NoisyPayoff):
     """Clips each coefficient, not all of them together."""
 
@@ -157,6 +168,11 @@ MUTANTS = {
         "InexactProximalPoint, extrapolation",
         lambda: audited(planned_extrapolated(kind=FirstStepSensitive), runs=20_000),
         lambda: audited(planned_extrapolated(), runs=20_000),
+    ),
+    "rounds that count as one": Mutant(
+        "RecursiveRegularization",
+        lambda: audited(planned_recursive(CountsOneRound), runs=20_000),
+        lambda: audited(planned_recursive(), runs=20_000),
     ),
     "coefficients of a payoff that are clipped one by one": Mutant(
         "NoisyPayoff",

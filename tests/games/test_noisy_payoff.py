@@ -154,7 +154,7 @@ def test_other_solvers_see_the_operator_of_the_same_game():
         (
             {"x_set": dpb.sets.Euclidean()},
             dpb.games.NoisyPayoff(2.0),
-            "needs a bounded set. Give x_set",
+            "needs bounded sets. Give x_set",
         ),
         ({"y_term": TERMS.x_term}, dpb.games.NoisyPayoff(2.0), r"shape \(2,\)"),
     ],
