@@ -281,7 +281,7 @@ class Simplex(AbstractSet):
         logs = jax.tree.map(lambda v, u: jnp.log(jnp.maximum(v, _LEAST)) + u, w, update)
         top = jnp.asarray(optax.tree.max(logs))
         powers = jax.tree.map(lambda v: jnp.exp(v - top.astype(v.dtype)), logs)
-        factor = self.scale / optax.tree.sum(powers)
+        factor = jnp.asarray(self.scale / optax.tree.sum(powers))
         return jax.tree.map(lambda v: factor.astype(v.dtype) * v, powers)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:

@@ -345,7 +345,7 @@ class AbstractSaddleSolver(
     ) -> tuple[Any, Any]:
         """Bound the strong gap, and how far one record moves the answer."""
 
-    def released(self, state) -> PyTree:
+    def released(self, state: Any) -> PyTree:
         """Return the point of the last step; a noisy point may be outside the set."""
         return state.w
 

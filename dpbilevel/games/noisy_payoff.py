@@ -41,10 +41,10 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
     other player's set. The exact solution of the noisy game, $t = 0$, would follow the
     entries whose noise favours it.
 
-    The solver to begin with for a bilinear game: one release, and no setting where the
-    game declares `coefficient_bound`. The noise in each entry of the matrix grows like
-    $\sqrt{m k}$, so that for large matrices and few records `NoisyExtragradient`, whose
-    noise grows like $\sqrt{m + k}$, is better.
+    The solver to begin with for a bilinear game: one release, and nothing to set where
+    the game declares `coefficient_bound`. The noise in each entry of the matrix grows
+    like $\sqrt{m k}$. If the report prints a ratio of noise to signal above 0.2,
+    `NoisyExtragradient` is better.
 
     Args:
         clip_norm: The bound $C$ on the $\ell_2$ norm of all coefficients of one
