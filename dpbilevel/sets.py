@@ -278,7 +278,9 @@ class Simplex(AbstractSet):
     def step(self, w: PyTree, update: PyTree) -> PyTree:
         if not self.entropy:
             return super().step(w, update)
-        logs = jax.tree.map(lambda v, u: jnp.log(jnp.maximum(v, _LEAST)) + u, w, update)
+        logs = jax.tree.map(
+            lambda v, u: jnp.log(jnp.maximum(v, _LEAST)) + u.astype(v.dtype), w, update
+        )
         top = jnp.asarray(optax.tree.max(logs))
         powers = jax.tree.map(lambda v: jnp.exp(v - top.astype(v.dtype)), logs)
         factor = jnp.asarray(self.scale / optax.tree.sum(powers))

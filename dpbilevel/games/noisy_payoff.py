@@ -87,11 +87,10 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
     @override
     def step(self, problem, data, state, *, key) -> _State:
         release = self.release(problem, self.sizes)
-        like = state.coefficients
 
         def coefficients(record):
             found = problem.coefficients(record)
-            return jax.tree.map(lambda v, w: v.astype(w.dtype), found, like)
+            return jax.tree.map(lambda v: v.astype(state.w[0].dtype), found)
 
         released = release.apply({RECORDS: coefficients}, data, key=key)
         price = self.caution * release.deviation
