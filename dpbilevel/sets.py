@@ -25,12 +25,19 @@ __all__ = [
 ]
 
 
+_LEAST = 1e-12  # an entry of zero would stay zero in mirror steps
+
+
 class AbstractSet(eqx.Module):
     """A closed convex set of pytrees with its Euclidean projection."""
 
     @abc.abstractmethod
     def project(self, w: PyTree) -> PyTree:
         """Return the point of the set nearest to `w` in the Euclidean norm."""
+
+    def step(self, w: PyTree, update: PyTree) -> PyTree:
+        """Return the point of the set after a step by `update` from `w`."""
+        return self.project(optax.apply_updates(w, update))
 
     @abc.abstractmethod
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
@@ -241,9 +248,16 @@ class Simplex(AbstractSet):
 
     Args:
         scale: $s > 0$; 1 is the probability simplex.
+        entropy: Whether descents move by mirror steps of the entropy, $w_j \propto w_j
+            e^{u_j}$ for an update $u$, in place of projected ones. Static.
+
+    References:
+        Beck and Teboulle, "Mirror descent and nonlinear projected subgradient methods
+        for convex optimization", Operations Research Letters 2003, Section 5.
     """
 
     scale: float = 1.0
+    entropy: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
         _checks.positive("Simplex", scale=self.scale)
@@ -256,6 +270,18 @@ class Simplex(AbstractSet):
             top = jnp.asarray(optax.tree.max(w))
             shifted = jax.tree.map(lambda v: v - top.astype(v.dtype), w)
             return optax.projections.projection_simplex(shifted, self.scale)
+
+    @override
+    def step(self, w: PyTree, update: PyTree) -> PyTree:
+        if not self.entropy:
+            return super().step(w, update)
+        logs = jax.tree.map(
+            lambda v, u: jnp.log(jnp.maximum(v, _LEAST)) + u.astype(v.dtype), w, update
+        )
+        top = jnp.asarray(optax.tree.max(logs))
+        powers = jax.tree.map(lambda v: jnp.exp(v - top.astype(v.dtype)), logs)
+        factor = jnp.asarray(self.scale / optax.tree.sum(powers))
+        return jax.tree.map(lambda v: factor.astype(v.dtype) * v, powers)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Return whether entries are non-negative and sum to `scale`."""
@@ -297,6 +323,10 @@ class Product(AbstractSet):
         """Project every part onto its own set."""
         return self._map(lambda part, v: part.project(v), w)
 
+    @override
+    def step(self, w: PyTree, update: PyTree) -> PyTree:
+        return self._map(lambda part, v, u: part.step(v, u), w, update)
+
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Return whether every part is in its own set."""
         return _all(self._map(lambda part, v: part.contains(v, tolerance), w))
@@ -322,8 +352,8 @@ class Product(AbstractSet):
         parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
         return sum(part.diameter**2 for part in parts) ** 0.5
 
-    def _map(self, fun, w):
-        return jax.tree.map(fun, self.sets, w, is_leaf=_is_set)
+    def _map(self, fun, *points):
+        return jax.tree.map(fun, self.sets, *points, is_leaf=_is_set)
 
 
 def _is_set(node: object) -> bool:

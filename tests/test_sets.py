@@ -245,3 +245,25 @@ def test_simplex_projection_of_large_entries_still_sums_to_one(offset):
 def test_bad_sets_are_refused_with_a_reason(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_step_by_the_entropy_multiplies_entries_and_keeps_their_sum():
+    w = {"a": jnp.asarray([0.5, 1.0]), "b": jnp.asarray([0.5, 0.0])}
+    update = {"a": jnp.asarray([1.0, -2.0]), "b": jnp.asarray([0.0, 3.0])}
+    found = dpb.sets.Simplex(2.0, entropy=True).step(w, update)
+    expected = np.asarray([0.5, 1.0, 0.5, 1e-12]) * np.exp([1.0, -2.0, 0.0, 3.0])
+    expected *= 2 / expected.sum()
+    np.testing.assert_allclose(np.concatenate([*found.values()]), expected, rtol=1e-5)
+    both = dpb.sets.Product((dpb.sets.Simplex(2.0, entropy=True), dpb.sets.Ball(1.0)))
+    mirrored, projected = both.step((w, jnp.ones(2)), (update, jnp.ones(2)))
+    np.testing.assert_allclose(mirrored["a"], found["a"])
+    np.testing.assert_allclose(projected, np.ones(2) / 2**0.5, rtol=1e-6)
+
+
+def test_a_step_is_projected_unless_the_entropy_is_asked_for():
+    w, update = jnp.asarray([0.5, 0.5]), jnp.asarray([0.2, 0.0])
+    np.testing.assert_allclose(
+        dpb.sets.Simplex().step(w, update), [0.6, 0.4], rtol=1e-6
+    )
+    far = dpb.sets.Simplex(entropy=True).step(w, jnp.asarray([1e4, 0.0]))
+    np.testing.assert_allclose(far, [1.0, 0.0], atol=1e-6)  # no overflow

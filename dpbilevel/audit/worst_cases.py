@@ -20,8 +20,10 @@ from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism, RegularizedExponentialMechanism
 from ..draws.localized import LocalizedDraws
+from ..games.bilinear import BilinearGame
 from ..games.group_descent import GroupDescent
 from ..games.groups import group_fair
+from ..games.noisy_payoff import NoisyPayoff
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
 from ..onelevel import AdaptiveClipGD, FiniteSum
@@ -110,6 +112,9 @@ _PULL = VariationalInequality(
     lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w)
 )
 
+
+# All coefficients are the record.
+_PAYOFF = BilinearGame(lambda z: jnp.full((2, 2), z))
 
 # Gradients and losses have the sign of the record; one group is the worst case.
 _ONE_GROUP = group_fair(
@@ -311,6 +316,7 @@ _CASES: dict[type[AbstractSolver], Callable[[Any, PyTree], tuple[Any, PyTree]]] 
     RegularizedExponentialMechanism: lambda _, zeros: (_LIPSCHITZ, zeros),
     LocalizedDraws: lambda _, zeros: (_LIPSCHITZ, zeros),
     InexactProximalPoint: lambda solver, zeros: (_pulled(solver, zeros), zeros),
+    NoisyPayoff: lambda _, zeros: (_PAYOFF, (jnp.full(2, 0.5), jnp.full(2, 0.5))),
     GroupDescent: lambda _, zeros: (_ONE_GROUP, (zeros, jnp.ones(1))),
     AbstractAskTellSolver: lambda _, zeros: (_SHIFTED, _flat(zeros)),
     RandomSearch: lambda _, zeros: (_TILTED, _flat(zeros)),

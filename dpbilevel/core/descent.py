@@ -126,9 +126,11 @@ class Descent(eqx.Module):
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
-        new = optax.apply_updates(w, updates)
-        new = new if self.prox is None else self.prox(self.step_size, new)
-        new = self.w_set.project(new)
+        if self.prox is None:
+            new = self.w_set.step(w, updates)
+        else:
+            new = self.prox(self.step_size, optax.apply_updates(w, updates))
+            new = self.w_set.project(new)
         old = w, memory.rule
         (w, state), rejections = finite_or((new, state), old, memory.rejections)
         return w, Memory(state, rejections)

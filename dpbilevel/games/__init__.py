@@ -1,18 +1,24 @@
 """Saddle points and variational inequalities: group games, matrix games, solvers."""
 
 from . import zoo
+from .bilinear import BilinearGame, matrix_game
 from .extragradient import NoisyExtragradient
 from .group_descent import GroupDescent
 from .groups import GroupGame, group_fair, group_robust, group_start, group_weights
-from .problem import SaddleProblem, VariationalInequality, matrix_game
+from .noisy_payoff import NoisyPayoff
+from .problem import SaddleProblem, VariationalInequality
 from .proximal_point import InexactProximalPoint
+from .recursive import RecursiveRegularization
 from .zoo import saddle_gap, variational_gap
 
 __all__ = [
+    "BilinearGame",
     "GroupDescent",
     "GroupGame",
     "InexactProximalPoint",
     "NoisyExtragradient",
+    "NoisyPayoff",
+    "RecursiveRegularization",
     "SaddleProblem",
     "VariationalInequality",
     "group_fair",

@@ -11,6 +11,8 @@ import equinox as eqx
 import numpy as np
 import scipy
 from equinox import AbstractVar  # noqa: F811
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.outputs import AbstractOutput, Mean
@@ -333,7 +335,8 @@ class AbstractSaddleSolver(
         Raises:
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
                 covers it: it averages another part of its path, clips below the bound,
-                goes over disjoint batches several times, or takes steps too large.
+                goes over disjoint batches several times, moves by the entropy, or takes
+                steps too large.
         """
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
@@ -344,6 +347,8 @@ class AbstractSaddleSolver(
         outside = []
         if type(self.output) is not Mean:
             outside = [f"output={type(self.output).__name__}; use output=Mean()"]
+        elif any(getattr(p, "entropy", False) for p in parts(problem.w_set)):
+            outside = ["steps of the entropy"]
         elif self.clip_norm < constants.spread:
             outside = [f"clip_norm={self.clip_norm:.3g} below {constants.spread:.3g}"]
         elif self.sampling.numbered and passes > 1:
@@ -365,6 +370,15 @@ class AbstractSaddleSolver(
         std: float,
     ) -> tuple[Any, Any]:
         """Bound the strong gap, and how far one record moves the answer."""
+
+    def released(self, state: Any) -> PyTree:
+        """Return the point of the last step; a noisy point may be outside the set."""
+        return state.w
+
+    @override
+    def remembered(self, memory, w, *, before, t) -> PyTree:
+        """Return the memory after a step; steps beyond the run begin another round."""
+        return super().remembered(memory, w, before=before, t=t % self.num_steps)
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
         """Return the clip norm over the problem's bound, if one is declared."""

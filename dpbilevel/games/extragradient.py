@@ -175,10 +175,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         kept = self.remembered(state.kept, w, before=state.w, t=t)
         return _State(u, w, kept, memory, t + 1)
 
-    def released(self, state) -> PyTree:
-        """Return the midpoint of the last step."""
-        return state.w
-
     def adversary_view(self, state) -> PyTree:
         """Return both points of the step, from which both releases follow."""
         return state.w, state.u

@@ -1,7 +1,6 @@
 """Saddle points and variational inequalities of a mean operator over records."""
 
 import abc
-import math
 from collections.abc import Callable
 from typing import ClassVar as AbstractVar  # for type checkers
 
@@ -13,13 +12,12 @@ from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
-from .. import _checks
 from .._checks import Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.per_example.clipping import one_record
-from ..sets import AbstractSet, Euclidean, Product, Simplex
+from ..sets import AbstractSet, Euclidean, Product
 
 Scalar = Float[Array, ""]
 
@@ -126,13 +124,13 @@ class AbstractSaddleProblem(AbstractVariationalInequality):
 
     @override
     def record_operator(self, w, record) -> PyTree:
-        return _ascent(jax.grad(self.fun, (0, 1))(*w, record))
+        return ascent(jax.grad(self.fun, (0, 1))(*w, record))
 
     @override
     def public_operator(self, w) -> PyTree:
         if self.public is None:
             return optax.tree.zeros_like(w)
-        return _ascent(jax.grad(self.public, (0, 1))(*w))
+        return ascent(jax.grad(self.public, (0, 1))(*w))
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Refuse what is no pair of initial points, and functions of no scalar."""
@@ -232,59 +230,7 @@ class VariationalInequality(AbstractVariationalInequality):
             _check_like("public", w0, self.public, w0)
 
 
-def matrix_game(rows: int, columns: int) -> SaddleProblem:
-    r"""Return the `SaddleProblem` of mixed strategies for mean payoff matrices.
-
-    $$\min_{x \in \Delta_m} \max_{y \in \Delta_k} \frac1n \sum_i x^\top A_i y.$$
-
-    For instance $m$ plans, $k$ scenarios and the cost to each person of each plan in
-    each scenario: the answer is the mixture of plans whose mean cost is least in the
-    worst scenario. Entries are cut to $[-1, 1]$ and those that are not finite read as
-    0, so that $\|A_i y\| \le \sqrt m$, $\|A_i^\top x\| \le \sqrt k$ and $\|A_i\| \le
-    \sqrt{m k}$: hence $M = \sqrt{m + k}$ and $L = \sqrt{m k}$, both attained by a
-    matrix of ones.
-
-    Args:
-        rows: $m$.
-        columns: $k$.
-
-    Returns:
-        A problem over records `A`, of shape `(m, k)`, with all constants declared.
-
-    Raises:
-        ValueError: A number of rows or columns below 1.
-
-    Privacy:
-        The bounds are enforced by the cut, for every possible record. If $m k$ is
-        small against the number of records, one release of the noisy mean matrix,
-        solved exactly, can be more accurate.
-
-    References:
-        Boob and Guzman, 2024, Section 2.
-    """
-    _checks.count("matrix_game", rows=rows, columns=columns)
-
-    def payoff(
-        x: Float[Array, " m"], y: Float[Array, " k"], record: Float[Array, "m k"]
-    ) -> Scalar:
-        shapes = (rows,), (columns,), (rows, columns)
-        if (given := tuple(map(jnp.shape, (x, y, record)))) != shapes:
-            raise ValueError(f"matrix_game: needs shapes {shapes}, got {given}.")
-        matrix = jnp.clip(record, -1, 1).astype(x.dtype)
-        matrix = jnp.where(jnp.isfinite(record), matrix, jnp.zeros_like(matrix))
-        return x @ (matrix @ y)
-
-    return SaddleProblem(
-        payoff,
-        x_set=Simplex(),
-        y_set=Simplex(),
-        lipschitz=math.sqrt(rows * columns),
-        bound=math.sqrt(rows + columns),
-        largest_gap=2.0,
-    )
-
-
-def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+def ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Return a pair of gradients with the second negated, as $y$ ascends."""
     return gradients[0], optax.tree.scale(-1, gradients[1])
 

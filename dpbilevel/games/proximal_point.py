@@ -198,10 +198,6 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         kept = self.remembered(state.kept, w, before=state.w, t=state.t)
         return _State(w, kept, rejections, state.t + 1)
 
-    def released(self, state) -> PyTree:
-        """Return the noisy point, which may be outside the set."""
-        return state.w
-
     def answer(self, problem, state) -> PyTree:
         """Return the point of the output rule, projected onto the set."""
         return problem.w_set.project(self.output.answer(state.kept, state.w))

@@ -209,10 +209,11 @@ class Resolvent:
         for part in parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
             # Only these types: a subclass may project otherwise.
-            if type(part) not in _SETS or not bounded:
+            projects = type(part) in _SETS and not getattr(part, "entropy", False)
+            if not projects or not bounded:
                 raise ValueError(
-                    f"{OWNER}: the set must be a bounded Ball, Box or Simplex, got "
-                    f"{part}."
+                    f"{OWNER}: the set must be a bounded Ball, Box or Simplex without "
+                    f"entropy=True, got {part}."
                 )
         needed = ["public_bound"]
         if not self._one_step:

@@ -16,11 +16,11 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..sets import AbstractSet, Ball, Simplex
+from ..sets import AbstractSet, Ball
+from .bilinear import BilinearGame
 from .problem import (
     AbstractSaddleProblem,
     AbstractVariationalInequality,
-    SaddleProblem,
     Scalar,
     VariationalInequality,
 )
@@ -106,17 +106,16 @@ def bilinear_saddle(
         slopes = matrix.T @ x - c, matrix @ y + b
         return linear + sum(_largest_on_ball(v, radius, convexity) for v in slopes)
 
-    def fun(x, y, z):
-        return x @ (z["matrix"] @ y) + z["x"] @ x - z["y"] @ y
-
     def public(x, y):
         return convexity / 2 * (x @ x - y @ y)
 
     lipschitz = _largest_singular(matrices)
     along = [lipschitz * radius + _longest(v) for v in (linear_x, linear_y)]
     terms = {"public_lipschitz": convexity, "public_bound": convexity * radius * 2**0.5}
-    problem = SaddleProblem(
-        fun,
+    problem = BilinearGame(
+        lambda z: z["matrix"],
+        lambda z: z["x"],
+        lambda z: -z["y"],
         public if convexity else None,
         x_set=Ball(radius),
         y_set=Ball(radius),
@@ -139,10 +138,8 @@ def matrix_game(payoffs: Float[Array, "n p q"]):
     matrix = jnp.mean(payoffs, 0)
     p, q = matrix.shape
     largest = float(jnp.max(jnp.abs(payoffs)))
-    problem = SaddleProblem(
-        lambda x, y, z: x @ (z @ y),
-        x_set=Simplex(),
-        y_set=Simplex(),
+    problem = BilinearGame(
+        lambda z: z,
         lipschitz=_largest_singular(payoffs),
         bound=largest * math.sqrt(p + q),
     )

@@ -32,8 +32,10 @@ NOT_CANDIDATES: Mapping[str, str] = {
     "LocalizedDraws": _LIPSCHITZ,
     "LocalizedGD": "NoisyGD stands for descent on one level",
     "NoisyExtragradient": _GAME,
+    "NoisyPayoff": _GAME,
     "NoisyUCB": _LOSSES,
     "RandomSearch": _LOSSES,
+    "RecursiveRegularization": _GAME,
     "RegularizedExponentialMechanism": _LIPSCHITZ,
     "RepeatAndSelect": _LOSSES,
     "SingleLoopBilevel": _FIRST_ORDER,
@@ -68,7 +70,7 @@ def candidates(
     """
     raise TypeError(
         f"auto: no candidates are known for {type(problem).__name__}. Use "
-        "GroupDescent() for games, or dpbilevel.planning.candidates.register."
+        "games.NoisyPayoff(), games.GroupDescent(), or planning.candidates.register."
     )
 
 

@@ -18,6 +18,7 @@ import dpbilevel as dpb
 from dpbilevel.applications import PenaltyTuning, SourceWeighting
 from dpbilevel.bilevel import penalty
 from dpbilevel.core import loop as base
+from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel import noisy_gd
 from dpbilevel.privacy import noise, releases
 from dpbilevel.privacy.exact.normal import standard_normal
@@ -71,6 +72,8 @@ INEQUALITY = dpb.games.VariationalInequality(
     lambda w, z: 0.0 * (w + z), w_set=dpb.sets.Ball(1e-3), lipschitz=0.0, bound=1.0
 )
 
+PAYOFF = dpb.games.BilinearGame(lambda z: jnp.zeros((1, SIZE)) * z)
+
 # Two groups, nobody in the second one.
 GROUPS = dpb.games.group_fair(
     lambda x, z: 0.0 * (jnp.sum(x) + z),
@@ -109,7 +112,10 @@ def wide(name):
         solver = dataclasses.replace(
             solver, dimension=SIZE, sampling=dpb.privacy.SinglePass(3)
         )
-    if name in ("extragradient", "extragradient_adam", "proximal_point"):
+    if name == "noisy_payoff":
+        start = jnp.ones(1), jnp.full(SIZE, 1 / SIZE)
+        return PAYOFF, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, start
+    if solver.problem_type is AbstractVariationalInequality:
         return INEQUALITY, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     if name == "group_descent":
         start = dpb.games.group_start(GROUPS, ZERO, GROUPS.shares)

@@ -13,7 +13,9 @@ from tests.audit.runs import audited
 from tests.cases import Mutant
 from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_group_descent import planned_group_descent
+from tests.games.test_noisy_payoff import planned_payoff
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
+from tests.games.test_recursive import planned_recursive
 
 
 class CountsSteps(dpb.games.NoisyExtragradient):
@@ -86,6 +88,25 @@ class ForgetsTheFactor(dpb.games.GroupDescent):
         return dataclasses.replace(sound, queries=(ReadsLonger(**vars(query)),))
 
 
+class CountsOneRound(dpb.games.RecursiveRegularization):
+    """Counts the releases of one round."""
+
+    def ledger(self, problem, sizes):
+        ledger = dpb.games.RecursiveRegularization.ledger(self, problem, sizes)
+        (release,) = ledger.releases
+        fewer = dataclasses.replace(release, count=release.count // self.rounds)
+        return dataclasses.replace(ledger, releases=(fewer,))
+
+
+class ClipsEntries(dpb.games.NoisyPayoff):
+    """Clips each coefficient, not all of them together."""
+
+    def release(self, problem, sizes):
+        sound = dpb.games.NoisyPayoff.release(self, problem, sizes)
+        (query,) = sound.queries
+        return dataclasses.replace(sound, queries=(ReadsLonger(**vars(query)),))
+
+
 class ReadsLonger(Query):
     """Clips at five times the norm that it charges."""
 
@@ -147,6 +168,16 @@ MUTANTS = {
         "InexactProximalPoint, extrapolation",
         lambda: audited(planned_extrapolated(kind=FirstStepSensitive), runs=20_000),
         lambda: audited(planned_extrapolated(), runs=20_000),
+    ),
+    "rounds that count as one": Mutant(
+        "RecursiveRegularization",
+        lambda: audited(planned_recursive(CountsOneRound), runs=20_000),
+        lambda: audited(planned_recursive(), runs=20_000),
+    ),
+    "coefficients of a payoff that are clipped one by one": Mutant(
+        "NoisyPayoff",
+        lambda: audited(planned_payoff(ClipsEntries), runs=20_000),
+        lambda: audited(planned_payoff(), runs=20_000),
     ),
     "weights of groups that the sensitivity leaves out": Mutant(
         "GroupDescent", lambda: of_a_small_group(ForgetsTheFactor), of_a_small_group

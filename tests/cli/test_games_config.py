@@ -225,6 +225,15 @@ def test_run_of_a_matrix_game_leaves_the_row_that_is_always_worse(tmp_path):
     assert "coefficients" not in page
 
 
+def test_a_payoff_is_released_once_and_its_page_says_so(tmp_path):
+    result = run(prepare(game(("solver", {"type": "NoisyPayoff"}))), tmp_path / "out")
+    assert result.trajectory.shape == (2, 5)
+    np.testing.assert_allclose(result.shown[:2], [0.5, 0.5], atol=0.1)
+    assert "1 x payoff" in str(result.report)
+    with pytest.raises(ValueError, match="NoisyPayoff"):
+        parsed(("solver", {"type": "NoisyPayoff"}))
+
+
 def test_matrices_of_a_table_are_its_columns_row_by_row(tmp_path):
     cells = ["0,10,5,6,x,", "100,-9,5,5,5,5", "5,5,5,5,5,5"]
     (tmp_path / "costs.csv").write_text("\n".join(["a,b,c,d,e,f", *cells]))

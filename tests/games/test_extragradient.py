@@ -33,6 +33,12 @@ CONTRACT = {
         LOWER,
         SADDLE_START,
     ),
+    "extragradient_entropy": Case(
+        dataclasses.replace(SADDLE, y_set=dpb.sets.Simplex(entropy=True)),
+        dpb.games.NoisyExtragradient(2, clip_norm=1.0, step_size=0.2),
+        LOWER,
+        SADDLE_START,
+    ),
 }
 
 
@@ -172,11 +178,8 @@ def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
 def test_the_mirrored_game_is_played_by_mirrored_steps():
     made, (x, y) = example("bilinear"), point("bilinear")
     game = made.problem
-    mirrored = dataclasses.replace(
-        game,
-        fun=lambda y, x, z: -game.fun(x, y, z),
-        x_set=game.y_set,
-        y_set=game.x_set,
+    mirrored = dpb.games.SaddleProblem(
+        lambda y, x, z: -game.fun(x, y, z), x_set=game.y_set, y_set=game.x_set
     )
     solver = extragradient(5)
     here = solve(game, solver, made.data, (x, y), jax.random.key(0))
@@ -230,6 +233,30 @@ def test_an_optimizer_sees_both_operators_of_a_step_in_turn():
     for wrong in (-1.0, "adam", optax.constant_schedule(0.1), None):
         with pytest.raises(ValueError, match="step_size"):
             extragradient(4, wrong)
+
+
+def test_steps_of_the_entropy_are_those_of_the_mirror_prox_method():
+    game = dpb.games.matrix_game(3, 2, entropy=True)
+    matrix = np.asarray([[0.5, -0.2], [-0.3, 0.4], [0.1, 0.9]])
+    start, data = (jnp.ones(3) / 3, jnp.ones(2) / 2), jnp.asarray(matrix[None])
+    solver, key = extragradient(5, 0.7), jax.random.key(0)
+    path = solve(game, solver, data, start, key, trajectory=True).trajectory
+
+    def moved(v, slope):
+        v = v * np.exp(-0.7 * slope)
+        return v / v.sum()
+
+    x, y = (np.asarray(v, float) for v in start)
+    for t in range(5):  # Nemirovski's mirror prox on two simplices
+        u, v = moved(x, matrix @ y), moved(y, -matrix.T @ x)
+        x, y = moved(x, matrix @ v), moved(y, -matrix.T @ u)
+        np.testing.assert_allclose(path[0][t], u, atol=1e-4)
+        np.testing.assert_allclose(path[1][t], v, atol=1e-4)
+    with pytest.raises(ValueError, match="no theorem covers steps of the entropy"):
+        extragradient(5, 0.1).with_sizes(9).bound(game, dimension=3)
+    proximal = dpb.games.InexactProximalPoint(2, 1.0, 4.0, 1)
+    with pytest.raises(ValueError, match="without entropy=True"):
+        dpb.calibrate(game, proximal, BUDGET, sizes=9)
 
 
 @pytest.mark.slow

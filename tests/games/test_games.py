@@ -311,13 +311,13 @@ def test_wrong_shapes_are_told_before_any_release():
             dpb.games.matrix_game(2, 3),
             jnp.zeros((9, 3, 2)),
             (jnp.ones(2), jnp.ones(3)),
-            "matrix_game: needs shapes",
+            r"matrix_game: needs records of shape \(2, 3\)",
         ),
         (
             dpb.games.matrix_game(2, 3),
             jnp.zeros((9, 2, 3)),
             (jnp.ones(3), jnp.ones(2)),
-            r"needs shapes \(\(2,\), \(3,\), \(2, 3\)\)",
+            r"needs coefficients of shape \(3, 2\), got \(2, 3\)",
         ),
         (fair(), data, (jnp.zeros(5), jnp.ones(3)), "one coefficient per feature"),
     ):

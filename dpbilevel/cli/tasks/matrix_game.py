@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from ...core.usability import Columns
-from ...games.problem import AbstractVariationalInequality, SaddleProblem, matrix_game
+from ...games.bilinear import BilinearGame, matrix_game
 from ..columns import Records, Standardized, Table
 from ..data import AbstractGenerated, CsvFile, stacked
 from ..task import AbstractModel, Blocks, Start, Task
@@ -124,7 +124,7 @@ class Matrix(AbstractModel):
             )
 
     @override
-    def problem(self, blocks: Blocks) -> SaddleProblem:
+    def problem(self, blocks: Blocks) -> BilinearGame:
         return matrix_game(self.rows, self.columns)
 
     @override
@@ -147,10 +147,11 @@ MATRIX_GAME = Task(
     name="matrix_game",
     summary="A mixture of rows with the least payoff of the best reply among columns.",
     model=Matrix,
-    problem_type=AbstractVariationalInequality,
+    problem_type=BilinearGame,
     label="weight",
     of="row and column",
     terms={
+        "payoff": "the mean matrix",
         "operator": "a step of both players",
         "resolvent": "a step of both players",
     },
