@@ -15,15 +15,11 @@ from dpbilevel.privacy.accounting import profiles
 from tests.audit.runs import LONG, SHORT, audited, claim_of, outcomes
 from tests.bilevel.test_penalty import planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
-from tests.cases import first_of_each_class, found, with_mechanism
+from tests.cases import first_of_each_class, found, slow, with_mechanism
 from tests.onelevel.test_inner_solvers import planned_noisy_gd, sampled
 
 SOLVERS, CONTRACT = found("AUDITS"), found("CONTRACT")
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # In short one of each class; those that take longest are only slow.
@@ -31,6 +27,7 @@ AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson"}
 AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO"}
 AT_ONCE -= {"LocalizedDraws"}
 AT_ONCE -= {"LowerFirst", "Refitted", "WarmStarted"}  # made of others
+AT_ONCE -= {"WarmStarted, recalibrated"}
 AT_ONCE -= {"OneLevel, both levels", "MixedSources"}
 CASES = [
     pytest.param(
@@ -83,7 +80,7 @@ def test_an_adversary_sees_at_least_what_is_released(name):
     ("solver", "smaller"),
     [
         (sampled(dpb.Poisson(0.2), ADD_OR_REMOVE), dpb.Poisson(0.17)),
-        slow(sampled(dpb.FixedSize(2)), dpb.FixedSize(1)),
+        *slow((sampled(dpb.FixedSize(2)), dpb.FixedSize(1))),
     ],
 )
 def test_the_claim_of_a_smaller_batch_is_rejected(solver, smaller):
@@ -247,6 +244,7 @@ def test_solvers_draw_every_noise_afresh(name):
     assert found.left_out == 0
 
 
+@pytest.mark.slow
 def test_noises_of_other_lengths_are_counted_where_they_are_not_compared():
     found = audit.noise_reuse(SOLVERS["SelectedSources"].solver, key=jax.random.key(0))
     # Two fits of two steps: two long leaves and a short one each. And the scores.
@@ -254,6 +252,7 @@ def test_noises_of_other_lengths_are_counted_where_they_are_not_compared():
     assert str(found).endswith("; 5 of other lengths were not compared")
 
 
+@pytest.mark.slow
 def test_a_defect_that_depends_on_the_planned_size_is_rejected():
     class RoundsItsShare(dpb.privacy.Gaussian):
         """Takes the sensitivity in half precision, where C / 70 000 000 is zero."""
@@ -272,6 +271,7 @@ def test_a_defect_that_depends_on_the_planned_size_is_rejected():
     assert not audited(solver.with_sizes(70_000_000), runs=SHORT // 5).passed
 
 
+@pytest.mark.slow
 def test_single_loop_leaks_nine_tenths_where_both_records_move_one_block():
     # y stays at zero and a public push keeps v negative, so the lower record shows in
     # its Hessian-vector product alone: on the side where the upper record pushes v.

@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_audit_writes_its_findings_and_a_picture(folder):
     found = json.loads((folder / "out" / "audit.json").read_text())
     assert found["passed"]

@@ -18,13 +18,16 @@ AUDITED = {type(found("AUDITS")[name].solver).__name__ for name in AT_ONCE}
 # have them all.
 SHORT = {mutant.of: name for name, mutant in reversed(MUTANTS.items())}.values()
 SHORT = set(SHORT) - {
+    "second moments with a tenth of their noise",
     "draws by steeper losses than declared",
     "draws of unprotected time by steeper losses than declared",
     "localized draws that each spend the whole budget",
 }
 # The sound copies that take longest.
 LONG = {
-    "second moments with a tenth of their noise",
+    "gradients clipped after averaging",
+    "second moments charged at half of their clip norm",
+    "lower records free where upper ones are clipped",
     "a draw of the start that is not counted",
 }
 

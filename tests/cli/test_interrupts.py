@@ -16,6 +16,7 @@ from dpbilevel.cli.config import read_config
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.runs import checkpoint, interrupts, lock, spending
+from tests.cases import slow
 from tests.cli.test_runner import GENERATED, bits
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -127,19 +128,15 @@ def check_resumed(config, prepared):
     assert spent.finished
 
 
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("phase", "left", "told"),
     [
         ("importing", [], ""),
-        slow("planning", [], " before the first step; nothing was spent"),
-        slow("checkpoint.SECRET 1", START, "; resume with: dpbilevel run "),
+        *slow(("planning", [], " before the first step; nothing was spent")),
+        *slow(("checkpoint.SECRET 1", START, "; resume with: dpbilevel run ")),
         ("running", LEFT, "; resume with: dpbilevel run "),
-        slow("checkpoint.SECRET 3", LEFT, "; resume with: dpbilevel run "),
-        slow("result.json 1", DONE, " holds a finished run"),
+        *slow(("checkpoint.SECRET 3", LEFT, "; resume with: dpbilevel run ")),
+        *slow(("result.json 1", DONE, " holds a finished run")),
     ],
 )
 def test_interrupt_in_any_phase_leaves_a_folder_to_go_on_from(

@@ -173,6 +173,7 @@ def test_a_try_under_the_envelope_has_the_law_of_the_potential():
     assert pvalue(wrong, potential, feasible, extra=near) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("smoothness", "lipschitz"), [(4.0, 8.0)])
 def test_tries_under_the_envelope_are_accepted_as_often_as_is_claimed(
     smoothness, lipschitz
@@ -411,6 +412,7 @@ class Broken(AbstractSumPotential):
         return jnp.nan * jnp.sum(x["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "oracle",
     [pytest.param(StochasticRejection(), marks=pytest.mark.slow), ConvexEnvelope()],

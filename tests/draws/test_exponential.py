@@ -20,7 +20,7 @@ from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.noise import step_keys
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import CERTIFIED, EXACT, LEVELS, LOWER, ONE_LEVEL, Y0
 
 ALPHA = 1e-4
@@ -255,7 +255,7 @@ def test_hyper_objective_scores_agree_with_exact_solves():
         assert np.ptp(np.asarray(expected)) > 100 * allowed
 
 
-@pytest.mark.parametrize("kind", ["value", "clipped value", "gradient_norm"])
+@pytest.mark.parametrize("kind", ["value", *slow("clipped value", "gradient_norm")])
 def test_no_neighbour_moves_bilevel_scores_further_apart_than_charged(kind):
     """Adversarial search: single records replaced by extreme ones, in either level."""
     with jax.enable_x64(True):

@@ -89,6 +89,7 @@ def test_drawn_points_have_the_law_on_a_disc_and_no_other_temperature():
     assert pvalue_in_disc(points, 1.2) < ALPHA
 
 
+@pytest.mark.slow
 def test_a_wall_in_place_of_the_extension_is_noticed(monkeypatch):
     many = _lattice.Extended.many
 
@@ -119,6 +120,7 @@ def test_drawn_points_have_the_law_on_a_simplex():
     assert pvalue_in_plane(points[:, :2], flat, gauge, *ends) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feasible", "dtype", "options"),
     [

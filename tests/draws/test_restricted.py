@@ -17,6 +17,7 @@ from dpbilevel.draws.samplers.truncated import (
     truncated_normal,
 )
 from dpbilevel.sets import Ball, Box, Euclidean, Product, Simplex
+from tests.cases import slow
 
 ALPHA = 1e-4
 DTYPES = {"float32": jnp.float32, "float64": jnp.float64}
@@ -165,6 +166,7 @@ def test_a_ball_around_any_center_serves_pytrees():
     assert Ball(0.5, center).contains(sample)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mean",
     [
@@ -213,6 +215,7 @@ def test_draws_on_three_corners_have_the_marginal_of_the_normal_there():
     assert pvalue(np.asarray(sample)[:, 0], control, 0, 1) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "deviation"),
     [
@@ -233,7 +236,7 @@ def test_a_try_on_a_ball_is_accepted_as_often_as_is_claimed(size, deviation):
     assert bound > 0.5 * min(rates)  # and not idly so
 
 
-@pytest.mark.parametrize(("size", "deviation"), [(5, 2.0), (40, 0.02)])
+@pytest.mark.parametrize(("size", "deviation"), [(5, 2.0), *slow((40, 0.02))])
 def test_a_try_on_a_simplex_is_accepted_as_often_as_is_claimed(size, deviation):
     bound = acceptance(Simplex(), size, deviation, 0.0)
     generator = np.random.default_rng(0)
@@ -252,6 +255,7 @@ def test_noise_leaves_a_ball_by_more_than_the_reach_as_rarely_as_is_claimed():
     assert 0 < beyond < 0.05
 
 
+@pytest.mark.slow
 def test_rejected_tries_leave_the_projection_of_the_mean():
     mean = jnp.asarray([0.9, 0.0, 0.0, 0.1, 0.0])
     sample = points(Simplex(), mean, 3.0, jax.random.key(0), 1, 200)

@@ -18,6 +18,7 @@ from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.draws.samplers.proximal import Mixing, ProximalPlan, ProximalTarget
 from dpbilevel.draws.scores import mean_loss
 from dpbilevel.privacy.noise import step_keys
+from tests.cases import slow
 
 ALPHA = 1e-4
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
@@ -96,7 +97,7 @@ def test_unprotected_draws_have_the_exact_law_and_a_wrong_temperature_is_seen(
     assert score(1.1) > 3.5
 
 
-@pytest.mark.parametrize("center", [-0.6, 0.29, 0.45])
+@pytest.mark.parametrize("center", [-0.6, *slow(0.29, 0.45)])
 def test_a_try_has_its_law_at_any_center_and_step(center):
     known = Regularity(1, 11.0, 3.0)
     plan = ProximalPlan(known, LINE, 0.1)
@@ -125,6 +126,7 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
     assert pvalue(exponent - 5 * (grid - 0.6) ** 2) < ALPHA  # without the step
 
 
+@pytest.mark.slow
 def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by():
     target, start = ProximalTarget(Corner(), LINE, 0.3), 0.9
     plan = ProximalPlan(Regularity(1, 11.0, 3.0), LINE, 0.3)
