@@ -229,7 +229,7 @@ def test_misuse_is_refused_with_the_remedy(broken, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["NoisyGD", slow("PenaltyBilevel, x in lower"), slow("Refitted")]
+    "name", ["NoisyGD", *slow("PenaltyBilevel, x in lower", "Refitted")]
 )
 def test_solvers_draw_every_noise_afresh(name):
     case = SOLVERS[name]
