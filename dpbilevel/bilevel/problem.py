@@ -14,7 +14,7 @@ from typing_extensions import override
 from .. import _checks
 from ..core.levels import Levels, Sizes, check_disjoint, check_pair
 from ..core.problem import AbstractProblem
-from ..core.proximal import check_proximal, smooth_part
+from ..core.proximal import Proximal, check_proximal
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
 from ..privacy.per_example.clipping import one_record
@@ -88,9 +88,10 @@ class BilevelProblem(AbstractProblem):
         _checks.check_fields(self)
         kinds = (Constants, AbstractCertificate, type(None))
         _checks.instance("BilevelProblem", kinds, constants=self.constants)
-        if smooth_part(self.upper_public) is not self.upper_public:
+        if isinstance(self.upper_public, Proximal):
             raise ValueError("BilevelProblem: only lower_public may be proximal.")
-        check_proximal("BilevelProblem", self.lower_public, self.y_set)
+        if isinstance(self.lower_public, Proximal):
+            check_proximal("BilevelProblem", self.lower_public, self.y_set)
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """Return the problem with `x_in_records` decided by tracing its functions.

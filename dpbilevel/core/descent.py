@@ -126,6 +126,7 @@ class Descent(eqx.Module):
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
+        updates = optax.tree.cast_like(updates, w)
         if self.prox is None:
             new = self.w_set.step(w, updates)
         else:

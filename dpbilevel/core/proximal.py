@@ -205,14 +205,14 @@ def check_smooth(owner: str, problem: object) -> None:
         )
 
 
-def check_proximal(owner: str, term: Any, feasible: AbstractSet) -> None:
+def check_proximal(owner: str, term: Proximal, feasible: AbstractSet) -> None:
     """Refuse a set whose projection after a proximal step is not the step of both.
 
     Raises:
         ValueError: The set is not the whole space, a ball around the origin or, for
             `l1` and `elastic_net`, a box or the non-negative orthant.
     """
-    if not isinstance(term, Proximal) or isinstance(feasible, Euclidean):
+    if isinstance(feasible, Euclidean):
         return
     fits = isinstance(feasible, Ball) and feasible.center is None
     fits |= term.groups is None and isinstance(feasible, Box | NonNegative)

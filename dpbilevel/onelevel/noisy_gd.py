@@ -119,13 +119,16 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
         """
         descent, last = self.descent(problem), state.last
         along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
-        if last is not None:
+        mapping = None
+        if last is not None and descent.prox is None:
+            along = scaled(last.factor, along)
+        elif last is not None:  # a proximal step is one of the shorter size as well
             size = last.factor * self.step_size
             descent = dataclasses.replace(descent, step_size=size)
         w, memory = descent.update(along, state.memory, state.w)  # projected step
         if last is not None:
-            mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
-            mapping = descent.prox and mapping  # `None` without proximal steps
+            if descent.prox is not None:
+                mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
             w, last = last.then(gradient, deviation, state.w, w, mapping)
         kept = self.remembered(state.kept, w, before=state.w, t=state.t)
         return DescentState(w, kept, memory, state.t + 1, last)

@@ -18,7 +18,7 @@ from .. import _checks
 from .._checks import NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
-from ..core.proximal import check_proximal, operator, smooth_part
+from ..core.proximal import Proximal, check_proximal
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling.base import AbstractSampling
@@ -85,7 +85,8 @@ class FiniteSum(AbstractFiniteSum):
 
     def __check_init__(self):
         _checks.check_fields(self)
-        check_proximal("FiniteSum", self.public, self.w_set)
+        if isinstance(self.public, Proximal):
+            check_proximal("FiniteSum", self.public, self.w_set)
         if self.lipschitz_spread is None:
             return
         if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
@@ -99,12 +100,13 @@ class FiniteSum(AbstractFiniteSum):
 
     def public_gradient(self, w: PyTree) -> PyTree:
         r"""Return $\nabla r(w)$; zeros without a public term, or for a proximal one."""
-        smooth = smooth_part(self.public)
-        return optax.tree.zeros_like(w) if smooth is None else jax.grad(smooth)(w)
+        if self.public is None or isinstance(self.public, Proximal):
+            return optax.tree.zeros_like(w)
+        return jax.grad(self.public)(w)
 
     @override
     def proximal_step(self):
-        return operator(self.public)
+        return self.public.prox if isinstance(self.public, Proximal) else None
 
     @override
     def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
