@@ -275,8 +275,9 @@ class Simplex(AbstractSet):
     def step(self, w: PyTree, update: PyTree) -> PyTree:
         if not self.entropy:
             return super().step(w, update)
+        least = _LEAST * self.scale
         logs = jax.tree.map(
-            lambda v, u: jnp.log(jnp.maximum(v, _LEAST)) + u.astype(v.dtype), w, update
+            lambda v, u: jnp.log(jnp.maximum(v, least)) + u.astype(v.dtype), w, update
         )
         top = jnp.asarray(optax.tree.max(logs))
         powers = jax.tree.map(lambda v: jnp.exp(v - top.astype(v.dtype)), logs)
@@ -381,3 +382,16 @@ def _check_shapes(owner: str, name: str, part: PyTree, w: PyTree, numbers=False)
 
 def _all(tree: PyTree) -> Bool[Array, ""]:
     return jnp.stack([jnp.all(v) for v in jax.tree.leaves(tree)]).all()
+
+
+def parts(w_set: Any) -> list[Any]:
+    """List the sets that a set is a product of."""
+    if type(w_set) is not Product:
+        return [w_set]
+    sets = jax.tree.leaves(w_set.sets, is_leaf=lambda v: isinstance(v, AbstractSet))
+    return [part for each in sets for part in parts(each)]
+
+
+def moves_by_entropy(w_set: AbstractSet) -> bool:
+    """Return whether steps in the set, or in a part of it, are mirror steps."""
+    return any(isinstance(p, Simplex) and p.entropy for p in parts(w_set))

@@ -19,7 +19,7 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy import Basis, Neighbours, PrivacyBudget, Release
 from ..privacy.noise import derive
 from ..privacy.releases import CertifiedRelease
-from ..sets import Euclidean
+from ..sets import Euclidean, moves_by_entropy
 from .certificates import certified, sensitivities
 from .problem import BilevelProblem, Sizes
 
@@ -186,7 +186,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         Raises:
             ValueError: The solver is not calibrated, or the derivation does not cover
                 it: its output is not `UniformIterate`, $\eta$ is no number or above $1
-                / \beta_\Phi$, or there is an `upper_clip_norm`.
+                / \beta_\Phi$, there is an `upper_clip_norm`, or `x_set` moves by the
+                entropy.
 
         References:
             Lowy and Liu, Theorem C.3 with the noise of the plan; derived with all
@@ -200,10 +201,11 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         rule = isinstance(self.step_size, Rule)
         covered = isinstance(self.output, UniformIterate) and not rule
         covered = covered and self.upper_clip_norm is None
+        covered = covered and not moves_by_entropy(problem.x_set)
         if self.sizes is None or not covered or eta > most * (1 + 1e-6):
             raise ValueError(
                 f"{owner}: covers calibrated solvers with output=UniformIterate(), no "
-                f"upper_clip_norm and a number up to {most:.4g} as step_size."
+                f"upper_clip_norm, projected steps and a step_size up to {most:.4g}."
             )
         x, dtype = w0[0], jnp.result_type(*jax.tree.leaves(w0))
         given = certificate, self.sizes, dtype

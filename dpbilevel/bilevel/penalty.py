@@ -258,7 +258,10 @@ class PenaltyBilevel(
             penalty=penalty,
             multiplied_noise_over_signal=penalty * ratio,
         )
-        inner = rows_of_steps(problem, w0, {"inner": self.inner}, self.penalty)
+        solvers = {"inner": self.inner}
+        if self.penalized_inner is not None:
+            solvers["penalized_inner"] = self.penalized_inner
+        inner = rows_of_steps(problem, w0, solvers, self.penalty)
         return (row, *inner, *row_in_x(problem, self.step_size, w0))
 
     def _parts(

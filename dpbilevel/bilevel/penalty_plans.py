@@ -13,7 +13,7 @@ from ..core.plan import calibrated, check_promise, least_multiplier
 from ..core.solver import AbstractSolver
 from ..onelevel.localized import LocalizedGD, theorem_radii
 from ..onelevel.noisy_gd import NoisyGD
-from ..privacy import FullBatch, PrivacyBudget
+from ..privacy import FullBatch, Gaussian, PrivacyBudget
 from ..privacy.sampling.base import AbstractSampling
 from .penalty_theorem import Batches, PenaltyTheorem
 from .problem import BilevelProblem, Sizes
@@ -167,7 +167,7 @@ class PlannedPenalty:
         planner = _Planner(cls, owner, theorem, problem, budget, inner_steps)
 
         def made(sizes: Sizes) -> Fields:
-            return planner.least(inner, sizes)
+            return planner.least(inner, sizes, fields.get("run_noise", Gaussian()))
 
         return planner.kept(made, sizes, fields)
 
@@ -183,7 +183,9 @@ class PlannedPenalty:
         r"""Return the theorems' bound on a calibrated solver's gradient mapping.
 
         It bounds the norm of the gradient mapping at the answer, up to absolute
-        constants and logarithms, with the noise of the plan.
+        constants and logarithms, with the noise of the plan. It takes for granted that
+        $y^*(x)$ is inside `y_set`, and that inner solves are as accurate as their noise
+        allows: averages of enough steps are, the last of few steps is not.
 
         Args:
             problem: A problem with declared `Constants`.
@@ -194,9 +196,10 @@ class PlannedPenalty:
 
         Raises:
             ValueError: The solver is not calibrated, or no theorem covers it: its
-                output is not `SmallestStep`, a clip norm is below the constants, $\eta$
-                is no number or above $1 / (\ell \kappa^3)$, or $\lambda$ is below the
-                limits of the proof, such as $2 \kappa$.
+                `x_set` moves by the entropy, its output is not `SmallestStep`, a clip
+                norm is below the constants, $\eta$ is no number or above $1 / (\ell
+                \kappa^3)$, or $\lambda$ is below the limits of the proof, such as $2
+                \kappa$.
         """
         owner = "PenaltyBilevel.bound"
         theorem = PenaltyTheorem.of(
@@ -257,13 +260,15 @@ class _Planner:
         check_promise(self.owner, bound, theorem.everywhere, records)
         return solver(sizes)
 
-    def least(self, inner: Inner | None, sizes: Sizes) -> Fields:
+    def least(self, inner: Inner | None, sizes: Sizes, noise: Gaussian) -> Fields:
         """Return the fields with the least bound, as derived at `tuned`."""
         theorem = self.theorem
-        simple = NoisyGD(1, theorem.constants.lower_lipschitz, 1.0)
+        relation = noise.neighbours
+        simple = NoisyGD(1, theorem.constants.lower_lipschitz, 1.0, neighbours=relation)
         given = inner if isinstance(inner, AbstractSolver) else simple
         # One step, in which each part has all of the budget of a run on full batches.
-        equal = {"budget_split": (1.0, 1.0, 1.0), **self.common}
+        equal: Fields = {"budget_split": (1.0, 1.0, 1.0), "run_noise": noise}
+        equal |= self.common
         one = self.solver(1, 1.0, given, **equal).with_sizes(sizes)
         multiplier = least_multiplier(FullBatch(), 1, 1, self.budget)
         one = one.with_noise(multiplier / math.sqrt(3 if theorem.outer else 2))

@@ -10,6 +10,7 @@ from ..core.outputs import SmallestStep
 from ..core.proximal import check_smooth
 from ..privacy import FullBatch, Ledger, Poisson
 from ..privacy.sampling.base import AbstractSampling
+from ..sets import moves_by_entropy
 from .certificates.constants import Constants
 from .problem import BilevelProblem
 
@@ -51,6 +52,8 @@ class PenaltyTheorem:
         _checks.instance(owner, Constants, constants=constants)
         assert isinstance(constants, Constants)
         check_smooth(owner, problem)
+        if moves_by_entropy(problem.x_set):
+            raise ValueError(f"{owner}: no theorem covers steps of the entropy.")
         needed = "upper_lipschitz", "lower_lipschitz", "lower_smoothness"
         _checks.positive(owner, **{name: getattr(constants, name) for name in needed})
         outer = bool(problem.x_in_records)

@@ -113,14 +113,20 @@ class ExponentialMechanism(AbstractDrawSolver):
             problem: The problem that the solver is calibrated for.
 
         Raises:
-            ValueError: The solver is not calibrated, or constants are missing.
+            ValueError: The solver is not calibrated, constants are missing, or a
+                problem of one level has a public term.
 
         References:
             Lowy and Liu, Section C.3 and Theorem 4.3; derived in docs/mathematics.md.
         """
         plan, release = self.planned(problem)
+        if getattr(problem, "public", None) is not None:
+            owner = "ExponentialMechanism.bound"
+            raise ValueError(f"{owner}: does not cover a public term, which is cut.")
         rate, known, size = plan.rate, plan.regularity, self.coordinates()
-        reach = known.lipschitz * float(feasible_set(problem).diameter)
+        reach = math.inf
+        if release.failure or not isinstance(self.sampler, Grid):
+            reach = known.lipschitz * float(feasible_set(problem).diameter)
         if isinstance(self.sampler, Grid):
             count = len(jax.tree.leaves(self.sampler.candidates)[0])
             excess = math.log(count) / rate

@@ -20,9 +20,8 @@ from ..core.plan import check_promise, least_multiplier
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.accounting import profiles
 from ..privacy.budget import PrivacyBudget
-from ..sets import Simplex
+from ..sets import Simplex, moves_by_entropy, parts
 from .problem import AbstractVariationalInequality
-from .resolvents import parts
 
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]
@@ -228,16 +227,17 @@ class AbstractSaddleSolver(
 
         Raises:
             ValueError: A constant is not declared, the set is unbounded, there are
-                fewer than two records, or the plan's `bound` is not below the problem's
-                `largest_gap`. The message has the number of records from which on it
-                is; for several passes it is an estimate.
+                fewer than two records, or without `fields` the `bound` is not below the
+                problem's `largest_gap`. The message has the number of records from
+                which on it is; for several passes it is an estimate.
         """
 
-        def made(n: int) -> Self:
+        def made(n: int, fields: Fields) -> Self:
             constants = cls._constants(problem, budget, n, dimension, passes)
             return cls(**(cls.theorem_fields(constants, budget, passes) | fields))
 
-        return cls._kept("from_theorem", made, problem, budget, sizes, dimension)
+        given = problem, budget, sizes, dimension, fields
+        return cls._kept("from_theorem", made, *given)
 
     @classmethod
     def tuned(
@@ -259,22 +259,26 @@ class AbstractSaddleSolver(
         default; all else is as in `from_theorem`.
         """
 
-        def made(n: int) -> Self:
+        def made(n: int, fields: Fields) -> Self:
             most = n if most_steps is None else most_steps
             _checks.count(f"{cls.__name__}.tuned", most_steps=most)
             constants = cls._constants(problem, budget, n, dimension, passes)
             return cls(**(cls.tuned_fields(constants, budget, passes, most) | fields))
 
-        return cls._kept("tuned", made, problem, budget, sizes, dimension)
+        given = problem, budget, sizes, dimension, fields
+        return cls._kept("tuned", made, *given)
 
     @classmethod
-    def _kept(cls, name, made, problem, budget, sizes, dimension) -> Self:
-        """Return the solver for the sizes; refuse one with a trivial bound."""
-        solver = made(sizes)
+    def _kept(cls, name, made, problem, budget, sizes, dimension, fields) -> Self:
+        """Return the solver for the sizes; refuse one with a trivial bound.
+
+        Fields of the user may be outside the theorem, so the bound is without them.
+        """
+        solver = made(sizes, fields)
         constants = TheoremConstants.of(problem, dimension, sizes)
 
         def bound(n: int) -> float:
-            given = solver if n == sizes else made(n)
+            given = made(n, {})
             given = given.with_sizes(n).with_precision("float")
             count, sampling = given.releases_per_step * given.num_steps, given.sampling
             if n == sizes or sampling.numbered:
@@ -347,7 +351,7 @@ class AbstractSaddleSolver(
         outside = []
         if type(self.output) is not Mean:
             outside = [f"output={type(self.output).__name__}; use output=Mean()"]
-        elif any(getattr(p, "entropy", False) for p in parts(problem.w_set)):
+        elif moves_by_entropy(problem.w_set):
             outside = ["steps of the entropy"]
         elif self.clip_norm < constants.spread:
             outside = [f"clip_norm={self.clip_norm:.3g} below {constants.spread:.3g}"]

@@ -111,9 +111,11 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
         """Return the `Release` of the mean coefficients.
 
         Raises:
-            ValueError: Neither `clip_norm` nor `coefficient_bound` is given.
+            ValueError: Neither `clip_norm` nor `coefficient_bound` is given, or no
+                `public_lipschitz` of a public term.
         """
         clip_norm = self.clip_norm
+        problem.constant("public_lipschitz")  # the steps after the release need it
         if clip_norm is None:
             clip_norm = problem.constant("coefficient_bound")
         query = Query(RECORDS, sizes, clip_norm)

@@ -90,6 +90,14 @@ class RecursiveRegularization(
     strength: Positive
     problem_type: ClassVar[type] = AbstractVariationalInequality
     in_config: ClassVar[bool] = False
+
+    def __check_init__(self):
+        if self.inner.noise_multiplier is not None:
+            raise ValueError(
+                "RecursiveRegularization: inner has a noise_multiplier. Give inner "
+                "without it."
+            )
+
     releases_per_step: ClassVar[int] = NoisyExtragradient.releases_per_step
 
     @property

@@ -9,7 +9,7 @@ any data is seen.
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from ..privacy.exact.grid import ROUNDED_BITS
 from ..privacy.per_example.clipping import Basis, Precision
 from ..privacy.per_example.factored import GROUP
 from ..privacy.sampling.base import Batch
-from ..sets import AbstractSet, Ball, Box, Product, Simplex
+from ..sets import Ball, Box, Simplex, moves_by_entropy, parts
 from .problem import AbstractVariationalInequality
 
 Inner = Literal["picard", "operator_extrapolation"]
@@ -209,7 +209,7 @@ class Resolvent:
         for part in parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
             # Only these types: a subclass may project otherwise.
-            projects = type(part) in _SETS and not getattr(part, "entropy", False)
+            projects = type(part) in _SETS and not moves_by_entropy(part)
             if not projects or not bounded:
                 raise ValueError(
                     f"{OWNER}: the set must be a bounded Ball, Box or Simplex without "
@@ -308,11 +308,3 @@ def _series(ratio: Number, count: int) -> Number:
 
 def _unit(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) / 2
-
-
-def parts(w_set: Any) -> list[Any]:
-    """List the sets that a set is a product of."""
-    if type(w_set) is not Product:
-        return [w_set]
-    sets = jax.tree.leaves(w_set.sets, is_leaf=lambda v: isinstance(v, AbstractSet))
-    return [part for each in sets for part in parts(each)]

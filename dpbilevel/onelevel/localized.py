@@ -79,7 +79,12 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             raise ValueError(
                 f"LocalizedGD: radii must be one number per round, got {self.radii!r}."
             )
-        for radius in self.radii + (self.first_radii or ()):
+        first = self.first_radii
+        if first is not None and (
+            not isinstance(first, tuple) or len(first) != len(self.radii)
+        ):
+            raise ValueError("LocalizedGD: first_radii must be as many as radii.")
+        for radius in self.radii + (first or ()):
             _checks.positive("LocalizedGD", radii=radius)
 
     @classmethod

@@ -80,3 +80,7 @@ def test_a_bound_is_for_what_its_derivation_covers():
         wrong = dataclasses.replace(solver, **fields)
         with pytest.raises(ValueError, match="covers calibrated solvers"):
             wrong.bound(EXACT.problem, EXACT.w0, initial_gap=1.0)
+    mirrored = dpb.sets.Simplex(entropy=True)  # steps of the entropy are longer
+    game = dataclasses.replace(EXACT.problem, x_set=mirrored)
+    with pytest.raises(ValueError, match="projected steps"):
+        solver.bound(game, EXACT.w0, initial_gap=1.0)

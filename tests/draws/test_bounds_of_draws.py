@@ -61,6 +61,17 @@ def test_the_excess_on_a_set_is_within_its_bound(convex):
         assert bound == pytest.approx(1 / rate, rel=0.05)
 
 
+def test_a_public_term_of_one_level_has_no_bound():
+    """It is cut relative to the start, so a far start leaves no order of points."""
+    problem = dpb.FiniteSum(slope, lambda w: w[0], w_set=LINE, lipschitz=1.0)
+    solver = dpb.draws.ExponentialMechanism(
+        dpb.draws.Grid(jnp.asarray([[-1.0], [1.0]])), clip_range=1.0
+    )
+    plan = dpb.calibrate(problem, solver, BUDGET, sizes=10)
+    with pytest.raises(ValueError, match="does not cover a public term"):
+        plan.solver.bound(problem)
+
+
 def test_a_sampler_that_is_cut_short_has_no_bound():
     problem = dpb.FiniteSum(slope, w_set=LINE, lipschitz=1.0)
     solver = dpb.draws.ExponentialMechanism(

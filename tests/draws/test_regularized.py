@@ -312,7 +312,7 @@ def test_losses_that_differ_less_than_they_slope_are_drawn_at_a_higher_rate():
     assert shares[1].sensitivity == pytest.approx(2 * 0.1 / 40)
     assert any("0.2-Lipschitz" in text for text in plans[1].report.assumptions)
     assert not any("difference" in text for text in plans[0].report.assumptions)
-    with pytest.raises(ValueError, match="at most lipschitz"):
+    with pytest.raises(ValueError, match="at most a given lipschitz"):
         dataclasses.replace(whole, lipschitz_spread=0.7)
 
 

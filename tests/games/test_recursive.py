@@ -45,6 +45,11 @@ def quiet(inner, rounds, strength, sizes):
     return dataclasses.replace(solver, **changes)
 
 
+def test_noise_is_that_of_the_whole_run():
+    with pytest.raises(ValueError, match="inner has a noise_multiplier"):
+        dpb.games.RecursiveRegularization(INNER.with_noise(1.0), 2, 0.1)
+
+
 solve = jax.jit(dpb.solve, static_argnames="trajectory")
 
 

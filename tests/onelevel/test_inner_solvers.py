@@ -146,6 +146,11 @@ def test_iterates_stay_in_the_set():
     assert float(jnp.linalg.norm(w)) <= 0.1 + 1e-6
 
 
+def test_radii_of_a_first_run_are_as_many_as_of_others():
+    with pytest.raises(ValueError, match="first_radii must be as many as radii"):
+        dpb.onelevel.LocalizedGD((1.0, 0.5), 3, 1.0, 1.0, first_radii=(1.0,))
+
+
 def test_localized_rounds_equal_the_pseudocode():
     radii, mu = (0.5, 0.2), 1.5
     center = np.asarray(START)
