@@ -483,15 +483,8 @@ def test_descends_where_there_are_records_enough(x64):
     rows = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
     data = dpb.Levels(*(jax.tree.map(lambda v, k=k: v[k::2], rows) for k in (0, 1)))
     solver = implicit(num_steps=20, step_size=3.0, output=dpb.outputs.Last())
-    result = dpb.fit(
-        TUNING,
-        solver,
-        data,
-        (jnp.zeros(2), jnp.zeros(4)),
-        budget=BUDGET,
-        people="disjoint",
-        key=jax.random.key(KEY),
-    )
+    given = {"budget": BUDGET, "people": "disjoint", "key": jax.random.key(KEY)}
+    result = dpb.fit(TUNING, solver, data, (jnp.zeros(2), jnp.zeros(4)), **given)
 
     def objective(x):
         return dpb.debug.hyper_objective(TUNING, x, jnp.zeros(4), data)
