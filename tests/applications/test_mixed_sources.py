@@ -165,6 +165,7 @@ def first_mixture(found):
     return found["models"][-1] + jnp.asarray(found["mixture"] @ basis, jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_scored_and_not_the_common_model():
     _, found = mixed()
     expected = scores(first_mixture(found))

@@ -212,6 +212,7 @@ def _people():
     }
 
 
+@pytest.mark.slow
 def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
     jaxopt, optuna = map(pytest.importorskip, ("jaxopt", "optuna"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
