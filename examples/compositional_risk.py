@@ -8,8 +8,8 @@ At epsilon = 1 `SingleLoopBilevel` has a smaller risk than descent on the mean c
 does NOT beat descent on one level with a good guess: a third of the households are
 above the mean. The risk is then a minimum over one more variable, as for the CVaR.
 
-Every method has the same budget. The risks on test households are NON-PRIVATE, and so
-is the oracle: two levels without noise and clipping.
+Every method has the same budget. Settings were chosen on records like these. The risks
+on test households and the oracle, two levels without noise, are NON-PRIVATE.
 
     python examples/compositional_risk.py [--smoke] [--out runs/compositional_risk]
 """

@@ -7,8 +7,9 @@ table once and solves the game. At epsilon = 1 it is far better than one level, 
 `NoisyGD` on the average resident or with equal weights of the groups. It does NOT beat
 a linear program on a noisy table, whose entries of large groups have less noise.
 
-Every method has the same budget. Fractions of the groups are declared, never computed.
-The minutes are NON-PRIVATE evaluation, and so is the oracle: the game without noise.
+Every method has the same budget. Settings were chosen on records like these. Fractions
+of the groups are declared, never computed. The minutes of test residents and the
+oracle, which is the game without noise, are NON-PRIVATE.
 
     python examples/fair_allocation.py [--smoke] [--out runs/fair_allocation]
 """
@@ -53,7 +54,7 @@ def table(record):
 
 
 def weighted(factors):
-    """Return a game of one group with fixed weights: the loss of a mixture of sites."""
+    """Return the loss of a mixture x for a resident, times a factor of the group."""
     factors = jnp.asarray(factors, jnp.float32)
     return lambda x, record: factors[record["group"]] * (x @ travel(record))
 
