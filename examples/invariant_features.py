@@ -27,7 +27,7 @@ import dpbilevel as dpb
 EFFECTS = np.array([1.2, -1.0, 0.8, -0.8, 0.6, 0.5])  # measurements on the outcome
 HABITS = np.array([1.05, 0.7, -0.5])  # effect of the outcome on a code, by hospital
 NEW_HABIT, CODES = -1.05, 4
-USEFUL = jnp.asarray([1.0] * len(EFFECTS) + [0.0] * CODES + [1.0])  # 1 for the constant
+USEFUL = np.array([1] * len(EFFECTS) + [0] * CODES + [1], "f4")  # 1 for the constant
 HOSPITALS, SIZE = len(HABITS), len(USEFUL)
 TAIL = dpb.outputs.TailMean()
 
@@ -42,7 +42,7 @@ def patients(count, seed, habits):
     rows = np.concatenate([measured, codes, np.ones((count, 1))], axis=1)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     found = {"features": rows.astype("f4"), "label": label.astype("f4")}
-    return jax.tree.map(jnp.asarray, found | {"hospital": hospital})
+    return found | {"hospital": hospital.astype("i4")}
 
 
 def of_own(x, y, record):
@@ -59,8 +59,8 @@ def of_others(x, y, record):
 
 def agreed(y):
     """Return the mean model, without features on whose sign the models disagree."""
-    same = jnp.abs(jnp.sum(jnp.sign(y), axis=0)) == HOSPITALS
-    return jnp.where(same, jnp.mean(y, axis=0), 0.0)
+    same = np.abs(np.sum(np.sign(y), axis=0)) == HOSPITALS
+    return np.where(same, np.mean(y, axis=0), 0.0)
 
 
 def methods():
@@ -80,7 +80,7 @@ def methods():
     rates = {"step_size": 20.0, "lower_step_size": 16.0, "linear_step_size": 16.0}
     loop = dpb.SingleLoopBilevel(100, **rates, output=TAIL)
     return {
-        "one model, NoisyGD": (single, descent, one, jnp.asarray),
+        "one model, NoisyGD": (single, descent, one, np.asarray),
         "two levels, SingleLoop": (two, loop, (least, heads), lambda w: w[1].mean(0)),
         "agreed models, NoisyGD": (own, descent, heads, agreed),
     }
@@ -88,7 +88,7 @@ def methods():
 
 def accuracy(y, test):
     """Return the share of test patients whose outcome is predicted."""
-    return float(jnp.mean(jnp.sign(test["features"] @ y) == test["label"]))
+    return np.mean(np.sign(test["features"] @ np.asarray(y)) == test["label"])
 
 
 def main(smoke: bool, out: pathlib.Path) -> None:
@@ -110,7 +110,7 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     print(plan.report)  # the guarantee of the last method
     known = data | {"features": data["features"] * USEFUL}  # NON-PRIVATE
     best = run(problem, plan.solver.with_noise(1e-6), known, w0, key=keys[0]).value
-    models["oracle"] = [jnp.mean(best, axis=0)]
+    models["oracle"] = [np.mean(best, axis=0)]
     print("NON-PRIVATE evaluation: accuracy at the new hospital, and at the three")
     for name, runs in models.items():
         found[name] = np.array([[accuracy(y, t) for y in runs] for t in (new, same)])
