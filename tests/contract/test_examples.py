@@ -24,14 +24,11 @@ SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "demo"
 
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 # Configs of the same games are run by test_games_config, tasks and searches by others.
-LONG = {"group_fair", "group_robust", "matrix_game", "equinox_network"}
-LONG |= {"private_search", "penalty_tuning", "optax_pipeline", "data_cleaning"}
-LONG |= {"meta_learning", "tuned_training", "optuna_study", "source_reweighting"}
-LONG |= {"pricing", "adversarial", "biased_regularization"}
+SHORT = {"leak", "private_draw", "sharded"}
 short_scripts = pytest.mark.parametrize(
     "script",
     [
-        pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else (), id=p.stem)
+        pytest.param(p, marks=() if p.stem in SHORT else pytest.mark.slow, id=p.stem)
         for p in SCRIPTS
     ],
 )
