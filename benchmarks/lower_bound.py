@@ -154,7 +154,7 @@ def solvers(setting, problem):
 
 
 def as_in_theorem(setting, problem, inner):
-    """Parameters of the theorem, also where `from_theorem` refuses its bound."""
+    """Parameters of the theorem, even if `from_theorem` refuses its bound."""
     theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
     full = dpb.privacy.FullBatch()
     alpha = theorem.accuracy(setting.epsilon, setting.records, full)

@@ -167,13 +167,13 @@ def evaluated(family, solver, n):
 
 
 def tuned(kind, problem, n, dimension, passes, most_steps):
-    """Return the solver of `tuned`, also where that refuses its bound."""
+    """Return the solver of `tuned`, even if that refuses its bound."""
     constants = TheoremConstants.of(problem, dimension, n)
     return kind(**kind.tuned_fields(constants, BUDGET, passes, most_steps))
 
 
 def of_theorem(kind, problem, n, dimension):
-    """Return the solver of `from_theorem`, also where that refuses its bound."""
+    """Return the solver of `from_theorem`, even if that refuses its bound."""
     constants = TheoremConstants.of(problem, dimension, n)
     return kind(**kind.theorem_fields(constants, BUDGET, "single"))
 

@@ -246,10 +246,12 @@ class _Planner:
                 chosen |= self.localized(sizes, chosen["num_steps"], chosen["penalty"])
             return self.solver(**(self.common | chosen | fields))
 
+        planned = solver(sizes)
+
         def bound(n: int) -> float:
             upper, lower = (-(-v * n // records) for v in (sizes.upper, sizes.lower))
             scaled = Sizes(upper, lower, sizes.people)
-            found = solver(scaled)
+            found = planned if n == records else solver(scaled)
             if found.penalty < theorem.least_penalty[0] and "penalty" not in fields:
                 return math.inf  # the theorem does not cover so large an accuracy
             theorem.check_covers(self.owner, found)
@@ -258,7 +260,7 @@ class _Planner:
             return theorem.bound(plan.solver, self.problem)
 
         check_promise(self.owner, bound, theorem.everywhere, records)
-        return solver(sizes)
+        return planned
 
     def least(self, inner: Inner | None, sizes: Sizes, noise: Gaussian) -> Fields:
         """Return the fields with the least bound, as derived at `tuned`."""

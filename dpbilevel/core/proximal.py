@@ -28,15 +28,15 @@ class Proximal:
     proximal step of $r$: entries of $y$ become exactly zero.
 
     Args:
-        weight: $w$: a number or an array, or a function of $x$ that returns one. A
-            negative weight counts as 0.
+        weight: $w \ge 0$: a number or an array, or a function of $x$ that returns one;
+            what is negative there counts as 0.
         ridge: $\rho$: a number, or a function of $x$ that returns a scalar, likewise.
         groups: A pytree like $y$ of integers in $[0, k)$; `None` if every entry is a
             group, `"one"` if all entries are one.
 
     Raises:
-        ValueError: Groups are not integers of at least 0. On use, weights or groups do
-            not fit the variable.
+        ValueError: A negative weight, or groups that are no integers of at least 0. On
+            use, weights or groups do not fit the variable.
 
     Privacy:
         Proximal steps are post-processing of released values: free. Weights and groups
@@ -51,6 +51,10 @@ class Proximal:
     groups: PyTree = None
 
     def __post_init__(self):
+        numbers = [v for v in (self.weight, self.ridge) if not callable(v)]
+        for value in filter(_checks.concrete, jax.tree.leaves(numbers)):
+            if not np.all(np.asarray(value) >= 0):
+                raise ValueError("Proximal: weights and ridge must be at least 0.")
         if self.groups is not None and not isinstance(self.groups, str):
             object.__setattr__(self, "groups", as_groups("group_lasso", self.groups)[0])
 

@@ -278,7 +278,7 @@ class AbstractSaddleSolver(
         constants = TheoremConstants.of(problem, dimension, sizes)
 
         def bound(n: int) -> float:
-            given = made(n, {})
+            given = solver if n == sizes and not fields else made(n, {})
             given = given.with_sizes(n).with_precision("float")
             count, sampling = given.releases_per_step * given.num_steps, given.sampling
             if n == sizes or sampling.numbered:

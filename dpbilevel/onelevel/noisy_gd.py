@@ -119,7 +119,6 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
         """
         descent, last = self.descent(problem), state.last
         along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
-        mapping = None
         if last is not None and descent.prox is None:
             along = scaled(last.factor, along)
         elif last is not None:  # a proximal step is one of the shorter size as well
@@ -127,6 +126,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
             descent = dataclasses.replace(descent, step_size=size)
         w, memory = descent.update(along, state.memory, state.w)  # projected step
         if last is not None:
+            mapping = None
             if descent.prox is not None:
                 mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
             w, last = last.then(gradient, deviation, state.w, w, mapping)

@@ -81,6 +81,14 @@ def test_weights_follow_x_and_a_negative_weight_counts_as_zero():
     assert [bool(v) for v in smooth["a"]] == [False, True]
 
 
+@pytest.mark.parametrize("wrong", [-0.1, np.nan, np.asarray([0.1, -0.1])])
+def test_negative_numbers_are_refused_at_once(wrong):
+    with pytest.raises(ValueError, match="must be at least 0"):
+        dpb.proximal.l1(wrong)
+    with pytest.raises(ValueError, match="must be at least 0"):
+        dpb.proximal.elastic_net(0.1, wrong)
+
+
 def test_derivatives_at_zero_are_finite():
     for term in TERMS.values():
         for fun in (term, lambda y, term=term: jnp.sum(term.prox(0.3, y))):

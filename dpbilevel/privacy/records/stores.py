@@ -63,7 +63,7 @@ class AbstractStore(abc.ABC):
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 hash of all records. SECRET. Raises `OSError` as `check` does."""
+        """SECRET hash of all records, by SHA-256; raises `OSError` as `check` does."""
         found, fill = hashlib.sha256(), self.reader(0)
         for first in range(0, self.count, _PART):
             rows = min(_PART, self.count - first)
