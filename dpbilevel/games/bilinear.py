@@ -101,6 +101,9 @@ def matrix_game(rows: int, columns: int, *, entropy: bool = False) -> BilinearGa
     \|A_i\|_F \le \sqrt{m k}$: hence $M = \sqrt{m + k}$, and $\sqrt{m k}$ is both $L$
     and the bound on the coefficients. A matrix of ones attains all of them.
 
+    Divide payoffs by a public bound first: in euros, say, most entries would be cut to
+    1, and the game would be another one without a warning.
+
     Args:
         rows: $m$.
         columns: $k$.
