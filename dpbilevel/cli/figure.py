@@ -169,7 +169,7 @@ def _draw_bars(axes: Any, result: Result) -> None:
 
 def _draw_model(axes: Any, result: Result) -> None:
     """Draw the largest coefficients with their names."""
-    model = np.ravel(result.model)
+    model = np.asarray(result.model).ravel()
     names = result.features or [f"coefficient {i}" for i in range(model.size)]
     kept, colors = largest(model), "#737373"
     if result.task.shows_model:

@@ -103,7 +103,7 @@ def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
     Privacy:
         Row by row. NON-PRIVATE until `Lengths.typical_length` releases the mean.
     """
-    counts = np.isfinite(rows).all(axis=1)
+    counts = np.asarray(np.isfinite(rows).all(axis=1))
     length = np.linalg.norm(np.where(counts[:, None], rows, 0), axis=1)
     bins = np.floor(-2 * np.log2(np.maximum(length, 2.0**-_BINS)))
     bins = np.clip(bins, 0, _BINS - 1)

@@ -215,7 +215,8 @@ def apart(device: Any, fun: Callable[[], Any]) -> Any:
 
 def dtypes() -> tuple[str, ...]:
     """Return a tuple of dtype names: float32, and float64 if it is enabled."""
-    return ("float32", "float64") if jax.config.jax_enable_x64 else ("float32",)
+    wide = jnp.result_type(float) == np.float64
+    return ("float32", "float64") if wide else ("float32",)
 
 
 def _ratios(computed, left, right) -> list[float]:

@@ -143,7 +143,7 @@ def _file_of(array: np.ndarray) -> tuple[str, int] | None:
 
 def _filled(file: Any, rows: np.ndarray) -> None:
     """Read bytes into an array."""
-    left = memoryview(rows.reshape(-1).view(np.uint8))
+    left = rows.reshape(-1).view(np.uint8).data
     while len(left):
         count = file.readinto(left)
         if not count:
