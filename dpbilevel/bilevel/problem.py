@@ -70,6 +70,7 @@ class BilevelProblem(AbstractProblem):
     """
 
     terms: ClassVar[tuple[str, ...]] = (*LEVELS, "upper_public", "lower_public")
+    record_functions: ClassVar[tuple[str, ...]] = LEVELS
 
     upper: Loss = eqx.field(static=True)
     lower: Loss = eqx.field(static=True)
@@ -92,6 +93,13 @@ class BilevelProblem(AbstractProblem):
             raise ValueError("BilevelProblem: only lower_public may be proximal.")
         if isinstance(self.lower_public, Proximal):
             check_proximal("BilevelProblem", self.lower_public, self.y_set)
+
+    @override
+    def declared_per_person(self, functions):
+        if not isinstance(self.constants, AbstractCertificate):
+            return {}
+        people = dataclasses.replace(self, constants=None, **functions)
+        return {"constants": self.constants.per_person(people)}
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """Return the problem with `x_in_records` decided by tracing its functions.
