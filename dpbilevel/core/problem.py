@@ -15,7 +15,6 @@ from ..privacy.budget import People
 from ..privacy.records.people import PerPerson, PersonRows, PersonUnit
 from .levels import Sizes, one_level
 
-
 Problem = TypeVar("Problem", bound="AbstractProblem")
 
 

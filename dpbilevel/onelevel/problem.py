@@ -100,8 +100,8 @@ class FiniteSum(AbstractFiniteSum):
         # The loss of a person without rows is 0, which may be far from all others.
         if self.lipschitz_spread not in (None, self.lipschitz):
             raise ValueError(
-                "per_person: lipschitz_spread is that of rows. Leave it out, and declare "
-                "that of people, whose loss may be 0, by dataclasses.replace."
+                "per_person: lipschitz_spread is that of rows. Leave it out, and "
+                "declare that of people, whose loss may be 0, by dataclasses.replace."
             )
         return {}
 
