@@ -154,7 +154,7 @@ class TuningCertificate(AbstractCertificate):
         check_terms("linear_tuning", problem, self.terms)
 
     @override
-    def per_person(self, problem):
+    def on_records_of(self, problem):
         # Every bound is one on derivatives of single losses, or on a mean of them that
         # is convex, and the public term alone is strongly convex: means of losses, and
         # the loss 0, have the same bounds.

@@ -60,19 +60,28 @@ class AbstractProblem(eqx.Module):
         functions = {
             name: PerPerson(getattr(self, name), unit) for name in self.record_functions
         }
-        declared = self.declared_per_person(functions)
-        return dataclasses.replace(self, unit=unit, **functions, **declared)
+        return self.with_functions(functions, unit)
 
-    def declared_per_person(self, functions: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of declared constants that change in `per_person`.
+    def of_rows(self) -> Self:
+        """Return the problem on rows that `per_person` was called on."""
+        if self.unit is None:
+            return self
+        functions = {name: getattr(self, name).fun for name in self.record_functions}
+        return self.with_functions(functions, None)
+
+    def with_functions(
+        self, functions: dict[str, Any], unit: PersonUnit | None
+    ) -> Self:
+        """Return the problem with functions of another unit.
 
         Args:
-            functions: The functions of a person, by field.
+            functions: The functions, by field.
+            unit: The unit.
 
         Raises:
             ValueError: A declared constant might not hold for people.
         """
-        return {}
+        return dataclasses.replace(self, unit=unit, **functions)
 
     def of_record(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a function of one row as one of a record, the last argument.

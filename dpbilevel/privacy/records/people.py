@@ -189,6 +189,45 @@ def by_person(
     return PersonRows(jax.tree.map(placed, rows), present)
 
 
+def combined(
+    fun: Callable[[PyTree], Float[np.ndarray, "n w"]],
+    records: PyTree,
+    unit: PersonUnit | None,
+    empty: float = 0.0,
+) -> Float[np.ndarray, "n w"]:
+    """Return the values of a function of rows, combined for each person.
+
+    `PerPerson` for NumPy: the function maps all rows at once to one row of numbers
+    each. Without a unit its values are returned.
+
+    Args:
+        fun: The function.
+        records: The records; `PersonRows` with a unit.
+        unit: The unit.
+        empty: The value of a place without a row, in place of 0.
+    """
+    if unit is None:
+        return fun(records)
+    flat = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), records.rows)
+    values = fun(flat).reshape(*records.present.shape, -1)
+    weights = unit.weights(records.present)
+    values = np.where(records.present[..., None], values, 0)
+    mean = np.einsum("nm,nmw->nw", weights, values)
+    return (mean + (1 - weights.sum(1, keepdims=True)) * empty).astype(values.dtype)
+
+
+def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
+    """Return records whose rows are changed by a function of arrays of rows.
+
+    Args:
+        fun: The function; it leaves the leading axes as they are.
+        records: The records, or the rows of people.
+    """
+    if not isinstance(records, PersonRows):
+        return fun(records)
+    return PersonRows(fun(records.rows), records.present)
+
+
 def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:
     """Return the number of each row's person, -1 without an id, and that of people."""
     ids = np.asarray(ids)
