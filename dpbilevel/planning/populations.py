@@ -23,7 +23,7 @@ _GROUP_MARGIN, _TABLE_MARGIN, _SOURCE_MARGIN = 4.0, 1.0, 1.5
 
 
 class GoodOrBad(AbstractLinearPopulation):
-    """Of five sources two follow the population, two are opposite, one is random.
+    """Sources of which two in five are good, two opposite, and one random.
 
     All sources together carry no information about the model. Labels are balanced, so
     that a model of the more frequent label finds no source. They follow the features
