@@ -30,6 +30,7 @@ from .bilevel import (
     Sizes,
 )
 from .core import outputs, proximal
+from .core.accountants import delta, epsilon, noise_multiplier, records_needed
 from .core.loop import solve
 from .core.plan import calibrate
 from .core.process_spending import PrivacyWarning, spent
@@ -88,12 +89,15 @@ __all__ = [
     "bilevel",
     "calibrate",
     "debug",
+    "delta",
     "draws",
+    "epsilon",
     "fit",
     "games",
     "hinge_loss",
     "linear_tuning",
     "logistic_loss",
+    "noise_multiplier",
     "onelevel",
     "oracles",
     "outputs",
@@ -101,6 +105,7 @@ __all__ = [
     "planning",
     "privacy",
     "proximal",
+    "records_needed",
     "resume",
     "root_key",
     "search",
