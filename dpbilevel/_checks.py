@@ -281,7 +281,7 @@ def leading_axis(name: str, records: PyTree) -> int:
             kind = (dtype.type if known else type(dtype or leaf)).__name__
             raise ValueError(
                 f"{name}{where} must be a numeric array, got {kind}. Convert lists by "
-                "numpy.asarray(...), data frames by .to_numpy(), texts to numbers."
+                "numpy.asarray(...), lazy frames by .collect(), texts to numbers."
             )
         lengths[where or "value"] = leaf.shape[:1]
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:

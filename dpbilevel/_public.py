@@ -58,6 +58,7 @@ from .privacy import (
 )
 from .runs.fit import fit
 from .runs.run import advance, resume, start
+from .runs.saved import load
 
 __all__ = [
     "AbstractSolver",
@@ -96,6 +97,7 @@ __all__ = [
     "games",
     "hinge_loss",
     "linear_tuning",
+    "load",
     "logistic_loss",
     "noise_multiplier",
     "onelevel",

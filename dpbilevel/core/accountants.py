@@ -13,8 +13,7 @@ from .plan import calibrated, gaussian_ledger, least_multiplier, least_safe
 from .problem import AbstractOneLevel, AbstractProblem
 from .solver import AbstractSolver
 
-_START = 1000  # records of the smaller level in the first plan that is tried
-_MOST = 1e12  # of their largest multiple
+_START, _MOST = 1e3, 1e12  # the first and the largest multiple that is tried
 _IMPOSSIBLE = 1e300  # stands for the noise of sizes that have no plan
 Counts = TypeVar("Counts", int, Sizes)
 
@@ -119,13 +118,7 @@ def noise_multiplier(
     _checks.count(owner, steps=steps)
     sampling, relation = _sampling(owner, rate), _relation(owner, neighbours)
     budget = PrivacyBudget(epsilon, delta)
-    try:
-        found = least_multiplier(sampling, steps, 1, budget, relation)
-    except ValueError:
-        raise ValueError(
-            f"{owner}: no noise meets epsilon = {epsilon:.3g} at delta = {delta:.3g}. "
-            "Raise one of them."
-        ) from None
+    found = least_multiplier(sampling, steps, 1, budget, relation)
     return found * relation.contributions
 
 
@@ -192,13 +185,11 @@ def records_needed(
         found = [row.noise_norm_over_clip_norm for row in rows]
         return max((ratio for ratio in found if ratio is not None), default=0.0)
 
-    smallest = min(sizes.upper, sizes.lower) if isinstance(sizes, Sizes) else sizes
-    start = _START / smallest
-    if noise(start) == 0:
+    if noise(_START) == 0:
         kind = type(solver).__name__
         raise ValueError(f"{owner}: {kind} releases no clipped mean with noise.")
     try:
-        factor = least_safe(noise, ratio, start, 2.5e-4)
+        factor = least_safe(noise, ratio, _START, 2.5e-4)
     except ValueError:
         text = f"{owner}: no number of records is enough. {refused}"
         raise ValueError(text) from None

@@ -171,13 +171,7 @@ def least_multiplier(
     return _least_scale(ledger, budget)
 
 
-def gaussian_ledger(
-    sampling: AbstractSampling,
-    count: int,
-    size: int,
-    multiplier: float,
-    neighbours: Neighbours,
-) -> Ledger:
+def gaussian_ledger(sampling, count: int, size: int, multiplier, neighbours) -> Ledger:
     """Return the `Ledger` of `count` Gaussian releases, each from a batch."""
     query, noise = Query(RECORDS, size, 1.0, sampling), Gaussian(multiplier, neighbours)
     return Ledger((Release("query", count, (query,), noise),))

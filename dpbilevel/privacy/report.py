@@ -132,6 +132,7 @@ class PrivacyReport:
         return {
             "guarantee": self.claim,
             "releases": sum(row.count for row in self.ledger),
+            "noise against signal": "; ".join(map(str, self.forecast)),
             "accountant": self.accountant,
             "assumptions": "; ".join(self.assumptions),
         }

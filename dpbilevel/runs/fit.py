@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..core.columns import arrays
 from ..core.loop import check_method, run_checked
 from ..core.modules import arrays_of
 from ..core.plan import calibrated
@@ -83,6 +84,7 @@ def fit(
             "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
         )
     problem, w0, leaves = arrays_of("fit", problem, w0)
+    data = arrays(data)
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
     planned: Any = {"sizes": sizes, "w0": w0, "precision": precision}
