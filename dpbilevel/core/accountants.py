@@ -69,11 +69,11 @@ def delta(
     r"""Return the least $\delta$ of DP-SGD at an $\varepsilon$.
 
     Args:
-        noise_multiplier: $\sigma$, as in `epsilon`: over the clip norm.
-        rate: As in `epsilon`.
-        steps: As in `epsilon`.
+        noise_multiplier: $\sigma$, as in `dpb.epsilon`: over the clip norm.
+        rate: As in `dpb.epsilon`.
+        steps: As in `dpb.epsilon`.
         epsilon: $\varepsilon \ge 0$.
-        neighbours: As in `epsilon`.
+        neighbours: As in `dpb.epsilon`.
 
     Raises:
         ValueError: An argument is out of range.
@@ -98,12 +98,12 @@ def noise_multiplier(
     Args:
         epsilon: $\varepsilon > 0$.
         delta: $\delta$ in (0, 1), well below one over the number of records.
-        rate: As in `epsilon`.
-        steps: As in `epsilon`.
-        neighbours: As in `epsilon`.
+        rate: As in `dpb.epsilon`.
+        steps: As in `dpb.epsilon`.
+        neighbours: As in `dpb.epsilon`.
 
     Returns:
-        $\sigma$, as in `epsilon`: over the clip norm. It is too large by at most a
+        $\sigma$, as in `dpb.epsilon`: over the clip norm. It is too large by at most a
         thousandth, never too small.
 
     Raises:

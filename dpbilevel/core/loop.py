@@ -47,7 +47,7 @@ def solve(
     Args:
         problem: A `BilevelProblem` or a `FiniteSum`.
         solver: A calibrated solver of that problem.
-        data: `Levels` for two levels, a pytree of records for one.
+        data: `Levels` for two levels, a pytree of records for one; tables as in `fit`.
         w0: The initial point, public or already private: `(x, y)` for two levels. Of
             an Equinox module the arrays are the variables, and the answer is a module.
         key: One typed key; consumed by this run.

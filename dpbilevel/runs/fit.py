@@ -46,7 +46,8 @@ def fit(
     Args:
         problem: A `BilevelProblem` or a `FiniteSum`.
         solver: A solver of that problem; its own noise is replaced.
-        data: The records.
+        data: The records; arrays, or tables and columns of pandas, polars and pyarrow,
+            which are read as float64 matrices and vectors.
         w0: The initial point.
         budget: The guarantee to reach.
         people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
