@@ -117,9 +117,8 @@ def noise_multiplier(
     _checks.positive(owner, epsilon=epsilon)
     _checks.count(owner, steps=steps)
     sampling, relation = _sampling(owner, rate), _relation(owner, neighbours)
-    budget = PrivacyBudget(epsilon, delta)
-    found = least_multiplier(sampling, steps, 1, budget, relation)
-    return found * relation.contributions
+    run = sampling, steps, 1, PrivacyBudget(epsilon, delta), relation
+    return least_multiplier(*run) * relation.contributions
 
 
 def records_needed(
@@ -186,8 +185,7 @@ def records_needed(
         return max((ratio for ratio in found if ratio is not None), default=0.0)
 
     if noise(_START) == 0:
-        kind = type(solver).__name__
-        raise ValueError(f"{owner}: {kind} releases no clipped mean with noise.")
+        raise ValueError(f"{owner}: {type(solver).__name__} adds no noise to means.")
     try:
         factor = least_safe(noise, ratio, _START, 2.5e-4)
     except ValueError:

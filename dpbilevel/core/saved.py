@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,11 +49,10 @@ def write(
         OSError: The disk refuses.
     """
     inside = {file.name for file in folder.iterdir()} if folder.exists() else set()
-    if not inside <= {PAGE, ARRAYS}:
-        raise ValueError(f"save: {folder} holds more than a solution; give another.")
-    if inside and not overwrite:
+    if not inside <= {PAGE, ARRAYS} or (inside and not overwrite):
         raise ValueError(
-            f"save: {folder} holds a solution. Give a new folder, or overwrite=True."
+            f"save: {folder} is not empty. Give a new folder, or overwrite=True if it "
+            "holds a saved solution and nothing else."
         )
     arrays: Arrays = {}
     page = {"format": _FORMAT, **facts}
@@ -65,9 +65,11 @@ def write(
         fresh.mkdir()
         (fresh / ARRAYS).write_bytes(content)
         (fresh / PAGE).write_text(json.dumps(page, indent=2) + "\n", encoding="utf-8")
+        old = Path(f"{room}.old")  # not in the room: it stays if something fails
         if folder.exists():
-            folder.rename(Path(room, "old"))
+            folder.rename(old)
         fresh.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def read(folder: Path, like: PyTree = None) -> tuple[dict[str, PyTree], dict[str, Any]]:

@@ -193,7 +193,7 @@ def test_records_of_two_levels_keep_their_proportion():
             "no noise for delta",
         ),
         (dpb.NoisyGD(5, 1.0, 1.0), BUDGET, 1e-14, "Use a larger epsilon, fewer steps"),
-        (dpb.search.RandomSearch(5, 1.0), BUDGET, 0.3, "no clipped mean with noise"),
+        (dpb.search.RandomSearch(5, 1.0), BUDGET, 0.3, "adds no noise to means"),
     ],
 )
 def test_where_no_number_is_enough_the_reason_is_given(solver, budget, ratio, said):

@@ -152,14 +152,14 @@ def test_a_template_may_be_given_where_none_is_needed(tmp_path):
 def test_a_solution_is_replaced_on_request_and_nothing_else_ever(tmp_path):
     folder = tmp_path / "a" / "s"
     Solution(jnp.zeros(2)).save(folder)
-    with pytest.raises(ValueError, match=r"holds a solution.*overwrite=True"):
+    with pytest.raises(ValueError, match=r"is not empty.*overwrite=True"):
         Solution(jnp.ones(2)).save(folder)
     assert dpb.load(folder).value.tolist() == [0, 0]
     Solution(jnp.ones(2)).save(folder, overwrite=True)
     assert dpb.load(folder).value.tolist() == [1, 1]
     assert [file.name for file in folder.parent.iterdir()] == ["s"]
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds more than a solution"):
+    with pytest.raises(ValueError, match="and nothing else"):
         Solution(jnp.ones(2)).save(folder, overwrite=True)
     with pytest.raises(NotADirectoryError, match=r"notes\.txt"):
         Solution(jnp.ones(2)).save(folder / "notes.txt")
