@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 PAGE = "solution.json"
 ARRAYS = "arrays.safetensors"
 _FORMAT = 1
-_PLAIN = bool, int, float, str
+_PLAIN, _REAL = (bool, int, float, str), (jnp.floating, jnp.integer, jnp.bool_)
 # Types that safetensors returns as NumPy's; others are kept as integers of their size.
 _NATIVE = {f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)}
 _NATIVE |= {"bool", "float16", "float32", "float64"}
@@ -141,10 +141,11 @@ def _leaf(leaf: Any, name: str, arrays: Arrays) -> dict[str, Any]:
         return {"plain": leaf}
     if not isinstance(leaf, np.generic | np.ndarray | jax.Array):
         return {"object": type(leaf).__name__}  # such as a function
-    if isinstance(leaf, Tracer) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    real = any(jnp.issubdtype(leaf.dtype, kind) for kind in _REAL)  # a key is not
+    if isinstance(leaf, Tracer) or not real:
         raise ValueError(
-            f"save: {name} is a key, or traced by JAX. Save what a run released, "
-            "outside of jax.jit."
+            f"save: {name} is a key, no real number, or traced by JAX. Save what a run "
+            "released, outside of jax.jit."
         )
     array = np.asarray(leaf, order="C")
     kind = array.dtype.name

@@ -186,6 +186,9 @@ def test_a_full_disk_leaves_the_earlier_solution(tmp_path, monkeypatch):
     ("value", "said"),
     [
         (jax.random.key(0), "value is a key"),
+        (np.array(["a"]), "no real number"),
+        (np.array([None]), "no real number"),
+        (jnp.ones(1, complex), "no real number"),
         ({"k": [jax.random.key(0)]}, r"value\['k'\]\[0\] is a key"),
     ],
 )
