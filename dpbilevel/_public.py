@@ -54,6 +54,7 @@ from .privacy import (
     People,
     Poisson,
     PrivacyBudget,
+    by_person,
     root_key,
 )
 from .runs.fit import fit
@@ -88,6 +89,7 @@ __all__ = [
     "audit",
     "auto",
     "bilevel",
+    "by_person",
     "calibrate",
     "debug",
     "delta",

@@ -124,7 +124,8 @@ class SelectedSources(AbstractSourcePipeline):
         if self.scoring is None:
             return problem
         loss, count = self.scoring.loss, problem.num_sources
-        return source_weighting(loss, count, source=problem.source)
+        first = source_weighting(loss, count, source=problem.source)
+        return problem.on_same_records(first)
 
     def _first_w0(self, w0: PyTree) -> PyTree:
         """Return the initial (x, y) of the problem whose model scores the sources."""

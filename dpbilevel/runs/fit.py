@@ -86,6 +86,7 @@ def fit(
         )
     problem, w0, leaves = arrays_of("fit", problem, w0)
     data = arrays(data)
+    problem.check_unit(data)
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
     planned: Any = {"sizes": sizes, "w0": w0, "precision": precision}
