@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,8 @@ def bilinear_saddle(
 
     lipschitz = _largest_singular(matrices)
     along = [lipschitz * radius + _longest(v) for v in (linear_x, linear_y)]
-    terms = {"public_lipschitz": convexity, "public_bound": convexity * radius * 2**0.5}
+    most = convexity * radius * 2**0.5
+    terms: Any = {"public_lipschitz": convexity, "public_bound": most}
     problem = BilinearGame(
         lambda z: z["matrix"],
         lambda z: z["x"],

@@ -25,9 +25,9 @@ _GROUP_MARGIN, _TABLE_MARGIN, _SOURCE_MARGIN = 4.0, 1.0, 1.5
 class GoodOrBad(AbstractLinearPopulation):
     """Of five sources two follow the population, two are opposite, one is random.
 
-    All sources together carry no information about the model. Labels are balanced, so that
-    a model of the more frequent label finds no source. They follow the features that
-    vary most.
+    All sources together carry no information about the model. Labels are balanced, so
+    that a model of the more frequent label finds no source. They follow the features
+    that vary most.
     """
 
     @override
@@ -38,7 +38,7 @@ class GoodOrBad(AbstractLinearPopulation):
         kinds = np.tile([1.0, -1.0, 0.0, 1.0, -1.0], count // 5 + 1)[:count]
         if count > 1:
             kinds[-2 if count % 5 == 4 else -1] -= kinds.sum()
-        return target, expand(kinds, target) * target[None]
+        return target, expand(jnp.asarray(kinds), target) * target[None]
 
 
 class Shifted(AbstractLinearPopulation):

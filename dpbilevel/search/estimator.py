@@ -202,7 +202,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             starts = [space.position(v) for v in (*self.starts, self._own_parameters())]
             starts = np.stack(starts)
             solver = default_solver(space, self.budget, rows, starts, self.n_jobs)
-        losses = rows.black_box(*validation, people)
+        losses = rows.black_box(*validation, people=people)
         records = "" if folder is None else self._identity(X, y, (*validation, people))
         evaluates = f"{type(self.estimator).__name__} in {self.space}"
         trains = self.training, 1  # 1 for `best_estimator_`
@@ -223,7 +223,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         self.best_estimator_ = rows.fit(result.value)
         return self
 
-    def _by_person(self, validation: Any) -> tuple[tuple[Any, Any], PersonRows | None]:
+    def _by_person(self, validation: Any) -> tuple[Any, PersonRows | None]:
         """Return the pair of validation, and the numbers of the rows of each person."""
         if not isinstance(validation, tuple | list) or len(validation) != 3:
             return validation, None

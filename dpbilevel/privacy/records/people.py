@@ -29,7 +29,7 @@ class PersonRows(eqx.Module):
     """
 
     rows: PyTree
-    present: Bool[Array, "n most"]
+    present: Bool[Array | np.ndarray, "n most"]
 
 
 @dataclasses.dataclass(frozen=True)
