@@ -135,9 +135,7 @@ batch_rate = _check_of_range(
     "in (0, 1], the batch size over the number of records", lambda v: 0 < v <= 1
 )
 gaussian_delta = _check_of_range(
-    "above 0, which Gaussian noise cannot reach, and well below one over the number of "
-    "records",
-    lambda v: 0 < v < 1,
+    "above 0 and well below one over the number of records", lambda v: 0 < v < 1
 )
 proper_fraction = _check_of_range("at least 0 and below 1", lambda v: 0 <= v < 1)
 signed_share = _check_of_range("in [-1, 1]", lambda v: -1 <= v <= 1)

@@ -123,7 +123,7 @@ GOOD = {"noise_multiplier": 1.0, "rate": 0.1, "steps": 10, "delta": 1e-5}
         ({"steps": 2.5}, "steps must be an integer of at least 1"),
         ({"noise_multiplier": math.nan}, "noise_multiplier must be positive"),
         ({"noise_multiplier": 0}, "noise_multiplier must be positive"),
-        ({"delta": 0}, "delta must be above 0, which Gaussian noise cannot reach"),
+        ({"delta": 0}, "delta must be above 0 and well below one over"),
         ({"delta": 1}, "delta must be .* well below one over the number of records"),
         ({"neighbours": "swap"}, "neighbours must be one of"),
     ],
