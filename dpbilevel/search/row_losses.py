@@ -65,9 +65,7 @@ class RowLosses:
     def black_box(
         self, X: Any, y: Any, people: PersonRows | None = None
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from a point to the losses of private rows, or of people.
-
-        `people` has the numbers of the rows of each; the loss of a person is the mean.
+        """Return a function from a point to the losses of private rows, or of `people`.
 
         The function never raises. If the estimator or the losses raise on a row, its
         loss is NaN; if the estimator cannot be fitted, all losses are NaN. Neither
@@ -321,8 +319,8 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
     """
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         got = _checks.shown(validation)
-        text = f"validation must be (X, y) or (X, y, groups), got {got}."
-        raise TypeError(f"PrivateSearch.fit: {text}")
+        what = f"(X, y) or (X, y, groups), got {got}"
+        raise TypeError(f"PrivateSearch.fit: validation must be {what}.")
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
         raise ValueError(f"PrivateSearch.fit: validation X, y have {counts} rows.")
