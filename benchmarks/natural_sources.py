@@ -1,14 +1,11 @@
 """Sources of real tables: `python -m benchmarks natural_sources`.
 
-A column of a table divides its records into sources; the population is one value of
-that column, which no source has, with 300 validation records. Printed are the mean
-losses of released models on the other records of the population, medians of 10 keys:
-of the candidates of `auto`, each at its best setting in hindsight, of the plan of
-`auto`, with the worst of its 20 runs, and of the constant answer, which knows the test
-labels. A call without options writes results/natural_sources.md; `--task=union` runs
-the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept in
-runs/natural_sources/rows.json and not measured again. NON-PRIVATE evaluation.
-Environments of `benchmarks.table_tasks` are needed.
+A column of a table divides its records into sources; the population is one of its
+values, with 300 validation records. Prints mean losses on the others of the population,
+medians of 10 keys, of the candidates and the plan of `auto` and of constant answers,
+and writes results/natural_sources.md. `--task=union` runs the tasks that begin so,
+`--epsilon=1,3` these budgets. Rows are kept in runs/natural_sources. NON-PRIVATE
+evaluation. Environments of `benchmarks.table_tasks` are needed.
 """
 
 import pathlib

@@ -1,16 +1,11 @@
 """Worth of released models: every method beside baselines and an oracle.
 
-Run by `python -m benchmarks utility`, with names of tasks for some of them, such as
-`--task=T1b` (all that begin so). Prints tables and writes results/utility.md if
-all tasks ran. Tasks whose data are missing are left out (`source_tasks`).
+`python -m benchmarks utility`; `--task=T1b` runs the tasks that begin so. Prints tables
+and writes results/utility.md if all tasks ran; those without their data are left out.
 
-A method is judged by the mean loss of the model that it releases on test records that
-nobody trained on, at one budget for all. Every method runs with six settings, the
-oracle and baselines of training records with eight, for 4 keys each; the setting with
-the best median loss ON THE TEST RECORDS then runs for 10 keys, so that baselines and
-oracles are tuned as well as methods of two levels are. Rows marked "one setting" ran
-with the same setting on all tasks; those of `auto` with what `dpb.auto` chose.
-NON-PRIVATE evaluation.
+A method is judged by the mean test loss of the model that it releases. The setting with
+the best median of 4 keys ON THE TEST RECORDS runs for 10 keys, that of baselines and
+oracles, too. "One setting" is the same on all tasks. NON-PRIVATE evaluation.
 """
 
 import dataclasses

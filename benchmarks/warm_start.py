@@ -1,11 +1,7 @@
-"""Implicit steps from a start in the worse of two basins, and from a private draw.
+"""Implicit steps from the worse of two basins, and from a private draw: rates.md.
 
-The hyper-objective has a minimum near x = 1 and a better one near x = -1; all runs are
-given x = 1. Lowy and Liu's Algorithm 1 stays in the basin that it starts in; Algorithm
-2 draws its start by the exponential mechanism first, on half of the budget. Parameters
-are those of Theorems 4.2 and 4.3. Run by `python -m benchmarks warm_start`.
-
-NON-PRIVATE evaluation: the excess is computed from the records.
+`python -m benchmarks warm_start`: Lowy and Liu's Algorithm 1 stays in the basin of its
+start; Algorithm 2 draws its start first. Theorems 4.2 and 4.3. NON-PRIVATE evaluation.
 """
 
 from typing import Any

@@ -1,11 +1,9 @@
 """The worst of twenty runs: `python -m benchmarks worst_runs`.
 
-One plan for every task and budget, by `dpb.auto` or with the settings that an example
-has, then a run for each of 20 keys. Printed are the median and the worst of the
-released models' losses on test records beside those of the starting point and of the
-best constant answer, and how many runs released a number that is not finite.
-`--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept
-in runs/worst_runs/rows.json and not measured again; a call without options writes
+One plan for every task and budget, then 20 keys: the median and the worst test loss
+beside those of the start and of the best constant answer, and how many runs released a
+number that is not finite. `--task=T1b` runs the tasks that begin so, `--epsilon=1,3`
+these budgets. Rows are kept in runs/worst_runs; a call without options writes
 results/worst_runs.md. NON-PRIVATE evaluation.
 """
 
