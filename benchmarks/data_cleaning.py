@@ -1,4 +1,4 @@
-"""Hyper-data-cleaning without privacy: one weight sigmoid(x_i) for each training record.
+"""Hyper-data-cleaning without privacy: a weight sigmoid(x_i) for each training record.
 
 4 000 training images, half of whose labels are drawn anew, 3 000 validation and 3 000
 test images, in the proportions of which the digits of scikit-learn stand in for MNIST.

@@ -20,7 +20,7 @@ from ..planning.settings import toml_value
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from . import evaluation
 from .config import Config, parse_config, read_tables
 from .task import Problem

@@ -24,7 +24,7 @@ from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from .candidates import candidates
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
-from .models import constant_feature, is_linear, model_of
+from .methods import constant_feature, is_linear, model_of
 from .populations import populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
 from .settings import toml_of

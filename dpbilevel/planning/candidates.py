@@ -8,12 +8,11 @@ from jaxtyping import PyTree
 from ..applications.penalties import PenaltyTuning
 from ..applications.sources import SourceWeighting
 from ..bilevel.certificates.constants import AbstractCertificate
-from ..bilevel.lower_first import lower_ignores_x
 from ..bilevel.problem import BilevelProblem
+from ..bilevel.refitted import lower_ignores_x
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
-from .methods import Candidate, Methods
-from .models import is_linear, is_vector
+from .methods import Candidate, Methods, is_linear, is_vector
 from .synthetic import Layout
 
 _FIRST_ORDER = "PenaltyBilevel stands for the methods of two levels with gradients only"

@@ -11,9 +11,12 @@ import math
 
 import dpbilevel as dpb
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.sampling.allocation import RandomAllocation
 from dpbilevel.privacy.sampling.base import FullBatch, Poisson
-from dpbilevel.privacy.sampling.fixed_size import FixedSize, SinglePass
+from dpbilevel.privacy.sampling.fixed_size import (
+    FixedSize,
+    RandomAllocation,
+    SinglePass,
+)
 from dpbilevel.privacy.selection import Selection
 from dpbilevel.search.declared import Trainings
 from tests.privacy import reference_accounting as reference

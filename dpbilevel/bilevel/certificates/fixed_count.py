@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ... import _checks
 from ..._checks import Number
-from ...onelevel.linear_models import module_of
+from ...onelevel.losses import module_of
 
 # Eigenvalues that coincide would make a quotient of zeros of the coefficients.
 _APART = 1.001
