@@ -15,8 +15,8 @@ from ..core.plan import calibrate
 from ..core.solver import AbstractSolver
 from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
+from ..planning.candidates import toml_value
 from ..planning.race import Effort
-from ..planning.settings import toml_value
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint

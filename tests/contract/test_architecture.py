@@ -89,7 +89,7 @@ OPENS = {
     "draws/mechanisms.py",
 }
 OPENS |= {"audit/sensitivity.py"}
-UNSEALS = {"draws/scores/mean_loss.py", "draws/scores/hyper.py"}
+UNSEALS = {"draws/mean_loss.py", "draws/hyper.py"}
 UNSEALS |= {"games/proximal_point.py", "search/losses.py"}
 
 

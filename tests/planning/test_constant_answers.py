@@ -14,7 +14,7 @@ from dpbilevel import planning
 from dpbilevel.applications import Recalibration, SelectedSources, WarmStarted
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.planning import Candidate, conclusions, methods, race
-from dpbilevel.planning.settings import toml_of
+from dpbilevel.planning.candidates import toml_of
 from tests.cases import fast_first
 
 D = 6

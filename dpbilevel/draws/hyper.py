@@ -12,15 +12,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ..._checks import Number
-from ...bilevel.certificates import certified, sensitivities
-from ...bilevel.certificates.constants import AbstractCertificate
-from ...bilevel.certificates.fixed_count import Bounds, Metric
-from ...bilevel.problem import BilevelProblem, Levels, Sizes
-from ...privacy.per_example.clipping import clipped_mean, unsealed
-from ...sets import Ball, Euclidean
-from ..samplers.base import AbstractPotential, Regularity
+from .._checks import Number
+from ..bilevel.certificates import certified, sensitivities
+from ..bilevel.certificates.constants import AbstractCertificate
+from ..bilevel.certificates.fixed_count import Bounds, Metric
+from ..bilevel.problem import BilevelProblem, Levels, Sizes
+from ..privacy.per_example.clipping import clipped_mean, unsealed
+from ..sets import Ball, Euclidean
 from .mean_loss import SOLVES, AbstractScore, check_error, check_loss_dtype
+from .samplers.base import AbstractPotential, Regularity
 
 _COMPUTED = (
     "upper losses and upper_public, which has no large offset, are computed to "

@@ -17,19 +17,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ... import _checks
-from ..._checks import Number
-from ...bilevel.certificates import sensitivities
-from ...bilevel.problem import BilevelProblem
-from ...onelevel.problem import FiniteSum
-from ...privacy.exact.floats import check_rounding
-from ...privacy.per_example.clipping import Basis, clipped_mean, one_record, unsealed
-from ...privacy.per_example.structure import rowwise
-from ...privacy.queries import RECORDS
-from ...privacy.records.rows import unpacked
-from ...privacy.sampling.base import Batch, FullBatch
-from ..mechanisms import BoundedScore, Measure
-from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
+from .. import _checks
+from .._checks import Number
+from ..bilevel.certificates import sensitivities
+from ..bilevel.problem import BilevelProblem
+from ..onelevel.problem import FiniteSum
+from ..privacy.exact.floats import check_rounding
+from ..privacy.per_example.clipping import Basis, clipped_mean, one_record, unsealed
+from ..privacy.per_example.structure import rowwise
+from ..privacy.queries import RECORDS
+from ..privacy.records.rows import unpacked
+from ..privacy.sampling.base import Batch, FullBatch
+from .mechanisms import BoundedScore, Measure
+from .samplers.base import AbstractPotential, AbstractSumPotential, Regularity
 
 DrawProblem = BilevelProblem | FiniteSum
 
