@@ -18,7 +18,7 @@ from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import AbstractNoisyRelease
-from dpbilevel.privacy.selection import Selection
+from dpbilevel.search.repeat_and_select import Selection
 from tests.contract.recorded import (
     CASES,
     KEY,

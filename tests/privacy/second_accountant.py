@@ -17,8 +17,8 @@ from dpbilevel.privacy.sampling.fixed_size import (
     RandomAllocation,
     SinglePass,
 )
-from dpbilevel.privacy.selection import Selection
 from dpbilevel.search.declared import Trainings
+from dpbilevel.search.repeat_and_select import Selection
 from tests.privacy import reference_accounting as reference
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
