@@ -1,8 +1,7 @@
 """Places, options of the command line, tables and pages, which benchmarks share.
 
-The census (Adult) is read from $ADULT or ../shared/data/adult.csv, MNIST (arrays
-`images`, 28 x 28, and `labels` of an npz file) from $MNIST or
-../shared/data/mnist_10k.npz. Tasks whose file is missing are left out.
+The census (Adult) is read from $ADULT or ../shared/data/adult.csv, MNIST (`images` and
+`labels` of an npz file) from $MNIST or ../shared/data/mnist_10k.npz.
 """
 
 import datetime
@@ -39,14 +38,7 @@ def spread(values, form=".4f", ends=(0.25, 0.75)):
 
 
 def by_median(title, found, unit, *, higher_is_better):
-    """Return a table of methods with medians and quartiles, the worst method first.
-
-    Args:
-        title: The title of the table.
-        found: For each method, one number a key.
-        unit: The unit of these numbers.
-        higher_is_better: Whether the worst row has the smallest median.
-    """
+    """Return a table of methods with medians and quartiles, the worst method first."""
     rows = sorted(found.items(), key=lambda row: np.median(row[1]))
     rows = [[method, spread(values)] for method, values in rows]
     head = ["method", f"{unit} [quartiles]"]
@@ -63,11 +55,7 @@ def measured_today():
 
 
 def written(text, parts):
-    """Return the text of a page with these parts between its marks.
-
-    Raises:
-        ValueError: A mark is missing.
-    """
+    """Return the text of a page with these parts between its marks."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

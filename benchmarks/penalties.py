@@ -30,21 +30,13 @@ LOW, HIGH = -12.0, 2.0  # bounds of log-penalties; all methods start at the lowe
 
 @dataclasses.dataclass
 class Task:
-    """Records, groups, and what only an oracle knows.
-
-    Attributes:
-        name: As in the tables.
-        data: Validation and training records.
-        test: Test records.
-        groups: The group of each feature.
-        useful: 1 for features that are no noise.
-    """
+    """Records, groups, and what only an oracle knows."""
 
     name: str
-    data: dpb.Levels
+    data: dpb.Levels  # validation and training records
     test: dict
-    groups: np.ndarray
-    useful: np.ndarray
+    groups: np.ndarray  # of each feature
+    useful: np.ndarray  # 1 for features that are no noise
     loss = staticmethod(dpb.logistic_loss)
     correct = staticmethod(classified)
     clip = float(np.hypot(1, NOISE))  # about the norm of a record

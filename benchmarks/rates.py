@@ -128,13 +128,7 @@ def measure(example, solvers, place):
 def measured(example, solvers, places, head, fits):
     """Return the table of a problem: medians at every place, and fitted powers.
 
-    Args:
-        example: Makes the problem of a place.
-        solvers: Makes the solvers of a place.
-        places: The arguments of both.
-        head: The names of these arguments.
-        fits: For each fit the cells of its row, which of the places it takes, and what
-            is a place's value whose power is fitted.
+    A fit has the cells of its row, which places it takes, and the value of a place.
     """
     found = {place: measure(example, solvers, place) for place in places}
     names = list(found[places[0]])

@@ -51,13 +51,7 @@ def tasks():
 
 
 def evaluate(make, epsilon, kept):
-    """Add the losses of all settings of each method, and yield draw after draw.
-
-    Args:
-        make: Makes the task of a draw and its methods.
-        epsilon: The epsilon of the budget.
-        kept: The losses that are there, by method.
-    """
+    """Add the losses of all settings of each method, and yield draw after draw."""
     budget, plans = dpb.PrivacyBudget(epsilon, utility.DELTA), {}
 
     def plan(task):

@@ -1,7 +1,4 @@
-"""Steps of whole solvers, over what they would cost in public.
-
-Rows are dictionaries from the head of a column to a text, number or None.
-"""
+"""Rows of the steps of whole solvers, over what they would cost in public."""
 
 import jax
 import jax.numpy as jnp

@@ -29,40 +29,22 @@ IMAGE = {
 
 @dataclasses.dataclass
 class Task:
-    """A problem of sources, its records, and what only an oracle knows.
-
-    Attributes:
-        name: As in the tables.
-        loss: The model's loss on one record.
-        num_sources: The number of sources.
-        data: Validation and training records.
-        test: Test records.
-        model: Where the model starts.
-        correct: Whether a model labels a record correctly.
-        clean: Which sources are clean, or `None`: then the oracle's weights are those
-            found without privacy.
-        linear: Whether models are linear in their parameters.
-        step: The unit of step sizes.
-        clip: The largest norm of a record's gradient, or the clip norm of a network.
-        ridge: The ridge penalty of the lower level.
-        scoring: What scores sources instead of the model, or `None`.
-        records: What a record looks like, for `auto`, where the model does not say it.
-    """
+    """A problem of sources, its records, and what only an oracle knows."""
 
     name: str
-    loss: object
+    loss: object  # of the model on one record
     num_sources: int
-    data: dpb.Levels
+    data: dpb.Levels  # validation and training records
     test: dict
-    model: object
-    correct: object
-    clean: np.ndarray | None = None
-    linear: bool = True
-    step: float = 1.0
-    clip: float = 1.0
-    ridge: float = 1e-4
-    scoring: dpb.applications.ScoringModel | None = None
-    records: object = None
+    model: object  # where the model starts
+    correct: object  # whether a model labels a record correctly
+    clean: np.ndarray | None = None  # sources; None: the oracle finds weights itself
+    linear: bool = True  # models, in their parameters
+    step: float = 1.0  # the unit of step sizes
+    clip: float = 1.0  # the largest norm of a gradient, or the clip norm of a network
+    ridge: float = 1e-4  # of the lower level
+    scoring: dpb.applications.ScoringModel | None = None  # instead of the model
+    records: object = None  # what one looks like, where the model does not say it
 
     @functools.cached_property
     def problem(self):
@@ -109,15 +91,8 @@ def parts(features, label, rows):
 def made(name, features, label, rows, source, *, training=None, classes=0, **more):
     """Return a task of rows for validation, training and test.
 
-    Args:
-        name: As in the table.
-        features: Features of all records.
-        label: Labels of all records.
-        rows: The places of the three parts.
-        source: The source of each training record.
-        training: The labels of training records, where they are not the true ones.
-        classes: The number of classes of softmax regression; 0: logistic regression.
-        **more: Further fields of the task.
+    `source` and `training` are sources and labels of the training records; 0 `classes`
+    stands for logistic regression.
     """
     upper, lower, test = parts(features, label, rows)
     if training is not None:

@@ -8,18 +8,9 @@ import numpy as np
 
 
 def ratios(candidates, *arguments, reference, builds=1, **settings):
-    """Median time of each candidate and its median ratio to the reference.
+    """Return (seconds, ratio to the reference, seconds to compile) by name, medians.
 
-    Args:
-        candidates: Functions by name; they are jitted here.
-        *arguments: What each is called with.
-        reference: The name that ratios refer to.
-        builds: How often each is compiled, with nothing traced before; the median
-            counts.
-        **settings: See `interleaved`.
-
-    Returns:
-        A dict from name to (seconds, ratio, seconds to compile).
+    Candidates are jitted here, and compiled `builds` times with nothing traced before.
     """
     clock = settings.get("clock", time.perf_counter)
     compiled, built = {}, {name: [] for name in candidates}
@@ -41,16 +32,10 @@ def ratios(candidates, *arguments, reference, builds=1, **settings):
 
 
 def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter):
-    """Median time and ratio by name, of functions without arguments.
+    """Return median time and ratio to the reference of the same round, by name.
 
-    Args:
-        runs: The functions, by name.
-        reference: The name that ratios refer to. It runs in every round, and a ratio is
-            to the same round.
-        repeats: Rounds; every round times every function once.
-        seconds: A function that ran this long, and three times, runs no more.
-        clock: Tells the time in seconds; `time.process_time` leaves out what other
-            jobs on the core take, and counts every core of this one.
+    Every round times each function once, but not one that ran for `seconds` and three
+    times. The clock `time.process_time` leaves out other jobs and counts all cores.
     """
     for run in runs.values():
         run()

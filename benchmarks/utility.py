@@ -35,9 +35,8 @@ TAIL = dpb.outputs.TailMean()
 def descent(task, steps, size, clip=None):
     """Noisy descent, averaged over its second half; sizes in units of the task.
 
-    Gradients of linear models are clipped at 0.7 of the largest norm by default: at all
-    of it the losses of T1, T2 softmax and generated are larger, those of T1b (b)
-    smaller. Those of a network, which have no largest norm, at the task's norm.
+    Gradients of linear models are clipped at 0.7 of the largest norm by default, those
+    of a network, which have no largest norm, at the task's norm.
     """
     clip = clip or (0.7 if task.linear else 1.0)
     return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
@@ -268,12 +267,7 @@ def best(task, budget, candidates):
 def judged(task, epsilon, methods, baselines):
     """Return a row per method on one task, with the share of the gap that it closes.
 
-    Args:
-        task: The task.
-        epsilon: The epsilon of the budget.
-        methods: Functions that give the candidates of each method, by name: problems,
-            solvers and data. One of them is the oracle.
-        baselines: The names of the methods of one level.
+    `methods` are functions that give candidates, one of them the oracle's.
     """
     jax.clear_caches()  # programs of many tasks fill the memory
     start, budget, rows = time.perf_counter(), dpb.PrivacyBudget(epsilon, DELTA), {}
