@@ -27,6 +27,7 @@ _SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
 # Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
 _ROUNDING = 2.0**-11
 _SURVIVORS = 8
+_LENGTH = 2000  # of the noise vectors that are compared
 
 
 def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
@@ -262,7 +263,6 @@ def noise_reuse(
     *,
     key: PRNGKey,
     x_in_records: bool | tuple[str, ...] = True,
-    coordinates: int = 2000,
 ) -> NoiseReuse:
     """Return a `NoiseReuse`: the largest correlation of two noises of one run.
 
@@ -275,7 +275,6 @@ def noise_reuse(
         solver: A calibrated solver, bound to its sizes, with few steps.
         key: A typed key.
         x_in_records: As in `canaries`.
-        coordinates: The length of a leaf.
 
     Raises:
         ValueError: The run makes fewer than two noise vectors, or as in `canaries`.
@@ -287,21 +286,21 @@ def noise_reuse(
     """
     check_key(key)
     check_solver(solver, "noise_reuse")
-    leaves = {"a": np.zeros(coordinates, "f4"), "b": np.zeros(coordinates, "f4")}
+    leaves = {"a": np.zeros(_LENGTH, "f4"), "b": np.zeros(_LENGTH, "f4")}
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))
     run = SolverRun(canary.problem, canary.solver, canary.w0)
     with _record_noise() as tape, jax.disable_jit():
         run(canary.data, key=key)
-    streams = [stream for stream in tape if stream.size == coordinates]
+    streams = [stream for stream in tape if stream.size == _LENGTH]
     if len(streams) < 2:
         raise ValueError(f"noise_reuse: give two noise vectors, got {len(streams)}.")
     largest, pair = _largest_correlation(np.stack(streams))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
     level = ALPHA / (len(streams) * (len(streams) - 1))
-    bound = float(scipy.stats.norm.isf(level)) / coordinates**0.5
+    bound = float(scipy.stats.norm.isf(level)) / _LENGTH**0.5
     left_out = len(tape) - len(streams)
-    return NoiseReuse(len(streams), coordinates, left_out, largest, pair, bound)
+    return NoiseReuse(len(streams), _LENGTH, left_out, largest, pair, bound)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Count, Positive, check_fields
 from ..bilevel.certificates.sensitivities import UNITS, common_dtype, wide
-from ..core.descent import SkippedUpdates, finite_or
+from ..core.descent import SkippedUpdates, add_scaled, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours
@@ -33,7 +33,7 @@ from ..privacy.sampling.base import AbstractSampling, Batch
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields, cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
-from .resolvents import OWNER, Inner, Number, Resolvent
+from .resolvents import OWNER, Inner, Resolvent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
     project = resolvent.problem.w_set.project
 
     def step(_, u):
-        return project(_less(centre, 1 / resolvent.strength, operator(u)))
+        return project(add_scaled(centre, -1 / resolvent.strength, operator(u)))
 
     if resolvent.steps == 1:
         return step(0, centre)
@@ -147,22 +147,17 @@ def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> P
 
     def regularized(u):
         pull = optax.tree.sub(u, centre)
-        return _less(operator(u), -resolvent.strength, pull)
+        return add_scaled(operator(u), resolvent.strength, pull)
 
     def step(_, state):
         x, before = state
         now = regularized(x)
         change = optax.tree.sub(now, before)
-        direction = _less(now, -resolvent.extrapolation, change)
-        return project(_less(x, size, direction)), now
+        direction = add_scaled(now, resolvent.extrapolation, change)
+        return project(add_scaled(x, -size, direction)), now
 
     start = centre, regularized(centre)  # x_0 = x_1: no extrapolation at first
     return jax.lax.fori_loop(0, resolvent.steps, step, start)[0]
-
-
-def _less(a: PyTree, factor: Number, b: PyTree) -> PyTree:
-    """Return `a - factor * b` in the dtype of `a`."""
-    return jax.tree.map(lambda v, w: v - jnp.asarray(factor, v.dtype) * w, a, b)
 
 
 def _readable(records: PyTree) -> Bool[Array, " n"]:

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from ... import _checks
 from ..._checks import Number
 from ...privacy.budget import People
-from ...privacy.exact.floats import all_finite, check_rounding
+from ...privacy.exact.floats import all_finite, check_rounding, unit_roundoff
 from ...privacy.per_example.structure import rowwise
 from ..problem import BilevelProblem, Levels, Sizes
 from .constants import AbstractCertificate
@@ -224,7 +224,7 @@ def rounding_error(
     linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
     last = 2 * mean * bounds.gradient
     if bounds.clip is not None:
-        (of_x, of_y), unit = dimensions, _unit(dtype)
+        (of_x, of_y), unit = dimensions, unit_roundoff(dtype)
         linear = linear * (of_x * kappa) ** 0.5
         turned = of_x**0.5 * bounds.linear_error * bounds.upper_gradient
         last = unit * (UNITS + of_y) * bounds.parts * (bounds.gradient + turned)
@@ -239,19 +239,14 @@ def rounding_error(
 def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     """Return how far rounding moves a computed lower solution, to first order."""
     gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
-    gradient += 100 * _unit(dtype) * bounds.smoothness * bounds.solution_radius
+    gradient += 100 * unit_roundoff(dtype) * bounds.smoothness * bounds.solution_radius
     return 2 * gradient / bounds.strong_convexity
 
 
 def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
     """Return a bound on the relative rounding error of a mean over records."""
     n = max(sizes.upper, sizes.lower)  # the longer mean
-    return _unit(dtype) * (UNITS + min(n, ROWS) + -(-n // ROWS))
-
-
-def _unit(dtype: DTypeLike) -> float:
-    """Return the unit roundoff."""
-    return float(jnp.finfo(dtype).eps) / 2
+    return unit_roundoff(dtype) * (UNITS + min(n, ROWS) + -(-n // ROWS))
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
