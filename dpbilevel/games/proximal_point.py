@@ -4,7 +4,6 @@ The values computed inside are not private and stay there; what leaves is sealed
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, Self
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
@@ -98,7 +97,7 @@ def approximate_resolvent(
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)
-    mask = _readable(records)  # others contribute zero
+    mask = jax.vmap(all_finite)(records)  # other records contribute zero
     mask = mask if batch.mask is None else mask & batch.mask
     batch = dataclasses.replace(batch, records=records, mask=mask)
 
@@ -158,18 +157,6 @@ def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> P
 
     start = centre, regularized(centre)  # x_0 = x_1: no extrapolation at first
     return jax.lax.fori_loop(0, resolvent.steps, step, start)[0]
-
-
-def _readable(records: PyTree) -> Bool[Array, " n"]:
-    """Return a mask of the rows that hold finite numbers only."""
-    leaves = jax.tree.leaves(records)
-    rows = [
-        is_finite(v).reshape(len(v), -1).all(axis=1)
-        for v in leaves
-        if jnp.issubdtype(v.dtype, jnp.floating)
-    ]
-    everything = jnp.ones(len(leaves[0]), bool)
-    return functools.reduce(jnp.logical_and, rows, everything)
 
 
 RESOLVENT = "resolvent"
