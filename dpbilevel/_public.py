@@ -53,6 +53,7 @@ from .privacy import (
     People,
     Poisson,
     PrivacyBudget,
+    by_person,
     root_key,
 )
 from .runs.fit import fit
@@ -86,6 +87,7 @@ __all__ = [
     "audit",
     "auto",
     "bilevel",
+    "by_person",
     "calibrate",
     "debug",
     "draws",

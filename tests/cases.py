@@ -12,9 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.bilevel.certificates.constants import terms_of
+from dpbilevel.privacy.records.people import PersonRows
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +70,33 @@ class Mutant:
     of: str
     broken: Callable[[], Any]
     sound: Callable[[], Any]
+
+
+def of_people(case, most):
+    """The case on people, each with so many copies of a record as rows."""
+
+    def repeated(records):
+        rows = jax.tree.map(lambda v: np.stack([np.asarray(v)] * most, 1), records)
+        people = len(jax.tree.leaves(rows)[0])
+        return PersonRows(rows, np.ones((people, most), bool))
+
+    data = case.data
+    if isinstance(data, dpb.Levels):
+        upper = repeated(data.upper)
+        lower = upper if data.is_shared else repeated(data.lower)
+        data = dpb.Levels(upper, lower, data.is_shared)
+    else:
+        data = repeated(data)
+    # What is declared of records holds for means of copies.
+    names = "constants", "lipschitz_spread"
+    declared = {k: v for k in names if (v := getattr(case.problem, k, None))}
+    bare = dataclasses.replace(case.problem, **dict.fromkeys(declared))
+    problem = bare.per_person(most)
+    if getattr(declared.get("constants"), "terms", None):
+        constants = declared["constants"]
+        declared["constants"] = dataclasses.replace(constants, terms=terms_of(problem))
+    problem = dataclasses.replace(problem, **declared)
+    return dataclasses.replace(case, problem=problem, data=data, fitted=False)
 
 
 def slow(*values):

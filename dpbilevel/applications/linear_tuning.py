@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel import AbstractCertificate, BilevelProblem, SecondOrderConstants
@@ -150,6 +151,13 @@ class TuningCertificate(AbstractCertificate):
                 f"{self.high:.6g}]. Call it with the bounds you want."
             )
         check_terms("linear_tuning", problem, self.terms)
+
+    @override
+    def on_records_of(self, problem):
+        # Every bound is one on derivatives of single losses, or on a mean of them that
+        # is convex, and the public term alone is strongly convex: means of losses, and
+        # the loss 0, have the same bounds.
+        return dataclasses.replace(self, terms=terms_of(problem))
 
     def _holds(self, box: Box) -> bool:
         """Return whether the bounds are proved on the whole box."""

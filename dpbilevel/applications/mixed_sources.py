@@ -115,27 +115,27 @@ def moments_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
     1, or the matrix 0 if its gradient is 0 or not finite, or its source is unknown.
     """
 
-    def lower(w, record):
+    def lower(w, row):
         def loss(u):
-            return problem.loss(mixture.model(u), record)
+            return problem.loss(mixture.model(u), row)
 
         gradient = jax.grad(loss)(jnp.zeros(len(w), w.dtype))
         length = jnp.linalg.norm(gradient)
-        _, known = problem.index(record)
+        _, known = problem.index(row)
         counts = known & is_finite(length) & (length > 0)
         direction = gradient / jnp.where(counts, length, 1)
         return jnp.where(counts, -jnp.outer(direction, direction), 0)
 
-    return Objective(Euclidean(), {"lower": lower})
+    return Objective(Euclidean(), {"lower": problem.of_record(lower)})
 
 
 def mixture_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
     """Return the `Objective` of a mixture's mean validation loss, in coordinates u."""
 
-    def upper(w, record):
-        return jax.grad(lambda u: problem.loss(mixture.model(u), record))(w)
+    def loss(u, row):
+        return problem.loss(mixture.model(u), row)
 
-    return Objective(Euclidean(), {"upper": upper})
+    return Objective(Euclidean(), {"upper": jax.grad(problem.of_record(loss))})
 
 
 class MixedSources(AbstractSourcePipeline):
@@ -214,7 +214,7 @@ class MixedSources(AbstractSourcePipeline):
             shared, source = self.shared, problem.source
             count = problem.num_sources
             mixing = source_mixing(problem.loss, count, shared=shared, source=source)
-            return lower_objective(mixing, None)
+            return lower_objective(problem.on_same_records(mixing), None)
         if name == SCORE:
             return score_objective(problem, _mixed(outputs), w0[1])
         if name == FIT:

@@ -89,7 +89,9 @@ def _curvature_objective(problem: BilevelProblem, span: _Span) -> Objective:
         known = True if weighting is None else weighting.index(record)[1]
         return jnp.where(known, distance, jnp.zeros_like(distance))
 
-    return Objective(Euclidean(), {"lower": lower})
+    # The lower losses of a problem on people are those of people already.
+    of_record = lower if weighting is None else weighting.of_record(lower)
+    return Objective(Euclidean(), {"lower": of_record})
 
 
 def is_array(y: PyTree) -> bool:

@@ -110,15 +110,10 @@ class AbstractSourcePipeline(AbstractPipeline):
         whole = lower_objective(problem, w0[0], self.fit_penalty)
         kept, weight = self.kept(outputs), self.fit_weight(outputs)
 
-        def lower(w, record):
-            index, known = problem.index(record)
-            of_source = jnp.where(known, kept[index], 0)
-
-            def weighted(y):
-                loss = problem.loss(y, record)
-                return of_source.astype(loss.dtype) * loss
-
-            return jax.grad(weighted)(w)
+        def weighted(y, row):
+            index, known = problem.index(row)
+            loss = problem.loss(y, row)
+            return jnp.where(known, kept[index], 0).astype(loss.dtype) * loss
 
         def public(w):
             if problem.lower_public is None:
@@ -126,6 +121,7 @@ class AbstractSourcePipeline(AbstractPipeline):
             gradient = jax.grad(problem.lower_public, 1)(w0[0], w)
             return jax.tree.map(lambda v: weight.astype(v.dtype) * v, gradient)
 
+        lower = jax.grad(problem.of_record(weighted))
         records = {**whole.records, "lower": lower}
         return dataclasses.replace(whole, records=records, public=public)
 
@@ -157,16 +153,16 @@ def score_objective(
     loss is not finite, is the vector 0.
     """
 
-    def lower(w, record):
-        index, known = problem.index(record)
-        before, after = (problem.loss(y, record) for y in (start, model))
+    def lower(w, row):
+        index, known = problem.index(row)
+        before, after = (problem.loss(y, row) for y in (start, model))
         sign = jnp.where(after < before, 1, -1)
         row = jnp.stack([_OF_SIGN * sign, jnp.asarray(_OF_FRACTION)]).astype(w.dtype)
         # A record that no model can be fitted to says nothing about its source.
         counts = known & is_finite(before) & is_finite(after)
         return jnp.where(counts, -jnp.zeros_like(w).at[:, index].set(row), 0)
 
-    return Objective(Euclidean(), {"lower": lower})
+    return Objective(Euclidean(), {"lower": problem.of_record(lower)})
 
 
 def signs_and_fractions(
@@ -283,7 +279,8 @@ class SelectedSources(AbstractSourcePipeline):
         if self.scoring is None:
             return problem
         loss, count = self.scoring.loss, problem.num_sources
-        return source_weighting(loss, count, source=problem.source)
+        first = source_weighting(loss, count, source=problem.source)
+        return problem.on_same_records(first)
 
     def _first_w0(self, w0: PyTree) -> PyTree:
         """Return the initial (x, y) of the problem whose model scores the sources."""

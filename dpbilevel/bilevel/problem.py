@@ -70,6 +70,7 @@ class BilevelProblem(AbstractProblem):
     """
 
     terms: ClassVar[tuple[str, ...]] = (*LEVELS, "upper_public", "lower_public")
+    record_functions: ClassVar[tuple[str, ...]] = LEVELS
 
     upper: Loss = eqx.field(static=True)
     lower: Loss = eqx.field(static=True)
@@ -92,6 +93,14 @@ class BilevelProblem(AbstractProblem):
             raise ValueError("BilevelProblem: only lower_public may be proximal.")
         if isinstance(self.lower_public, Proximal):
             check_proximal("BilevelProblem", self.lower_public, self.y_set)
+
+    @override
+    def with_functions(self, functions, unit):
+        constants = self.constants
+        if not isinstance(constants, AbstractCertificate):
+            return dataclasses.replace(self, unit=unit, **functions)
+        bare = dataclasses.replace(self, constants=None, unit=unit, **functions)
+        return dataclasses.replace(bare, constants=constants.on_records_of(bare))
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """Return the problem with `x_in_records` decided by tracing its functions.

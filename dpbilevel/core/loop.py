@@ -107,6 +107,7 @@ def check_run(owner: str, problem, solver, data, w0, key) -> AbstractSolver:
         ValueError: As `solve`.
     """
     check_method(owner, problem, solver, key)
+    problem.check_unit(data)
     problem.check(w0, data)
     return bound_to(problem, solver, data, owner)
 

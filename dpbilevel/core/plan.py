@@ -130,6 +130,7 @@ def calibrated(
         counted,
         budget,
         levels=people_of(sizes) is not None,
+        unit=problem.unit,
         dimensions=dimensions,
         forecast=forecast,
     )

@@ -1,19 +1,126 @@
 """The parts of a problem that plans and runs need."""
 
 import abc
-from typing import Self
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import equinox as eqx
+import jax
 from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
+from ..privacy.records.people import PerPerson, PersonRows, PersonUnit
 from .levels import Sizes, one_level
+
+Problem = TypeVar("Problem", bound="AbstractProblem")
 
 
 class AbstractProblem(eqx.Module):
-    """A problem on records."""
+    """A problem on records.
+
+    Attributes:
+        record_functions: The names of the fields that are functions of one record, the
+            last argument; `per_person` exchanges them.
+        unit: What the guarantee protects: `None` for one record, or the `PersonUnit`
+            that `per_person` sets.
+    """
+
+    record_functions: ClassVar[tuple[str, ...]] = ()
+    unit: PersonUnit | None = eqx.field(static=True, default=None, kw_only=True)
+
+    def per_person(
+        self, most_rows: int = 8, combine: Literal["mean", "sum"] = "mean"
+    ) -> Self:
+        r"""Return the problem on people who have several rows each.
+
+        The loss of a person is the mean of the losses of the rows, and its gradient is
+        clipped once. Everything that is said of a record then holds for a person:
+        sizes are numbers of people, and `by_person` makes the data.
+
+        Args:
+            most_rows: The number of rows of a person that count, at most.
+            combine: `"mean"`, or `"sum"` for the sum over `most_rows`, which counts all
+                rows alike and people with few rows less.
+
+        Raises:
+            ValueError: A number is out of range, the problem is one of people already,
+                or it has declared constants that people without rows violate.
+
+        Privacy:
+            One person, with all rows, is what the guarantee protects. Declared
+            constants must hold for the loss 0, too, which is that of a person without
+            rows.
+        """
+        if self.unit is not None:
+            raise ValueError("per_person: the problem is one of people already.")
+        unit = PersonUnit(most_rows, combine)
+        functions = {
+            name: PerPerson(getattr(self, name), unit) for name in self.record_functions
+        }
+        return self.with_functions(functions, unit)
+
+    def of_rows(self) -> Self:
+        """Return the problem on rows that `per_person` was called on."""
+        if self.unit is None:
+            return self
+        functions = {name: getattr(self, name).fun for name in self.record_functions}
+        return self.with_functions(functions, None)
+
+    def with_functions(
+        self, functions: dict[str, Any], unit: PersonUnit | None
+    ) -> Self:
+        """Return the problem with functions of another unit.
+
+        Args:
+            functions: The functions, by field.
+            unit: The unit.
+
+        Raises:
+            ValueError: A declared constant might not hold for people.
+        """
+        return dataclasses.replace(self, unit=unit, **functions)
+
+    def of_record(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Return a function of one row as one of a record, the last argument.
+
+        Args:
+            fun: The function. For a problem on people the values of their rows are
+                combined, else it is returned.
+        """
+        return fun if self.unit is None else PerPerson(fun, self.unit)
+
+    def on_same_records(self, problem: Problem) -> Problem:
+        """Return another problem on the kind of records that this one has.
+
+        Args:
+            problem: A problem on records that are one row each.
+        """
+        if self.unit is None:
+            return problem
+        return problem.per_person(self.unit.most_rows, self.unit.combine)
+
+    def check_unit(self, data: Any) -> None:
+        """Refuse rows of people for a problem on records, and the reverse.
+
+        Args:
+            data: The records.
+
+        Raises:
+            TypeError: They are of the other kind.
+            ValueError: Of a person there are more or fewer places than declared.
+        """
+        found = jax.tree.leaves(data, is_leaf=lambda v: isinstance(v, PersonRows))
+        if self.unit is not None:
+            for part in found:
+                self.unit.check(part)
+        elif any(isinstance(part, PersonRows) for part in found):
+            raise TypeError(
+                "the data are rows of people and the problem is one of records: give "
+                "problem.per_person(most_rows=...)."
+            )
 
     @abc.abstractmethod
     def check(self, w0: PyTree, data: PyTree) -> None:

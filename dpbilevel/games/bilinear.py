@@ -219,7 +219,8 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
             found = problem.coefficients(record)
             return jax.tree.map(lambda v: v.astype(state.w[0].dtype), found)
 
-        released = release.apply({RECORDS: coefficients}, data, key=key)
+        funs = {RECORDS: problem.of_record(coefficients)}
+        released = release.apply(funs, data, key=key)
         price = self.caution * release.deviation
         w = solved(problem, released, price, state.w, self.game_steps)
         return _State(released, w)

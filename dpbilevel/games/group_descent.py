@@ -193,7 +193,9 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
             return jax.tree.map(lambda v: jnp.where(listed, v, jnp.zeros_like(v)), both)
 
         release = self.release(problem, self.sizes)
-        q, row = release.apply({RECORDS: terms}, data, key=key, index=index)
+        q, row = release.apply(
+            {RECORDS: problem.of_record(terms)}, data, key=key, index=index
+        )
         q = optax.tree.scale(self.clip_norm * largest / units[0], q)
         return q, half * (1 + row / units[1] / _shares(problem, row))
 

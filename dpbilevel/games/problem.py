@@ -124,7 +124,7 @@ class AbstractSaddleProblem(AbstractVariationalInequality):
 
     @override
     def record_operator(self, w, record) -> PyTree:
-        return ascent(jax.grad(self.fun, (0, 1))(*w, record))
+        return ascent(jax.grad(self.of_record(self.fun), (0, 1))(*w, record))
 
     @override
     def public_operator(self, w) -> PyTree:
@@ -140,7 +140,7 @@ class AbstractSaddleProblem(AbstractVariationalInequality):
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
         check_set("y_set", self.y_set, w0[1])
-        check_scalar("fun", self.fun, *w0, one_record(data))
+        check_scalar("fun", self.of_record(self.fun), *w0, one_record(data))
         if self.public is not None:
             check_scalar("public", self.public, *w0, of="the public term")
 
@@ -214,7 +214,7 @@ class VariationalInequality(AbstractVariationalInequality):
 
     @override
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
-        return self.operator(w, record)
+        return self.of_record(self.operator)(w, record)
 
     @override
     def public_operator(self, w: PyTree) -> PyTree:
@@ -225,7 +225,8 @@ class VariationalInequality(AbstractVariationalInequality):
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
-        _check_like("operator", w0, self.operator, w0, one_record(data))
+        operator = self.of_record(self.operator)
+        _check_like("operator", w0, operator, w0, one_record(data))
         if self.public is not None:
             _check_like("public", w0, self.public, w0)
 

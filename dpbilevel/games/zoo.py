@@ -215,7 +215,8 @@ def saddle_gap(problem: AbstractSaddleProblem, w: PyTree, data: PyTree) -> Gap:
 
     def value(x, y):
         with jax.default_matmul_precision("highest"):
-            values = jax.vmap(lambda record: problem.fun(x, y, record))(data)
+            fun = problem.of_record(problem.fun)
+            values = jax.vmap(lambda record: fun(x, y, record))(data)
             public = 0.0 if problem.public is None else problem.public(x, y)
         return jnp.mean(values) + public
 

@@ -7,6 +7,7 @@ from .noise import root_key
 from .per_example.clipping import Basis, Bounded, clipped_mean
 from .queries import Query
 from .records.disk import OnDisk
+from .records.people import by_person
 from .releases import Release
 from .report import PrivacyReport, Status
 from .sampling.base import FullBatch, Poisson
@@ -29,6 +30,7 @@ __all__ = [
     "Release",
     "SinglePass",
     "Status",
+    "by_person",
     "clipped_mean",
     "root_key",
 ]

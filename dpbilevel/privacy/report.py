@@ -13,6 +13,7 @@ from .accounting import profiles
 from .budget import Neighbours, PrivacyBudget
 from .ledger import Ledger
 from .per_example.clipping import Basis
+from .records.people import PersonUnit
 from .records.rows import padded_rows
 from .rows import ForecastRow, LedgerRow, RoleRow, html_table
 
@@ -37,6 +38,11 @@ IDEALISED = {
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }
+ROW = "one row"
+ONE_ID = (
+    "all rows of a person have one id, spelt alike, and what a row says was computed "
+    "from no row of another person"
+)
 TRUSTED = (
     "public terms, sets, counts, clip norms and the starting point hold no private data"
     " but what is released"
@@ -52,6 +58,7 @@ class PrivacyReport:
         epsilon: $\varepsilon$ at `delta`, from the accountant.
         delta: $\delta$.
         relation: The neighbouring relation.
+        unit: What is protected: `"one row"`, or one person with at most so many rows.
         people: Who may have records in which level; `None` for one level.
         epsilon_by_person: $\varepsilon$ per kind of person.
         ledger: One row per kind of release.
@@ -78,6 +85,7 @@ class PrivacyReport:
     certificates: tuple[str, ...]
     accountant: str
     versions: dict[str, str]
+    unit: str = ROW
     prng: str = "JAX counter-based generator, keys from the caller"
 
     def to_json(self) -> str:
@@ -131,6 +139,7 @@ class PrivacyReport:
         """Return a dict of the rows that a notebook shows of the report, by name."""
         return {
             "guarantee": self.claim,
+            "protects": self.unit,
             "releases": sum(row.count for row in self.ledger),
             "accountant": self.accountant,
             "assumptions": "; ".join(self.assumptions),
@@ -141,7 +150,7 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         """Return the report as a page of text."""
-        lines = [self.claim]
+        lines = [self.claim, f"protects: {self.unit}"]
         if len(self.epsilon_by_person) > 1:
             lines += [
                 f"  {person}: epsilon = {rounded_up(value)}"
@@ -164,6 +173,7 @@ def describe(
     budget: PrivacyBudget,
     *,
     levels: bool,
+    unit: PersonUnit | None = None,
     dimensions: dict[str, int] | None = None,
     forecast: tuple[ForecastRow, ...] = (),
 ) -> PrivacyReport:
@@ -173,6 +183,7 @@ def describe(
         ledger: All releases with their noise.
         budget: The budget of the plan.
         levels: Whether the problem has two levels, so that `people` means something.
+        unit: The unit of privacy, `None` for one row.
         dimensions: Coordinates per release name, where known.
         forecast: The rows of the solver.
     """
@@ -191,6 +202,7 @@ def describe(
         delta=budget.delta,
         relation=ledger.neighbours.value,
         people=ledger.people.value if levels else None,
+        unit=ROW if unit is None else str(unit),
         epsilon_by_person=by_person,
         ledger=tuple(release.row() for release in releases),
         forecast=tuple(r.forecast(dimensions.get(r.name)) for r in releases) + forecast,
@@ -199,6 +211,7 @@ def describe(
             *dict.fromkeys(text for q in queries for text in q.sampling.assumptions),
             *_bounded_numbers(ledger),
             *large_delta(ledger, budget),
+            *(() if unit is None else (ONE_ID,)),
             TRUSTED,
             *(IDEALISED[name] for name in sorted(precisions)),
             GENERATOR,

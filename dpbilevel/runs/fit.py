@@ -83,6 +83,7 @@ def fit(
             "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
         )
     problem, w0, leaves = arrays_of("fit", problem, w0)
+    problem.check_unit(data)
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
     planned: Any = {"sizes": sizes, "w0": w0, "precision": precision}

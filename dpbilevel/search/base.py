@@ -84,6 +84,10 @@ class BlackBox(AbstractOneLevel):
         texts = {"records": self.records, "evaluates": self.evaluates}
         _checks.instance("BlackBox", str, **texts)
 
+    @override
+    def with_functions(self, functions, unit):
+        raise ValueError("BlackBox: return one loss for each person from `losses`.")
+
     def public_gradient(self, w: PyTree) -> PyTree:
         """Return zeros: the problem has no public term."""
         return optax.tree.zeros_like(w)

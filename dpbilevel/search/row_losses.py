@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from .. import _checks
 from ..core.columns import Column
+from ..privacy.records.people import PersonRows, PersonUnit, combined
 from .loop import Evaluations
 
 _TRIED = 64  # training rows on which losses must not depend on each other
@@ -61,8 +62,12 @@ class RowLosses:
         with _silence() if self.quiet else contextlib.nullcontext():
             return self.make(point).fit(*table)
 
-    def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from a point to the losses of private rows.
+    def black_box(
+        self, X: Any, y: Any, people: PersonRows | None = None
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function from a point to the losses of private rows, or of people.
+
+        `people` has the numbers of the rows of each; the loss of a person is the mean.
 
         The function never raises. If the estimator or the losses raise on a row, its
         loss is NaN; if the estimator cannot be fitted, all losses are NaN. Neither
@@ -70,9 +75,18 @@ class RowLosses:
         place, with a fresh copy of the estimator. Privacy: the number of predictions
         depends on the rows, so the time is unprotected.
         """
-        return functools.partial(self._losses_at, (_sliceable(X), _sliceable(y)))
+        return functools.partial(
+            self._losses_at, (_sliceable(X), _sliceable(y)), people
+        )
 
-    def _losses_at(self, private, point):
+    def _losses_at(self, private, people, point):
+        losses = self._row_losses(private, point)
+        if people is None:
+            return losses
+        unit = PersonUnit(people.present.shape[1])
+        return combined(lambda rows: losses[rows], people, unit)[:, 0]
+
+    def _row_losses(self, private, point):
         losses = np.full(count(private[-1]), np.nan)
         try:
             fitted = self.fit(point)
@@ -307,7 +321,8 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
     """
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         got = _checks.shown(validation)
-        raise TypeError(f"PrivateSearch.fit: validation must be (X, y), got {got}.")
+        text = f"validation must be (X, y) or (X, y, groups), got {got}."
+        raise TypeError(f"PrivateSearch.fit: {text}")
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
         raise ValueError(f"PrivateSearch.fit: validation X, y have {counts} rows.")

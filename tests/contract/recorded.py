@@ -9,10 +9,12 @@ import dpbilevel as dpb
 from dpbilevel.audit.sensitivity import open_value
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.per_example.clipping import Bounded
-from tests.cases import first_of_each_class, found
+from tests.cases import first_of_each_class, found, of_people
 
 CASES = found("CONTRACT")
 SHORT = set(first_of_each_class(CASES))
+# One of each class on people, who have eight equal rows each: the worst ones.
+CASES |= {f"{name}_of_people": of_people(CASES[name], 8) for name in sorted(SHORT)}
 KEY = 0
 NOTES = []  # of releases: the mechanism's strength and scale, the key, value and answer
 

@@ -17,6 +17,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
+from dpbilevel.privacy.records.people import PersonRows
 from dpbilevel.privacy.releases import AbstractNoisyRelease
 from dpbilevel.search.repeat_and_select import Selection
 from tests.contract.recorded import (
@@ -166,6 +167,8 @@ def with_a_record(data, person, row, factor):
     """The data with this row of a person's roles times `factor`."""
 
     def pushed(records):
+        if isinstance(records, PersonRows):
+            return PersonRows(pushed(records.rows), records.present)
         if isinstance(records, dict):
             return records | {"features": pushed(records["features"])}
         return jnp.asarray(records).at[row].multiply(factor)

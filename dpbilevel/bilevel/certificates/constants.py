@@ -100,6 +100,22 @@ class AbstractCertificate(abc.ABC):
     def check(self, problem: Any) -> None:
         """Raise `ValueError` if the certificate is visibly for another problem."""
 
+    def on_records_of(self, problem: Any) -> "AbstractCertificate":
+        """Return the certificate of the problem on people, or back on rows.
+
+        Args:
+            problem: The problem, without a certificate.
+
+        Raises:
+            ValueError: It might not hold: the loss of a person without rows is 0.
+        """
+        if problem.unit is None:  # those of people, of whom each may have one row
+            return self
+        raise ValueError(
+            f"per_person: {type(self).__name__} is declared for rows. Declare it for "
+            "people, by dataclasses.replace(problem.per_person(...), constants=...)."
+        )
+
     @property
     @abc.abstractmethod
     def second_order(self) -> "SecondOrderConstants":

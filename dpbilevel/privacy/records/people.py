@@ -1,0 +1,263 @@
+"""Records of people who have several rows each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ... import _checks
+
+_NO_ID = -1
+_MISSING = ("None", "nan", "NaT", "<NA>")  # what missing values print
+
+
+class PersonRows(eqx.Module):
+    """The rows of people: as many places for each person as a person may have rows.
+
+    `by_person` makes it. Its leading axis is that of the people, so that what the
+    library calls a record is one person.
+
+    Attributes:
+        rows: A pytree of arrays of shape `(n, most, ...)`. A place without a row holds
+            a copy of another row of the person, or zeros if there is none.
+        present: Which places hold a row.
+    """
+
+    rows: PyTree
+    present: Bool[Array, "n most"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PersonUnit:
+    r"""The unit of privacy: one person with at most `most_rows` rows.
+
+    The value of a person is the mean of the values of the rows,
+
+    $$v_p = \frac{1}{m_p} \sum_{j=1}^{m_p} v(z_{pj}),$$
+
+    or, with `combine="sum"`, the sum over `most_rows` in place of $m_p$. It is zero for
+    a person without rows. A value is clipped once a person, so that whatever is charged
+    for a record is charged for a person, however many rows the person has.
+
+    Args:
+        most_rows: The number of rows that count, at most.
+        combine: `"mean"`, which counts people alike, or `"sum"`, which counts rows
+            alike.
+
+    Raises:
+        ValueError: `most_rows` is below 1, or an unknown `combine`.
+    """
+
+    most_rows: int = 8
+    combine: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self):
+        _checks.count("per_person", most_rows=self.most_rows)
+        _checks.one_of("per_person", "combine", self.combine, ("mean", "sum"))
+
+    def __str__(self) -> str:
+        """Return the unit in words."""
+        rows = "1 row" if self.most_rows == 1 else f"{self.most_rows} rows"
+        return f"one person (at most {rows} each)"
+
+    def weights(self, present: Bool[Any, "*n most"]) -> Float[Any, "*n most"]:
+        """Return the weight of each place in the value of a person; 0 without a row."""
+        present = present.astype(float)
+        if self.combine == "sum":
+            return present / self.most_rows
+        return present / present.sum(-1, keepdims=True).clip(1)
+
+    def check(self, records: Any) -> None:
+        """Refuse records that are not the rows of people, as many as declared.
+
+        Raises:
+            TypeError: They are not `PersonRows`.
+            ValueError: They have another number of places.
+        """
+        if not isinstance(records, PersonRows):
+            raise TypeError(
+                "per_person: the problem is one of people, so data must come from "
+                f"by_person(records, ids, most_rows={self.most_rows})."
+            )
+        if (places := jnp.shape(records.present)[-1]) != self.most_rows:
+            raise ValueError(
+                f"per_person: the problem has most_rows={self.most_rows}, the data "
+                f"have {places}. Give by_person and per_person the same number."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PerPerson:
+    """Function of a person that combines the values of a function of a row.
+
+    Attributes:
+        fun: The function; the row is its last argument. Its value is a pytree of
+            floating-point arrays.
+        unit: The unit, which combines the values.
+    """
+
+    fun: Callable[..., PyTree]
+    unit: PersonUnit
+
+    def __call__(self, *args: Any) -> PyTree:
+        """Return the value of a person, who is the last argument.
+
+        Raises:
+            TypeError: As `PersonUnit.check`.
+            ValueError: As `PersonUnit.check`.
+        """
+        *first, person = args
+        self.unit.check(person)
+        values = jax.vmap(lambda row: self.fun(*first, row))(person.rows)
+        weights = self.unit.weights(person.present)
+
+        def combined(v):
+            own = weights.astype(v.dtype).reshape(-1, *[1] * (v.ndim - 1))
+            return jnp.sum(jnp.where(own > 0, own * v, 0), axis=0)
+
+        return jax.tree.map(combined, values)
+
+
+def by_person(
+    records: PyTree, ids: Any, *, most_rows: int = 8, name: str = "by_person"
+) -> PersonRows:
+    """Return the rows of people, for a problem of `per_person`.
+
+    The people are in the order of their sorted ids, the rows of each in the given
+    order. Of a person with more rows than `most_rows` the first ones count. A row does
+    not count if a floating-point entry of it is not finite. A person without a row that
+    counts is a person all the same, and contributes zero.
+
+    Args:
+        records: A pytree of arrays that share their leading axis, one row each.
+        ids: The id of the person of each row: strings, integers or the like. A row
+            without an id (`None`, NaN, an empty string) is left out.
+        most_rows: The number of rows that count, at most, as in `per_person`.
+        name: The caller, for an error.
+
+    Returns:
+        NumPy arrays with one entry for each person.
+
+    Raises:
+        ValueError: The number of ids is not that of the rows, or `most_rows` is below
+            1.
+
+    Privacy:
+        Which rows of a person count depends on the rows of that person alone. Two
+        spellings of an id are two people, and then the guarantee is for each of them.
+
+    Example:
+        >>> import numpy as np
+        >>> visits = {"features": np.ones((4, 2)), "label": np.array([0, 1, 1, 0])}
+        >>> people = by_person(visits, ["b", "a", "b", "b"], most_rows=2)
+        >>> people.rows["label"]
+        array([[1, 1],
+               [0, 1]])
+        >>> people.present
+        array([[ True, False],
+               [ True,  True]])
+    """
+    _checks.count(name, most_rows=most_rows)
+    rows = jax.tree.map(np.asarray, records)
+    count = _checks.leading_axis(f"{name}: records", rows)
+    numbers, people = numbered(ids)
+    if len(numbers) != count:
+        raise ValueError(f"{name}: got {len(numbers)} ids for {count} rows.")
+    counts = (numbers != _NO_ID) & finite_rows(rows, count)
+    # Stable, so that the rows of a person keep their order.
+    order = np.argsort(numbers, kind="stable")
+    order = order[counts[order]]
+    person = numbers[order]
+    place = np.arange(len(order)) - np.searchsorted(person, person)
+    keep = place < most_rows
+    order, person, place = order[keep], person[keep], place[keep]
+    present = np.zeros((people, most_rows), bool)
+    present[person, place] = True
+
+    def placed(v):
+        placed = np.zeros((people, most_rows, *v.shape[1:]), v.dtype)
+        placed[person, place] = v[order]
+        # Losses of made-up rows might not be finite; that of the first row is used.
+        empty = ~present.reshape(people, most_rows, *[1] * (v.ndim - 1))
+        return np.where(empty, placed[:, :1], placed)
+
+    return PersonRows(jax.tree.map(placed, rows), present)
+
+
+def combined(
+    fun: Callable[[PyTree], Float[np.ndarray, "n w"]],
+    records: PyTree,
+    unit: PersonUnit | None,
+    empty: float = 0.0,
+) -> Float[np.ndarray, "n w"]:
+    """Return the values of a function of rows, combined for each person.
+
+    `PerPerson` for NumPy: the function maps all rows at once to one row of numbers
+    each. Without a unit its values are returned.
+
+    Args:
+        fun: The function.
+        records: The records; `PersonRows` with a unit.
+        unit: The unit.
+        empty: The value of a place without a row, in place of 0.
+    """
+    if unit is None:
+        return fun(records)
+    flat = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), records.rows)
+    values = fun(flat).reshape(*records.present.shape, -1)
+    weights = unit.weights(records.present)
+    values = np.where(records.present[..., None], values, 0)
+    mean = np.einsum("nm,nmw->nw", weights, values)
+    return (mean + (1 - weights.sum(1, keepdims=True)) * empty).astype(values.dtype)
+
+
+def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
+    """Return records whose rows are changed by a function of arrays of rows.
+
+    Args:
+        fun: The function; it leaves the leading axes as they are.
+        records: The records, or the rows of people.
+    """
+    if not isinstance(records, PersonRows):
+        return fun(records)
+    return PersonRows(fun(records.rows), records.present)
+
+
+def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:
+    """Return the number of each row's person, -1 without an id, and that of people."""
+    ids = np.asarray(ids)
+    if ids.dtype.kind in "OUS":
+        words = np.array([_word(v) for v in ids.ravel()], dtype=str).reshape(ids.shape)
+        missing = words == ""
+        ids = words
+    else:
+        missing = ids != ids  # NaN and NaT alone differ from themselves
+    if ids.ndim != 1:
+        raise ValueError(f"by_person: ids must be one column, got shape {ids.shape}.")
+    known, own = np.unique(ids[~missing], return_inverse=True)
+    numbers = np.full(len(ids), _NO_ID)
+    numbers[~missing] = own
+    return numbers, len(known)
+
+
+def _word(value: Any) -> str:
+    """Return an id as text; "" for a missing one."""
+    if not isinstance(value, str) and str(value) in _MISSING:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # where some ids of a column are missing
+    return str(value).strip()
+
+
+def finite_rows(rows: PyTree, count: int) -> Bool[np.ndarray, " n"]:
+    """Return which rows have finite entries alone."""
+    finite = np.ones(count, bool)
+    for v in jax.tree.leaves(rows):
+        if np.issubdtype(v.dtype, np.inexact):
+            finite &= np.isfinite(v.reshape(count, -1)).all(axis=1)
+    return finite
