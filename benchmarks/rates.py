@@ -161,7 +161,8 @@ def main():
     fits.append((["power", "in n"], lambda place: place[1] == d, noise))
     fits.append((["power", "in d_y"], lambda place: place[0] == n, noise))
     parts.append(measured(in_y, solvers_in_y, PLACES, ["n", "d_y"], fits))
-    parts += lower_bound.tables(hardest)
+    with jax.enable_x64(True):
+        parts += lower_bound.tables(hardest)
     print(*parts, sep="\n\n")
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text("\n\n".join(parts) + "\n")

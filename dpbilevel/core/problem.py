@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
+from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.people import PerPerson, PersonRows, PersonUnit
 from .levels import Sizes, one_level
 
@@ -112,7 +113,9 @@ class AbstractProblem(eqx.Module):
             TypeError: They are of the other kind.
             ValueError: Of a person there are more or fewer places than declared.
         """
-        found = jax.tree.leaves(data, is_leaf=lambda v: isinstance(v, PersonRows))
+        whole = PersonRows | OnDisk
+        leaves = jax.tree.leaves(data, is_leaf=lambda v: isinstance(v, whole))
+        found = [shapes_of(part) for part in leaves]
         if self.unit is not None:
             for part in found:
                 self.unit.check(part)

@@ -103,8 +103,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
 
     Privacy:
         The privacy unit is one validation record, or one person; $n$ is public, and the
-        neighbouring relation is the solver's. Training records are NOT protected unless `training`
-        is declared: parameters and the fitted estimator are functions of them. No
+        neighbouring relation is the solver's. Training records are NOT protected unless
+        `training` is declared: parameters and the fitted estimator depend on them. No
         validation loss is shown, logged or kept; a score of the answer on the same
         records is another release.
 

@@ -67,7 +67,7 @@ class PersonUnit:
 
     def weights(self, present: Bool[Any, "*n most"]) -> Float[Any, "*n most"]:
         """Return the weight of each place in the value of a person; 0 without a row."""
-        present = present.astype(float)
+        present = present.astype(bool).astype(float)
         if self.combine == "sum":
             return present / self.most_rows
         return present / present.sum(-1, keepdims=True).clip(1)
