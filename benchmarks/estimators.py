@@ -211,9 +211,8 @@ def main():
     wanted = {TIMES: times}  # first, while nothing is compiled or planned
     for given in listed():
         wanted[given[0]] = functools.partial(of_task, *given)
-    for name, measure in wanted.items():
-        if name.startswith(pages.options().get("task", "")):
-            measured = measure()
-            print(measured, flush=True)
-            if os.environ.get("DIFFPRIVLIB") and ADULT.is_file() and MNIST.is_file():
-                keep(measured)
+    for name in pages.chosen(wanted):
+        measured = wanted[name]()
+        print(measured, flush=True)
+        if os.environ.get("DIFFPRIVLIB") and ADULT.is_file() and MNIST.is_file():
+            keep(measured)

@@ -182,8 +182,8 @@ def timing(n=100_000, size=50):
 
 
 def main():
-    prefix, tables = pages.options().get("task", ""), []
-    for task in [name for name in TASKS if name.startswith(prefix)]:
+    tables = []
+    for task in pages.chosen(TASKS):
         if task.startswith("census") and not ADULT.is_file():
             print(f"{task}: left out, there is no {ADULT.name}")
             continue

@@ -11,7 +11,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.per_example import clipping, microbatches
 
 from . import private_peers
-from .timing import ratios
+from .pages import ratios
 
 PLAIN, GRID = "plain", "grid"
 OURS = (GRID, "grid, no noise", "float", "add or remove")

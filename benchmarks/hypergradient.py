@@ -16,7 +16,7 @@ import dpbilevel as dpb
 from dpbilevel.oracles.objectives import lower_objective
 
 from . import peers
-from .timing import ratios
+from .pages import ratios
 from .utility import widened
 
 STEPS = 20

@@ -138,7 +138,6 @@ def methods(rows):
 def main():
     check_environments()
     options, rows = pages.options(), pages.kept(ROWS)
-    budgets = [float(v) for v in options.get("epsilon", "0.3,1,3").split(",")]
     tables = {name: table for name, table in declared().items() if table.split}
     records, groups = load(tables), {group: [] for group in GROUPS}
     done = {(row["task"], row["epsilon"]) for row in rows}
@@ -146,9 +145,8 @@ def main():
         name = f"{table_name}, {table.split.name}"
         groups[table.split.group].append(name)
         jax.clear_caches()  # programs of many shapes fill the memory
-        for epsilon in budgets:
-            chosen = name.startswith(options.get("task", ""))
-            if chosen and (name, epsilon) not in done:
+        for epsilon in pages.budgets("0.3,1,3"):
+            if pages.chosen([name]) and (name, epsilon) not in done:
                 rows.append(evaluate(made(name, table, records[table_name]), epsilon))
                 pages.keep(ROWS, rows)
     parts = []

@@ -113,10 +113,9 @@ def table(results):
 
 def main():
     options, results = pages.options(), []
-    for name, (make, budgets) in tasks().items():
-        if not name.startswith(options.get("task", "")):
-            continue
-        for epsilon in map(float, options.get("epsilon", budgets).split(",")):
+    for name in pages.chosen(made := tasks()):
+        make, budgets = made[name]
+        for epsilon in pages.budgets(budgets):
             file = FOLDER / f"{name}, {epsilon:g}.json"
             kept, start = pages.kept(file, dict), time.perf_counter()
             for draw in evaluate(make, epsilon, kept):

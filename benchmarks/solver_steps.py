@@ -8,7 +8,7 @@ import dpbilevel as dpb
 
 from . import workloads
 from .gradients import plain
-from .timing import ratios
+from .pages import ratios
 
 
 def weighting(n, d):

@@ -342,16 +342,14 @@ def summary(results):
 
 def main():
     options, results = pages.options(), []
-    prefix = options.get("task", "")
-    for name in [name for name in TASKS if name.startswith(prefix)]:
+    for name in pages.chosen(TASKS):
         if not there(name):
             print(f"{name}: left out, there is no {NEEDS[name[:2]].name}.")
             continue
         three = name.startswith("T1-")  # where methods still differ at 0.3
-        budgets = options.get("epsilon", "0.3,1,3" if three else "1,3")
-        for epsilon in map(float, budgets.split(",")):
+        for epsilon in pages.budgets("0.3,1,3" if three else "1,3"):
             results.append(evaluate(name, epsilon))
-            pages.keep(FOLDER / f"results-{prefix or 'all'}.json", results)
+            pages.keep(FOLDER / f"results-{options.get('task', 'all')}.json", results)
     parts = [summary(results), *map(table, results)]
     print(*parts, sep="\n\n")
     if not options and len({result["task"] for result in results}) == len(TASKS):

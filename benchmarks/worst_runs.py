@@ -226,11 +226,10 @@ def table(rows):
 
 def main():
     options, rows = pages.options(), pages.kept(ROWS)
-    for epsilon in map(float, options.get("epsilon", "0.3,1,3,10").split(",")):
-        for name, task in tasks().items():
-            done = any((r["task"], r["epsilon"]) == (name, epsilon) for r in rows)
-            if name.startswith(options.get("task", "")) and not done:
-                rows.append(evaluate(name, task, epsilon))
+    for epsilon in pages.budgets("0.3,1,3,10"):
+        for name in pages.chosen(made := tasks()):
+            if all((r["task"], r["epsilon"]) != (name, epsilon) for r in rows):
+                rows.append(evaluate(name, made[name], epsilon))
                 pages.keep(ROWS, rows)
                 jax.clear_caches()
     print(table(rows))
