@@ -1,4 +1,4 @@
-"""What a person does and sees during a run: Ctrl-C, SIGTERM, and a bar of the steps.
+"""Ctrl-C and SIGTERM, at which the process ends at once, and a bar of the steps.
 
 Python's `KeyboardInterrupt` is not enough. Raised in an import, a callback or a
 destructor it is lost or leaves something half done. While compiled code runs it has to
