@@ -22,12 +22,11 @@ from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
-from .candidates import candidates
+from .candidates import candidates, toml_of
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
-from .models import constant_feature, is_linear, model_of
+from .methods import constant_feature, is_linear, model_of
 from .populations import populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
-from .settings import toml_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 
 # If a step reads more numbers than these, in records times parameters, every second

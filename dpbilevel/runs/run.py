@@ -27,7 +27,7 @@ from ..privacy.noise import PRNGKey, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .progress import step_bar
+from .interrupts import step_bar
 
 _NAME = "first key"  # in a fingerprint: a hash that identifies the run
 

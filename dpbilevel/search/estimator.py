@@ -18,9 +18,8 @@ except ImportError as error:
     raise ImportError(missing("dpbilevel.PrivateSearch", "sklearn")) from error
 
 from .. import _checks
-from ..core.seeds import Seedless, refuse
 from ..privacy.budget import PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, root_key
+from ..privacy.noise import PRNGKey, Seedless, check_key, refuse, root_key
 from ..privacy.records.people import PersonRows, PersonUnit, by_person
 from ..sets import Box
 from .ask_tell import AskTell

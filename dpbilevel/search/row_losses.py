@@ -38,10 +38,6 @@ class RowLosses:
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
         bound: A public bound on the losses, or `None`.
-
-    Attributes:
-        unit: Number by which losses are divided.
-        quiet: Whether output and warnings about training rows are suppressed.
     """
 
     def __init__(
@@ -53,7 +49,8 @@ class RowLosses:
         bound: float | None = None,
     ):
         self.make, self.losses, self.bound = make, losses, bound
-        self.unit, self.quiet = 1.0, False
+        self.unit = 1.0  # losses are divided by it
+        self.quiet = False  # output and warnings about training rows are shown
         self.training = _sliceable(X), _sliceable(y)
 
     def fit(self, point: Float[np.ndarray, " d"]) -> Any:

@@ -20,12 +20,11 @@ from ..core import process_spending
 from ..core.columns import Column, elements, numbers
 from ..core.loop import solved
 from ..core.problem import AbstractProblem
-from ..core.seeds import Seedless, refuse
 from ..core.shares import Usability
 from ..core.solution import Plan, divergence
 from ..core.usability import Columns, RecordsCheck
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, derive, root_key
+from ..privacy.noise import PRNGKey, Seedless, check_key, derive, refuse, root_key
 from ..privacy.records.people import PersonUnit
 from ..privacy.report import PrivacyReport
 from .declared import Frame, declared, frame, index_of
