@@ -98,7 +98,8 @@ class HyperObjective(AbstractScore):
         if self.problem.upper_public is not None:
             largest += 2 * self._change()
         solution = self._target(dtype) + self._rounding(self._bounds(), dtype)
-        rounding = sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
+        units = sensitivities.units_of(self.problem)
+        rounding = units * float(jnp.finfo(dtype).eps) * largest
         return self._slope() * solution + rounding
 
     def _certificate(self) -> AbstractCertificate:

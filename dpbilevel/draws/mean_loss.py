@@ -151,7 +151,7 @@ class MeanLoss(AbstractScore):
         error = rounding = gradient_error = 0.0
         if self.measure == "slope":
             # Two losses, and their sum in groups; gradients add up in any order.
-            unit, losses = unit_roundoff(dtype), 2 * sensitivities.UNITS
+            unit, losses = unit_roundoff(dtype), 2 * sensitivities.units_of(problem)
             rounding = (losses + _roundings(self.sizes)) * unit * reach
             gradient_error = (losses + self.sizes) * unit * self._declared()
         else:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from .. import _checks
 from .._checks import Number
-from ..bilevel.certificates.sensitivities import UNITS
+from ..bilevel.certificates.sensitivities import UNITS, units_of
 from ..privacy.exact.floats import check_rounding, unit_roundoff
 from ..privacy.exact.grid import ROUNDED_BITS
 from ..privacy.per_example.clipping import Basis, Precision
@@ -188,7 +188,7 @@ class Resolvent:
         records = self._largest - public
         if self._one_step:
             return unit * (2 * records + 3 * self._largest)
-        mean = 2 * UNITS + self.dimension + 32 + GROUP + 8
+        mean = 2 * units_of(self.problem) + self.dimension + 32 + GROUP + 8
         return unit * (mean * records + UNITS * public + 3 * self._largest)
 
     def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:

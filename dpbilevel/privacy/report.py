@@ -40,7 +40,8 @@ IDEALISED = {
 }
 ROW = "one row"
 ONE_ID = (
-    "all rows of a person have one id, spelt alike, and what a row says was computed "
+    "all rows of a person have one id, spelt alike; neighbouring data have the same "
+    "ids but for a person who is added or removed; and what a row says was computed "
     "from no row of another person"
 )
 TRUSTED = (

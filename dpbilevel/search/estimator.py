@@ -188,6 +188,11 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         key = root_key() if key is None else check_key(key)
         self._check()
         validation, people = self._by_person(validation)
+        if people is not None and self.training is not None:
+            raise ValueError(
+                "PrivateSearch.fit: training= is declared for records, so validation "
+                "takes no ids of people. Leave one of them out."
+            )
         check_validation(X, y, validation)
         rows, space = self._rows(X, y), Space(self.space)
         if self.training is None:

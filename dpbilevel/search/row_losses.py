@@ -70,16 +70,17 @@ class RowLosses:
         place, with a fresh copy of the estimator. Privacy: the number of predictions
         depends on the rows, so the time is unprotected.
         """
-        return functools.partial(
-            self._losses_at, (_sliceable(X), _sliceable(y)), people
-        )
+        private = _sliceable(X), _sliceable(y)
+        if people is not None:  # as many rows, in their places, whoever has how many
+            private = _rows(private, people.rows.ravel())
+        return functools.partial(self._losses_at, private, people)
 
     def _losses_at(self, private, people, point):
         losses = self._row_losses(private, point)
         if people is None:
             return losses
         unit = PersonUnit(people.present.shape[1])
-        return combined(lambda rows: losses[rows], people, unit)[:, 0]
+        return combined(lambda _: losses, people, unit)[:, 0]
 
     def _row_losses(self, private, point):
         losses = np.full(count(private[-1]), np.nan)

@@ -200,6 +200,7 @@ class Bounds:
             1 where records and a public term may cancel.
         clip: The norm at which contributions of upper records are clipped, where they
             are.
+        rows: The largest number of rows of a record, for people.
     """
 
     strong_convexity: Number
@@ -215,6 +216,7 @@ class Bounds:
     lower_gradient: Number
     parts: float = 1.0
     clip: Number | None = None
+    rows: int = 1
 
     @property
     def largest(self) -> Number:

@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 
 from ... import _checks
 from ..._checks import Number
+from ...core.problem import AbstractProblem
 from ...privacy.budget import People
 from ...privacy.exact.floats import all_finite, check_rounding, unit_roundoff
 from ...privacy.per_example.structure import rowwise
@@ -219,7 +220,7 @@ def rounding_error(
 
     As derived at `hypergradient_sensitivity`.
     """
-    mean = _mean_rounding(sizes, dtype) * bounds.parts
+    mean = _mean_rounding(bounds, sizes, dtype) * bounds.parts
     kappa = bounds.spectrum.condition_number
     linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
     last = 2 * mean * bounds.gradient
@@ -238,15 +239,21 @@ def rounding_error(
 
 def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     """Return how far rounding moves a computed lower solution, to first order."""
-    gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
+    gradient = _mean_rounding(bounds, sizes, dtype) * bounds.lower_gradient
     gradient += 100 * unit_roundoff(dtype) * bounds.smoothness * bounds.solution_radius
     return 2 * gradient / bounds.strong_convexity
 
 
-def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
+def _mean_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> float:
     """Return a bound on the relative rounding error of a mean over records."""
     n = max(sizes.upper, sizes.lower)  # the longer mean
-    return unit_roundoff(dtype) * (UNITS + min(n, ROWS) + -(-n // ROWS))
+    terms = min(n, ROWS) * bounds.rows  # of a chunk, added in any order
+    return unit_roundoff(dtype) * (UNITS + terms + -(-n // ROWS))
+
+
+def units_of(problem: AbstractProblem) -> int:
+    """Return how many roundings the value of one record is assumed to have, at most."""
+    return UNITS + (0 if problem.unit is None else problem.unit.most_rows)
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
