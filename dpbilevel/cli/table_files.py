@@ -1,0 +1,83 @@
+"""Files of records: comma-separated text, or Parquet."""
+
+from pathlib import Path
+from typing import Any
+
+from .._extras import missing
+from .columns import Table
+from .csv_files import read_csv, read_header
+
+_PARQUET = b"PAR1"
+# Types of columns whose cells are texts or numbers.
+_KINDS = "string", "large_string", "boolean", "integer", "floating", "decimal"
+_KINDS += "temporal", "null"
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether the first bytes of a file are those of Parquet."""
+    with path.open("rb") as file:
+        return file.read(4) == _PARQUET
+
+
+def read_names(path: Path, separator: str) -> list[str]:
+    """Return the names of the columns of a file; read no cell of a record.
+
+    Raises:
+        ValueError: As `read_header`, or a Parquet file cannot be read.
+    """
+    if is_parquet(path):
+        return list(_opened(path).schema_arrow.names)
+    return read_header(path, separator)
+
+
+def read_table(path: Path, separator: str = ",") -> Table:
+    """Return the table in a file; cells are text, those without a value are empty.
+
+    Args:
+        path: An existing file: Parquet, or text in UTF-8, which may be compressed.
+        separator: Separator of the cells of a row of text.
+
+    Raises:
+        ValueError: As `read_csv`, or a Parquet file cannot be read, or has a column of
+            lists, tables or bytes.
+
+    Privacy:
+        Cell by cell, by the types of the columns, which are public. No cell raises.
+    """
+    if not is_parquet(path):
+        return read_csv(path, separator)
+    import pyarrow as pa
+
+    found = _opened(path).read()
+    columns = {}
+    for name, column in zip(found.column_names, found.columns, strict=True):
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if not any(getattr(pa.types, f"is_{kind}")(column.type) for kind in _KINDS):
+            raise ValueError(
+                f"{path}: the column {name!r} holds {column.type}, no texts or "
+                "numbers; leave it out of the file."
+            )
+        cells = column.cast(pa.string()).to_pylist()
+        columns[name] = [_text(cell) for cell in cells]
+    return Table(str(path), columns, found.num_rows)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        text = missing(f"{path}, a Parquet file,", "pyarrow", extra="parquet")
+        raise ValueError(text) from error
+    try:
+        return ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{path} is a damaged Parquet file; write it again."
+        ) from error
+
+
+def _text(cell: str | None) -> str:
+    """Return the text of a cell; no text for one without a value."""
+    return "" if cell is None or cell == "nan" else cell.strip()
