@@ -1,5 +1,6 @@
 """Texts of single cells as numbers and dates, by public constants."""
 
+import contextlib
 import datetime
 import re
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 _DAY = datetime.timedelta(days=1)
+_DATE_FORMATS = "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d"
 
 
 def check_unit(unit: str) -> None:
@@ -83,3 +85,26 @@ def date_reader(origin: str, form: str) -> Callable[[str], float]:
     if np.isnan(read(first.strftime(form) if form else origin)):
         raise ValueError(f"cannot read dates by date_format = {form!r}.")
     return read
+
+
+def declaration_for(cell: str) -> str:
+    """Return keys of a config by which a cell would be a number or a date, or "".
+
+    Privacy:
+        NON-PRIVATE: for the curator, who sees the cell.
+    """
+    for form in ("", *_DATE_FORMATS):
+        if not np.isnan(date_reader("2000-01-01", form)(cell)):
+            shown = f" and date_format = {form!r}" if form else ""
+            return f'transform = "date"{shown}'
+    found = re.fullmatch(r"[+-]?\s*(\D*?)\s*[+-]?([0-9][0-9.,'’\s]*)(\D*)", cell)
+    if found is None:
+        return ""
+    unit = found[1].strip(" +-") or found[3].strip()
+    decimal = "," if re.search(r",\d{1,2}$|,\d{4,}$|\..*,", found[2].strip()) else ""
+    keys = {"unit": unit, "decimal": decimal or ("" if unit else ".")}
+    with contextlib.suppress(ValueError):
+        check_unit(unit)
+        if not np.isnan(reader(unit, keys["decimal"])(cell)):
+            return " and ".join(f'{k} = "{v}"' for k, v in keys.items() if v)
+    return ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .cells import declaration_for
 from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, named, positions
 from .config import Config
 from .data import CsvFile, TableData
@@ -122,6 +123,9 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
                 f"  {len(rows)} {remedy} (rows {_rows(rows)}; the first cell is "
                 f"{cells[int(rows[0])]!r})"
             )
+        if mark == UNUSABLE and len(rows):
+            keys = declaration_for(cells[int(rows[0])])
+            yield f"    it can be read with {keys}" if keys else "    it is no number"
 
 
 def _values(

@@ -21,7 +21,7 @@ from .tasks import TASKS
 from .toml_tables import Location
 
 OFFERED = {name: task.summary for name, task in TASKS.items() if task.template}
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+[.,]?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*([^\s\d.,].*?)?\s*")
 _DAY = r"(\d{4}-\d\d-\d\d)"
 _DATES = re.compile(rf"\s*{_DAY}\s*\.\.\s*{_DAY}\s*(.*?)\s*")
@@ -39,12 +39,14 @@ class Range:
         high: The largest value.
         unit: Text that may stand before or after a number; of dates their format.
         origin: Day 0 of dates, whose ends are days; empty for numbers.
+        decimal: Decimal sign, if it is no point.
     """
 
     low: float
     high: float
     unit: str = ""
     origin: str = ""
+    decimal: str = ""
 
     def __post_init__(self):
         if not (self.low < self.high and math.isfinite(self.high - self.low)):
@@ -153,6 +155,7 @@ def _rendered(facts: dict[str, Any]) -> str:
         loss += f"\nnum_classes = {several}  # number of classes"
     facts |= {
         "offered": OFFERED,
+        "whom": "people" if flags.person else "records",
         "delta": flags.delta or _delta(facts["training"], facts["validation"]),
         "is_number": is_number,
         "loss": loss,
@@ -186,6 +189,12 @@ def header_of(file: Path) -> Header:
     return Header(file, separator, names)
 
 
+def id_of(flags: argparse.Namespace) -> str | None:
+    """Return a column that may hold ids of people, if the flags name none."""
+    names = header_of(flags.data).names
+    return None if flags.person else next(filter(is_id, names), None)
+
+
 def content_of(text: str) -> Range | Values:
     """Return the `Range` or the values that the text after `NAME=` describes.
 
@@ -198,7 +207,9 @@ def content_of(text: str) -> Range | Values:
         return Range(0, (last - first).days, found[3], found[1])
     found = _RANGE.fullmatch(text)
     if found is not None:
-        return Range(float(found[1]), float(found[2]), found[3] or "")
+        ends = (float(found[i].replace(",", ".")) for i in (1, 2))
+        comma = "," in f"{found[1]}{found[2]}"
+        return Range(*ends, found[3] or "", decimal="," if comma else "")
     if "," not in text:
         raise ValueError(
             f"cannot read {text!r}; give LOW..HIGH, of numbers or of dates such as "

@@ -169,6 +169,12 @@ def _init(arguments: argparse.Namespace) -> int:
     with interrupts.uninterruptible():
         out.write_text(text, encoding="utf-8")
     print(f"config: {out} (read it, and correct mistakes)")
+    found = init.id_of(arguments)
+    if found:
+        print(
+            f"  {found!r} may be the id of a person. If people have several rows, give"
+        )
+        print(f"  --person {found}; otherwise each row is protected as a person")
     if results is not None:
         return main(["run", str(out), "--out", str(results)])
     if missing:
