@@ -15,11 +15,12 @@ def check_unit(unit: str) -> None:
     """Check that a unit cannot be read as a part of a number.
 
     Raises:
-        ValueError: The unit has digits, or only signs that numbers have.
+        ValueError: The unit has digits before its end, or only signs of numbers.
     """
-    if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-]\D*", unit):
+    if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-](\D*|\d)", unit):
         raise ValueError(
-            f'unit must be a text without digits, such as "€" or "kg", got {unit!r}.'
+            f'unit must be a text without digits, such as "€" or "kg", or with one at '
+            f'its end, such as "m2", got {unit!r}.'
         )
 
 
@@ -35,9 +36,10 @@ def reader(unit: str, decimal: str) -> Callable[[str], float]:
         return number
     point, comma = (",", ".") if decimal == "," else (".", ",")
     name = rf"(?:{re.escape(unit.strip())})?"
+    before = "" if unit[-1:].isdigit() else name  # else it is a part of the number
     groups = rf"[0-9]{{1,3}}(?:(?P<gap>[{comma}\s'’])[0-9]{{3}})(?:(?P=gap)[0-9]{{3}})*"
     pattern = re.compile(
-        rf"([+-]?)\s*{name}\s*([+-]?)(?P<whole>{groups}|[0-9]*)"
+        rf"([+-]?)\s*{before}\s*([+-]?)(?P<whole>{groups}|[0-9]*)"
         rf"(?:[{point}](?P<part>[0-9]*))?\s*{name}"
     )
 

@@ -12,7 +12,6 @@ from .config import Config
 from .data import CsvFile, TableData
 from .loading import find_files, test_file, without_sources
 from .people import ids_of, is_id
-from .table_files import read_table
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
@@ -57,7 +56,7 @@ def check(
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate(files):
         if file is not None:
-            table = read_table(file, source.separator)
+            table = source.table(file)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
             own = source if i == 0 else without_sources(source)
             lines = [*_lines(own, table), *_people(table, config, ids)]
@@ -125,7 +124,10 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
             )
         if mark == UNUSABLE and len(rows):
             keys = declaration_for(cells[int(rows[0])])
-            yield f"    it can be read with {keys}" if keys else "    it is no number"
+            no_value = (
+                f"missing = [{cells[int(rows[0])]!r}] in [data] if it is no value"
+            )
+            yield f"    it can be read with {keys}" if keys else f"    give {no_value}"
 
 
 def _values(

@@ -118,15 +118,17 @@ class CsvFile(AbstractTable):
     Args:
         path: The file, relative to the config.
         separator: Separator of the cells of a row of text.
+        missing: Texts of cells without a value, beside the empty text.
     """
 
     path: str = ""
     separator: Literal[",", ";", "\t"] = ","
+    missing: tuple[str, ...] = ()
 
     @override
     def table(self, file: Path | None) -> Table:
         assert file is not None
-        return read_table(file, self.separator)
+        return read_table(file, self.separator, self.missing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

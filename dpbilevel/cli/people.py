@@ -18,8 +18,8 @@ from .csv_files import MALFORMED
 _NO_ID = {"", "na", "n/a", "nan", "nat", "none", "null", "<na>", MALFORMED}
 # Names of columns that probably hold the id of a person.
 _ID = re.compile(
-    r"(?i)(.*(patient|customer|client|user|person|member|subject|household).*)?"
-    r"[ _-]?(id|nr|no|number|key|code)"
+    r"(?i)(.*[ _-])?id|.*(patient|customer|client|user|person|member|subject|kunden)"
+    r"[ _-]?(id|nr|no|num|number|nummer|key|code)?"
 )
 
 

@@ -69,8 +69,8 @@ def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
     data = result.config.data
     if result.model is None or not isinstance(data, TableData):
         raise ValueError(f"{folder} has no model of the columns of a table.")
-    separator = data.separator if isinstance(data, CsvFile) else ","
-    table = read_table(existing(file, "new records", "give its path"), separator)
+    existing(file, "new records", "give its path")
+    table = data.table(file) if isinstance(data, CsvFile) else read_table(file)
     numeric = [name for block in data.numeric for name in block.columns]
     needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]

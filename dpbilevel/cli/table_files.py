@@ -1,9 +1,10 @@
 """Files of records: comma-separated text, or Parquet."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from .._extras import missing
+from .. import _extras
 from .columns import Table
 from .csv_files import read_csv, read_header
 
@@ -30,12 +31,15 @@ def read_names(path: Path, separator: str) -> list[str]:
     return read_header(path, separator)
 
 
-def read_table(path: Path, separator: str = ",") -> Table:
+def read_table(
+    path: Path, separator: str = ",", missing: tuple[str, ...] = ()
+) -> Table:
     """Return the table in a file; cells are text, those without a value are empty.
 
     Args:
         path: An existing file: Parquet, or text in UTF-8, which may be compressed.
         separator: Separator of the cells of a row of text.
+        missing: Texts of cells that have no value either.
 
     Raises:
         ValueError: As `read_csv`, or a Parquet file cannot be read, or has a column of
@@ -44,8 +48,16 @@ def read_table(path: Path, separator: str = ",") -> Table:
     Privacy:
         Cell by cell, by the types of the columns, which are public. No cell raises.
     """
-    if not is_parquet(path):
-        return read_csv(path, separator)
+    table = _parquet(path) if is_parquet(path) else read_csv(path, separator)
+    columns = {
+        name: ["" if cell in missing else cell for cell in cells]
+        for name, cells in table.columns.items()
+    }
+    return dataclasses.replace(table, columns=columns) if missing else table
+
+
+def _parquet(path: Path) -> Table:
+    """Return the table in a Parquet file."""
     import pyarrow as pa
 
     found = _opened(path).read()
@@ -59,6 +71,8 @@ def read_table(path: Path, separator: str = ",") -> Table:
                 "numbers; leave it out of the file."
             )
         cells = column.cast(pa.string()).to_pylist()
+        if pa.types.is_boolean(column.type):  # as programs write it into text
+            cells = [cell and cell.capitalize() for cell in cells]
         columns[name] = [_text(cell) for cell in cells]
     return Table(str(path), columns, found.num_rows)
 
@@ -68,14 +82,13 @@ def _opened(path: Path) -> Any:
         import pyarrow as pa
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        text = missing(f"{path}, a Parquet file,", "pyarrow", extra="parquet")
+        text = _extras.missing(f"{path}, a Parquet file,", "pyarrow", extra="parquet")
         raise ValueError(text) from error
     try:
         return ParquetFile(path)
     except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"{path} is a damaged Parquet file; write it again."
-        ) from error
+        text = f"{path} is no whole Parquet file; copy it again."
+        raise ValueError(text) from error
 
 
 def _text(cell: str | None) -> str:
