@@ -174,7 +174,7 @@ def _init(arguments: argparse.Namespace) -> int:
         print(
             f"  {found!r} may be the id of a person. If people have several rows, give"
         )
-        print(f"  --person {found}; otherwise each row is protected as a person")
+        print(f"  --person {shlex.quote(found)}; otherwise each row is protected as a person")
     if results is not None:
         return main(["run", str(out), "--out", str(results)])
     if missing:
