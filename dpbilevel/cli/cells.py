@@ -72,6 +72,8 @@ def date_reader(origin: str, form: str) -> Callable[[str], float]:
         ValueError: The origin is no date, or the format cannot be read.
     """
     first = datetime.datetime.fromisoformat(origin)
+    if form and "%y" not in form.lower():
+        raise ValueError(f"date_format = {form!r} has no year, %Y.")
 
     def parsed(cell: str) -> datetime.datetime:
         if form:
@@ -99,7 +101,7 @@ def declaration_for(cell: str) -> str:
         if not np.isnan(date_reader("2000-01-01", form)(cell)):
             shown = f" and date_format = {form!r}" if form else ""
             return f'transform = "date"{shown}'
-    found = re.fullmatch(r"[+-]?\s*(\D*?)\s*[+-]?([0-9][0-9.,'’\s]*)(\D*)", cell)
+    found = re.fullmatch(r"[+-]?\s*(\D*?)\s*[+-]?([0-9][0-9.,'’\s]*)(\D*\d?)", cell)
     if found is None:
         return ""
     unit = found[1].strip(" +-") or found[3].strip()

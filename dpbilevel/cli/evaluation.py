@@ -279,7 +279,7 @@ def _score(label: Label, model: PyTree, record: PyTree) -> Array:
     if not label.numbers:
         return ((jnp.clip(margin, -1.0, 1.0) - truth) / 2) ** 2
     if label.classes:
-        right = jnp.argmax(margin, -1) == truth
+        right = jnp.argmax(margin, -1).astype(jnp.float32) == truth
         margin = jnp.sum(margin, -1)
     else:
         right = (margin >= 0) == (truth > 0)
@@ -294,8 +294,8 @@ def _trivial(
     def right(row: PyTree) -> Array:
         if not label.numbers:
             return (row["label"] / 2) ** 2
-        numbers = jnp.asarray(label.numbers, jnp.float32)
-        return (row["label"][..., None] == numbers).astype(jnp.float32)
+        matches = [row["label"] == number for number in label.numbers]
+        return jnp.stack(matches, -1).astype(jnp.float32)
 
     scores = values(right, records, unit)[used]
     return float(np.max(np.mean(scores, axis=0, dtype=float)))

@@ -68,17 +68,15 @@ class AbstractLinear(AbstractModel):
     def check(self, data: AbstractData, place: Location) -> None:
         super().check(data, place)
         label = getattr(data, "label", None)  # generated records have two classes
+        count = 0 if label is None else len(label.classes)
         kind, known = "two classes", ("logistic", "squared")
-        if label is not None and label.classes:
-            kind, known = f"classes, {len(label.classes)} lists", ("softmax",)
+        if count:
+            kind, known = f"{count} classes", ("softmax",)
         elif label is not None and not label.numbers:
             kind, known = "a number", ("squared",)
-        if self.loss not in known or self.num_classes != len(
-            label.classes if label else ()
-        ):
+        if self.loss not in known or self.num_classes != count:
             asked = f'loss = "{known[0]}"'
-            if known == ("softmax",):
-                asked += f" and num_classes = {len(label.classes)}"
+            asked += f" and num_classes = {count}" if count else ""
             raise place.child("label").error(
                 f"describes {kind}; give {asked} in [model]."
             )
