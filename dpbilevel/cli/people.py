@@ -16,6 +16,7 @@ from .csv_files import MALFORMED
 
 # Cells that say that a row has no id.
 _NO_ID = {"", "na", "n/a", "nan", "nat", "none", "null", "<na>", MALFORMED}
+_LONGEST = 64  # letters of an id that is kept as it is
 # Names of columns that probably hold the id of a person.
 _ID = re.compile(
     r"(?i)(.*[ _-])?id|.*(patient|customer|client|user|person|member|subject|kunden)"
@@ -39,8 +40,14 @@ def ids_of(table: Table, column: str) -> np.ndarray:
     Privacy:
         Row by row.
     """
-    whole = (re.sub(r"(?<=\d)\.0+$", "", cell) for cell in table.column(column))
-    return np.asarray(["" if v.lower() in _NO_ID else v for v in whole], str)
+
+    def own(cell: str) -> str:
+        found = re.sub(r"(?<=\d)\.0+$", "", cell)
+        if len(found) > _LONGEST:  # or one row would take the memory of many
+            return hashlib.sha256(found.encode()).hexdigest()
+        return "" if found.lower() in _NO_ID else found
+
+    return np.asarray([own(cell) for cell in table.column(column)], str)
 
 
 def with_ids(records: Records, table: Table, column: str) -> Records:

@@ -11,7 +11,7 @@ from .csv_files import read_csv, read_header
 _PARQUET = b"PAR1"
 # Types of columns whose cells are texts or numbers.
 _KINDS = "string", "large_string", "boolean", "integer", "floating", "decimal"
-_KINDS += "temporal", "null"
+_KINDS += "date", "time", "timestamp", "null"
 
 
 def is_parquet(path: Path) -> bool:
@@ -70,10 +70,12 @@ def _parquet(path: Path) -> Table:
                 f"{path}: the column {name!r} holds {column.type}, no texts or "
                 "numbers; leave it out of the file."
             )
-        cells = column.cast(pa.string()).to_pylist()
+        # As bytes: pyarrow would raise, and quote a cell, if one is not in UTF-8.
+        cells = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+        texts = [_text(cell) for cell in cells]
         if pa.types.is_boolean(column.type):  # as programs write it into text
-            cells = [cell and cell.capitalize() for cell in cells]
-        columns[name] = [_text(cell) for cell in cells]
+            texts = [text.capitalize() for text in texts]
+        columns[name] = texts
     return Table(str(path), columns, found.num_rows)
 
 
@@ -91,6 +93,8 @@ def _opened(path: Path) -> Any:
         raise ValueError(text) from error
 
 
-def _text(cell: str | None) -> str:
+def _text(cell: bytes | None) -> str:
     """Return the text of a cell; no text for one without a value."""
-    return "" if cell is None or cell == "nan" else cell.strip()
+    if cell is None or cell == b"nan":
+        return ""
+    return cell.decode("utf-8", "replace").strip()

@@ -246,6 +246,13 @@ def test_rows_without_an_id_are_left_out_and_ids_are_read_alike(tmp_path):
     assert found.tolist() == ["7", "", "7", "", "", "8"]
 
 
+def test_a_long_id_takes_no_more_memory_than_a_short_one():
+    cells = {"id": ["a" * 100_000, "b", "a" * 100_000]}
+    found = people.ids_of(of_data.Table("a", cells, 3), "id")
+    assert found[0] == found[2] != found[1]
+    assert found.dtype.itemsize <= 4 * 64
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

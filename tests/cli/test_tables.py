@@ -273,6 +273,12 @@ def test_a_parquet_file_is_the_table_of_the_same_text(tmp_path):
         assert all(a == b == "" or float(a) == float(b) for a, b in pairs)
 
 
+def test_a_cell_that_is_no_text_does_not_raise(tmp_path):
+    cells = pa.array([b"ok", b"\xff\xfe"]).view(pa.string())
+    pq.write_table(pa.table({"a": cells}), tmp_path / "a.parquet")
+    assert read_table(tmp_path / "a.parquet").column("a") == ["ok", "\ufffd\ufffd"]
+
+
 def test_a_parquet_file_of_lists_or_a_damaged_one_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [[1], [2]]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="the column 'a' holds list"):
