@@ -207,9 +207,9 @@ def content_of(text: str) -> Range | Values:
         return Range(0, (last - first).days, found[3], found[1])
     found = _RANGE.fullmatch(text)
     if found is not None:
-        ends = (float(found[i].replace(",", ".")) for i in (1, 2))
+        low, high = (float(found[i].replace(",", ".")) for i in (1, 2))
         comma = "," in f"{found[1]}{found[2]}"
-        return Range(*ends, found[3] or "", decimal="," if comma else "")
+        return Range(low, high, found[3] or "", decimal="," if comma else "")
     if "," not in text:
         raise ValueError(
             f"cannot read {text!r}; give LOW..HIGH, of numbers or of dates such as "

@@ -98,7 +98,7 @@ def load(
     if other is not None:
         rest = _split(without_sources(data).load(other, person), config, "validation")
     if people is People.DISJOINT:
-        check_apart(training, *rest, 'Set people = "overlapping", or correct them.')
+        check_apart(training, rest[0], 'Set people = "overlapping", or correct them.')
     if people is None:
         return {RECORDS: training}
     if data.sources is not None and data.sources.flip:
@@ -206,14 +206,14 @@ def _check_classes(label: Label, records: Records, file: Path) -> None:
     for name, number in zip(label.class_names, label.numbers, strict=True):
         if unlisted and not np.any(records.label == number):
             raise ValueError(
-                f"no record of {file} has the {label.column!r} {name}, and {unlisted} "
-                "have an unlisted one. Correct [data.label]."
+                f"no record of {file} has the class {name!r} of {label.column!r}, and "
+                f"{unlisted} have an unlisted one. Correct [data.label]."
             )
 
 
 def _chosen(records: Records, seed: int, counts: dict[str, int]) -> list[Records]:
     """Return disjoint parts with so many records, or people, each in a public order."""
-    ids, what = None, "records"
+    person, what = np.arange(len(records)), "records"
     if records.ids is None:
         order = np.random.default_rng(seed).permutation(len(records))  # public
     else:
@@ -227,7 +227,7 @@ def _chosen(records: Records, seed: int, counts: dict[str, int]) -> list[Records
             "ask for fewer."
         )
     parts = np.split(order, np.cumsum([*counts.values()]))[:-1]
-    if ids is None:
+    if records.ids is None:  # in the order of the parts
         return [records.take(rows) for rows in parts]
     return [records.take(np.isin(person, part)) for part in parts]
 
