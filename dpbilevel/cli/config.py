@@ -126,7 +126,7 @@ class Config:
 
     @property
     def of_whom(self) -> str:
-        """What sizes count: `"records"`, or `"people"` who may have several rows."""
+        """Word for what sizes count: `"people"` with several rows, or `"records"`."""
         return "people" if self.privacy.person else "records"
 
     @property

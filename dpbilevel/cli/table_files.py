@@ -70,7 +70,8 @@ def _parquet(path: Path) -> Table:
                 f"{path}: the column {name!r} holds {column.type}, no texts or "
                 "numbers; leave it out of the file."
             )
-        # As bytes: pyarrow would raise, and quote a cell, if one is not in UTF-8.
+        # Cells are read as bytes: for a text that is not in UTF-8 pyarrow would raise
+        # an error that quotes it.
         cells = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
         texts = [_text(cell) for cell in cells]
         if pa.types.is_boolean(column.type):  # as programs write it into text

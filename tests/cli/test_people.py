@@ -380,6 +380,7 @@ def test_the_draft_of_a_config_asks_for_people_first(folder, capsys):
     assert config["data"]["training"] == PEOPLE
     (folder / "new.toml").unlink()
     assert main(["init", "visits.csv", *flags, *out]) == 0
+    assert "'patient' may be the id of a person" in capsys.readouterr().out
     lines = (folder / "new.toml").read_text().splitlines()
     assert lines[lines.index("[privacy]") + 3].startswith('# person = "')
 
