@@ -22,8 +22,7 @@ from ..bilevel import AbstractCertificate, BilevelProblem, SecondOrderConstants
 from ..bilevel.certificates.constants import check_terms, terms_of
 from ..bilevel.certificates.fixed_count import Bounds, Metric, Spectrum
 from ..core.levels import Sizes
-from ..onelevel.linear_models import AbstractLinearModel, module_of
-from ..onelevel.losses import Record, bounded, score
+from ..onelevel.losses import AbstractLinearModel, Record, bounded, module_of, score
 from ..sets import Box
 from .penalties import penalty_tuning
 
@@ -154,7 +153,7 @@ class TuningCertificate(AbstractCertificate):
         check_terms("linear_tuning", problem, self.terms)
 
     @override
-    def per_person(self, problem):
+    def on_records_of(self, problem):
         # Every bound is one on derivatives of single losses, or on a mean of them that
         # is convex, and the public term alone is strongly convex: means of losses, and
         # the loss 0, have the same bounds.

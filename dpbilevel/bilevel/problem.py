@@ -95,11 +95,12 @@ class BilevelProblem(AbstractProblem):
             check_proximal("BilevelProblem", self.lower_public, self.y_set)
 
     @override
-    def declared_per_person(self, functions):
-        if not isinstance(self.constants, AbstractCertificate):
-            return {}
-        people = dataclasses.replace(self, constants=None, **functions)
-        return {"constants": self.constants.per_person(people)}
+    def with_functions(self, functions, unit):
+        constants = self.constants
+        if not isinstance(constants, AbstractCertificate):
+            return dataclasses.replace(self, unit=unit, **functions)
+        bare = dataclasses.replace(self, constants=None, unit=unit, **functions)
+        return dataclasses.replace(bare, constants=constants.on_records_of(bare))
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """Return the problem with `x_in_records` decided by tracing its functions.

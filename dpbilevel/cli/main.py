@@ -19,7 +19,7 @@ from .._extras import check_installed
 from ..audit.device import device_arithmetic
 from ..privacy.budget import Neighbours
 from ..runs import checkpoint, interrupts, spending
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from . import audit, check, init, plans, predictions, results, run
 from .config import Config
 from .tasks import TASKS

@@ -16,12 +16,12 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
+from ..planning.candidates import toml_value
 from ..planning.race import Effort
-from ..planning.settings import toml_value
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from . import evaluation
 from .config import Config, parse_config, read_tables
 from .task import Problem

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..privacy.budget import People
 from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.people import numbered
 from ..privacy.records.stores import AbstractStore, copies
 
 
@@ -111,6 +112,33 @@ def check_disjoint(data: Levels) -> None:
                 "are the same array or parts of it. Use Levels.shared(records), "
                 'people="overlapping", or a copy of a public column.'
             )
+
+
+def check_disjoint_ids(owner: str, upper: Any, lower: Any) -> None:
+    """Refuse ids of people who have rows in both levels; nothing without ids.
+
+    Args:
+        owner: The caller, for an error.
+        upper: The ids of the upper level's rows; `None` without ids.
+        lower: Those of the lower level's rows.
+
+    Raises:
+        ValueError: A person has rows in both.
+
+    Privacy:
+        Declared unprotected: that somebody is in both levels. The text of the error is
+        the same whoever that is, and however many.
+    """
+    if upper is None or lower is None:
+        return
+    names, people = numbered([*np.ravel(upper), *np.ravel(lower)])
+    count = len(np.ravel(upper))
+    above, below = (np.unique(part[part >= 0]) for part in np.split(names, [count]))
+    if len(above) + len(below) > people:
+        raise ValueError(
+            f'{owner}: people="disjoint", but an id is in both levels. Leave such '
+            'people out of one level, or give "overlapping".'
+        )
 
 
 def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:

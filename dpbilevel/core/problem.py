@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
+from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.people import PerPerson, PersonRows, PersonUnit
 from .levels import Sizes, one_level
 
@@ -60,19 +61,28 @@ class AbstractProblem(eqx.Module):
         functions = {
             name: PerPerson(getattr(self, name), unit) for name in self.record_functions
         }
-        declared = self.declared_per_person(functions)
-        return dataclasses.replace(self, unit=unit, **functions, **declared)
+        return self.with_functions(functions, unit)
 
-    def declared_per_person(self, functions: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of declared constants that change in `per_person`.
+    def of_rows(self) -> Self:
+        """Return the problem on rows that `per_person` was called on."""
+        if self.unit is None:
+            return self
+        functions = {name: getattr(self, name).fun for name in self.record_functions}
+        return self.with_functions(functions, None)
+
+    def with_functions(
+        self, functions: dict[str, Any], unit: PersonUnit | None
+    ) -> Self:
+        """Return the problem with functions of another unit.
 
         Args:
-            functions: The functions of a person, by field.
+            functions: The functions, by field.
+            unit: The unit.
 
         Raises:
             ValueError: A declared constant might not hold for people.
         """
-        return {}
+        return dataclasses.replace(self, unit=unit, **functions)
 
     def of_record(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a function of one row as one of a record, the last argument.
@@ -103,7 +113,9 @@ class AbstractProblem(eqx.Module):
             TypeError: They are of the other kind.
             ValueError: Of a person there are more or fewer places than declared.
         """
-        found = jax.tree.leaves(data, is_leaf=lambda v: isinstance(v, PersonRows))
+        whole = PersonRows | OnDisk
+        leaves = jax.tree.leaves(data, is_leaf=lambda v: isinstance(v, whole))
+        found = [shapes_of(part) for part in leaves]
         if self.unit is not None:
             for part in found:
                 self.unit.check(part)

@@ -1,6 +1,7 @@
 """The private runs of this process, and their total cost."""
 
 import dataclasses
+import html
 import math
 import sys
 import threading
@@ -105,6 +106,9 @@ class ProcessSpending:
         square = total(times * e**2 for times, e in runs)
         spread = math.sqrt(2 * max(-math.log(slack), 0.0) * square)
         return drift + spread, min(1.0, 2 * slack)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """Return the totals, and one line for each run."""

@@ -1,6 +1,7 @@
 """One-level problems: a mean over records plus public terms."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 from typing import ClassVar as AbstractVar  # for type checkers
@@ -96,14 +97,14 @@ class FiniteSum(AbstractFiniteSum):
             )
 
     @override
-    def declared_per_person(self, functions):
+    def with_functions(self, functions, unit):
         # The loss of a person without rows is 0, which may be far from all others.
-        if self.lipschitz_spread not in (None, self.lipschitz):
+        if unit is not None and self.lipschitz_spread not in (None, self.lipschitz):
             raise ValueError(
                 "per_person: lipschitz_spread is that of rows. Leave it out, and "
                 "declare that of people, whose loss may be 0, by dataclasses.replace."
             )
-        return {}
+        return dataclasses.replace(self, unit=unit, **functions)
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
         r"""Return, by role, the function $z \mapsto \nabla_w \ell(w, z)$."""

@@ -22,12 +22,11 @@ from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
-from .candidates import candidates
+from .candidates import candidates, toml_of
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
-from .models import constant_feature, is_linear, model_of
+from .methods import constant_feature, is_linear, model_of
 from .populations import populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
-from .settings import toml_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 
 # If a step reads more numbers than these, in records times parameters, every second
@@ -212,7 +211,9 @@ def auto(
     check_smooth(owner, problem)
     if isinstance(problem, BilevelProblem):
         check_pair(owner, w0)
-    problem, w0, _ = arrays_of(owner, problem, w0)
+    # A person of one row is as likely as any, and the rows of dry runs are generated.
+    records_problem, _, _ = arrays_of(owner, problem, w0)
+    problem, w0, _ = arrays_of(owner, problem.of_rows(), w0)
     drawn_from = _populations(problem, w0, clip_norm, records, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
     intercept = constant_feature(owner, model_of(problem, w0), intercept)
@@ -231,7 +232,7 @@ def auto(
     reason = reason_of(trials, budget, names, starts, default=synthetic is None)
     reason += outlook
     options |= {"w0": w0, "precision": precision}
-    plan = calibrated(problem, trials[0].solver, budget, **options)
+    plan = calibrated(records_problem, trials[0].solver, budget, **options)
     plan.warn(owner)
     if not improves(trials[0], starts):
         _checks.warn(f"{owner}: {reason}")

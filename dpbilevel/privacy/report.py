@@ -141,6 +141,7 @@ class PrivacyReport:
             "guarantee": self.claim,
             "protects": self.unit,
             "releases": sum(row.count for row in self.ledger),
+            "noise against signal": "; ".join(map(str, self.forecast)),
             "accountant": self.accountant,
             "assumptions": "; ".join(self.assumptions),
         }

@@ -85,7 +85,7 @@ class BlackBox(AbstractOneLevel):
         _checks.instance("BlackBox", str, **texts)
 
     @override
-    def declared_per_person(self, functions):
+    def with_functions(self, functions, unit):
         raise ValueError("BlackBox: return one loss for each person from `losses`.")
 
     def public_gradient(self, w: PyTree) -> PyTree:

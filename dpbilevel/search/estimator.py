@@ -18,9 +18,9 @@ except ImportError as error:
     raise ImportError(missing("dpbilevel.PrivateSearch", "sklearn")) from error
 
 from .. import _checks
-from ..core.seeds import Seedless, refuse
 from ..privacy.budget import PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, root_key
+from ..privacy.noise import PRNGKey, Seedless, check_key, refuse, root_key
+from ..privacy.records.people import PersonRows, PersonUnit, by_person
 from ..sets import Box
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
@@ -84,6 +84,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             then covers all fits, that of `best_estimator_` included. It needs `losses`
             and a `solver`, no `folder`, and no losses are tried on training rows,
             because nothing else may be learned from them.
+        most_rows: Number of rows of a person that count, at most, if `fit` is given
+            ids of people.
         n_jobs: Number of processes that evaluate the points of a step, -1 for all
             cores. Each evaluation then has one thread, so that the answer is the same
             for any number. `None` evaluates points one by one in this process.
@@ -100,9 +102,9 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             `fit`.
 
     Privacy:
-        The privacy unit is one validation record, $n$ is public, and the neighbouring
-        relation is the solver's. Training records are NOT protected unless `training`
-        is declared: parameters and the fitted estimator are functions of them. No
+        The privacy unit is one validation record, or one person; $n$ is public, and the
+        neighbouring relation is the solver's. Training records are NOT protected unless
+        `training` is declared: parameters and the fitted estimator depend on them. No
         validation loss is shown, logged or kept; a score of the answer on the same
         records is another release.
 
@@ -125,6 +127,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         training: DeclaredTraining | None = None,
         starts: Sequence[dict[str, Any]] = (),
         n_jobs: int | None = None,
+        most_rows: int = 8,
     ):
         self.estimator = estimator
         self.space = space
@@ -134,13 +137,14 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         self.training = training
         self.starts = starts
         self.n_jobs = n_jobs
+        self.most_rows = most_rows
 
     def fit(
         self,
         X: Any,
         y: Any,
         *,
-        validation: tuple[Any, Any],
+        validation: tuple[Any, ...],
         key: PRNGKey | None = None,
         folder: Any = None,
         progress: bool = False,
@@ -156,7 +160,9 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
                 frame.
             y: Training targets, not protected.
             validation: `(X, y)` of the private records, of the types and columns of the
-                training ones.
+                training ones. With `(X, y, groups)`, the ids of the people that rows
+                belong to, the guarantee protects a person, whose loss is the mean of
+                those of the rows. A row without an id is left out.
             key: One typed key; by default a new one from the operating system.
             folder: Folder of the evaluations. An interrupted search continues with the
                 same arguments and the same validation records in the same order. The
@@ -181,6 +187,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         refuse("PrivateSearch.fit", refused)
         key = root_key() if key is None else check_key(key)
         self._check()
+        validation, people = self._by_person(validation)
         check_validation(X, y, validation)
         rows, space = self._rows(X, y), Space(self.space)
         if self.training is None:
@@ -194,12 +201,14 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             starts = [space.position(v) for v in (*self.starts, self._own_parameters())]
             starts = np.stack(starts)
             solver = default_solver(space, self.budget, rows, starts, self.n_jobs)
-        losses = rows.black_box(*validation)
-        records = "" if folder is None else self._identity(X, y, validation)
+        losses = rows.black_box(*validation, people=people)
+        records = "" if folder is None else self._identity(X, y, (*validation, people))
         evaluates = f"{type(self.estimator).__name__} in {self.space}"
         trains = self.training, 1  # 1 for `best_estimator_`
-        known = count(validation[0]), Box(-1.0, 1.0), records, evaluates
-        problem = BlackBox(losses, *known, *trains)
+        size = count(validation[0]) if people is None else len(people.present)
+        known = size, Box(-1.0, 1.0), records, evaluates
+        unit = None if people is None else PersonUnit(self.most_rows)
+        problem = BlackBox(losses, *known, *trains, unit=unit)
         owner, start = "PrivateSearch.fit", np.zeros(space.coordinates)
         if progress:
             check_installed(f"{owner}: progress=True", "tqdm")
@@ -212,6 +221,15 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         self.report_ = result.report
         self.best_estimator_ = rows.fit(result.value)
         return self
+
+    def _by_person(self, validation: Any) -> tuple[Any, PersonRows | None]:
+        """Return the pair of validation, and the numbers of the rows of each person."""
+        if not isinstance(validation, tuple | list) or len(validation) != 3:
+            return validation, None
+        X, y, groups = validation
+        places = np.arange(count(X))
+        owner, most = "PrivateSearch.fit", self.most_rows
+        return (X, y), by_person(places, groups, most_rows=most, name=owner)
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
         """Return the parameters at a point, by name, if their conditions hold.
@@ -287,7 +305,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             if isinstance(entry, Range) and name in known and known[name] in entry
         }
 
-    def _identity(self, X: Any, y: Any, validation: tuple[Any, Any]) -> str:
+    def _identity(self, X: Any, y: Any, validation: tuple[Any, ...]) -> str:
         """Return a hash of all inputs of an evaluation; SECRET.
 
         It depends on the order of the rows: losses of a new split must not be mixed

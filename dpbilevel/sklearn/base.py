@@ -17,19 +17,19 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from .. import _checks
 from ..core import process_spending
-from ..core.columns import Column, elements
+from ..core.columns import Column, elements, numbers
 from ..core.loop import solved
 from ..core.problem import AbstractProblem
-from ..core.seeds import Seedless, refuse
 from ..core.shares import Usability
 from ..core.solution import Plan, divergence
 from ..core.usability import Columns, RecordsCheck
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, derive, root_key
+from ..privacy.noise import PRNGKey, Seedless, check_key, derive, refuse, root_key
+from ..privacy.records.people import PersonUnit
 from ..privacy.report import PrivacyReport
-from .declared import Frame, declared, frame, index_of, numbers
+from .declared import Frame, declared, frame, index_of
 from .lengths import SHORT, Lengths
-from .public_size import PublicSize
+from .public_size import PublicSize, Rows
 
 compiled_run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
@@ -92,6 +92,7 @@ class PrivateEstimator(_Fitted):
         bounds: Declared bounds of the features.
         data_norm: Declared length of the longest row, instead of bounds.
         check_records: Whether to release the fraction of usable records.
+        most_rows: The number of rows of a person that count, at most.
     """
 
     epsilon: float = 1.0
@@ -100,6 +101,7 @@ class PrivateEstimator(_Fitted):
     bounds: Any = None
     data_norm: float | None = None
     check_records: bool = True
+    most_rows: int = 8
 
     @property
     def _owner(self) -> str:
@@ -156,6 +158,15 @@ class PrivateEstimator(_Fitted):
             count = f"{len(entries)} values for {len(X)} records"
             raise ValueError(f"{self._owner}.fit: {name} has {count}.")
         return dataclasses.replace(column, entries=entries)
+
+    def _rows(
+        self, ids: Any, X: Float[np.ndarray, "n d"], name: str = "groups"
+    ) -> Rows:
+        """Return the `Rows` of a table: records, or the rows of people with ids."""
+        unit = PersonUnit(self.most_rows)
+        if ids is None:
+            return Rows()
+        return Rows(self._column(ids, X, name).entries, unit)
 
     @property
     def _constant(self) -> bool:
@@ -218,16 +229,26 @@ class PrivateEstimator(_Fitted):
         return columns, columns.indicators(unread, cut, label, number)
 
     def _check(
-        self, budget: PrivacyBudget, public: PublicSize, **levels: Description
+        self,
+        budget: PrivacyBudget,
+        public: PublicSize,
+        **levels: tuple[Rows, Description],
     ) -> Check:
-        """Return the planned `RecordsCheck` of all levels, and their indicators."""
+        """Return the planned `RecordsCheck` of all levels, and their indicators.
+
+        Args:
+            budget: The budget of the fit.
+            public: The public numbers.
+            **levels: The rows of each level, and what `_describe` returns of it.
+        """
         _checks.instance(self._owner, bool, check_records=self.check_records)
         if not self.check_records:
             return RecordsCheck((), ()), {}
-        columns = {role: level[0] for role, level in levels.items()}
+        columns = {role: described[0] for role, (_, described) in levels.items()}
         relation, size = public.relation, public.size
         check = RecordsCheck.planned(columns, budget, size, neighbours=relation)
-        return check, {role: public.rows(level[1]) for role, level in levels.items()}
+        means = {k: rows.means(cells) for k, (rows, (_, cells)) in levels.items()}
+        return check, {role: public.rows(mean) for role, mean in means.items()}
 
     def _run_plan(
         self,

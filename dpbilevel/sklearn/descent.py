@@ -85,7 +85,7 @@ def plan_descent(
     """
 
     def plan(steps: int, clip_norm: float, step_size: float, ridge: float) -> Any:
-        problem = FiniteSum(loss, public=ridge_on(ridge, constant))
+        problem = public.problem(FiniteSum(loss, public=ridge_on(ridge, constant)))
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
         solver = solver.with_neighbours(public.relation)
         start = jnp.zeros(shape)

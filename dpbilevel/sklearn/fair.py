@@ -86,6 +86,7 @@ class FairClassifier(LinearClassifier):
         y: Any,
         groups: Any = None,
         *,
+        person: Any = None,
         key: PRNGKey | None = None,
         **refused: Any,
     ) -> "FairClassifier":
@@ -94,7 +95,9 @@ class FairClassifier(LinearClassifier):
         Args:
             X: Features, of shape `(n, d)`.
             y: Labels.
-            groups: The group of each record.
+            groups: The group of each row.
+            person: The id of the person of each row, if people have several rows, as
+                `groups` of `DPLogisticRegression`. Their rows may be of several groups.
             key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
@@ -113,27 +116,32 @@ class FairClassifier(LinearClassifier):
         self.groups_, shares = self._groups()
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
-        public = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
+        grouped = self._rows(person, table, "person")
+        count = grouped.count(len(table))
+        known = self.neighbours, self.size, count, grouped.unit
+        public = PublicSize.of(self._owner, *known)
         rows = units.rows(table)
         records = self._records(rows, labels)
         group = index_of(
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         usable = with_nan(rows, (labels >= 0) & (group >= 0))
-        lengths = Lengths(budget, public, public.rows(usable), units.longest)
+        usable = public.rows(grouped.records(usable))
+        lengths = Lengths(budget, public, usable, units.longest)
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
         place = "groups", self.groups_, group
         cells = self._describe(table, units, beside, labels, place)
-        check = self._check(budget, public, records=cells)
+        check = self._check(budget, public, records=(grouped, cells))
         game = _game_of(self._loss, shares, float(self.radius), len(self.classes_))
+        game = public.problem(game)
         w0 = group_start(game, self._start(), shares)
         solver = GroupDescent(num_steps=int(self.max_iter))
         solver = solver.with_neighbours(public.relation)
         shapes = tuple(v.shape for v in w0)
         before = (*check[0].releases, *lengths.releases)
         plan = plan_of(game, solver, budget, public.size, shapes, before)
-        records = public.rows(records)
+        records = public.rows(grouped.records(records))
         model, weights = self._run_plan(
             game, plan, records, w0, key, check, units, lengths
         )

@@ -9,12 +9,14 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 from typing_extensions import override
 
 from ..core.usability import released_mean
 from ..privacy.noise import PRNGKey
+from ..privacy.records.people import on_rows
 from .declared import Frame
 from .public_size import AbstractBeforehand, Terms
 
@@ -33,12 +35,12 @@ class Lengths(AbstractBeforehand):
     """A planned release of the fraction of rows in each bin of lengths.
 
     Attributes:
-        rows: Features in units of a `Frame`, in the planned number; NaN for records
-            that do not count. NON-PRIVATE.
+        rows: Records of features in units of a `Frame`, in the planned number; NaN for
+            rows that do not count. NON-PRIVATE.
         longest: Length of the longest declared row.
     """
 
-    rows: Float[np.ndarray, "n d"]
+    rows: Any
     longest: float
 
     @property
@@ -62,7 +64,7 @@ class Lengths(AbstractBeforehand):
         """
         if self.release is None:
             return math.nan
-        bins = in_bins(self.rows / self.longest)
+        bins = self.public.combined(lambda v: in_bins(v / self.longest), self.rows)
         fractions = released_mean(self.release, bins, key=key, owner=owner)
         longer = np.cumsum(np.asarray(fractions, float))
         if longer[-1] < _LEAST:
@@ -81,15 +83,20 @@ class Lengths(AbstractBeforehand):
         """Return the `Frame` of rows that are divided by a released length."""
         return dataclasses.replace(units, scale=units.scale * unit)
 
-    def in_unit(self, records: dict[str, Any], unit: float) -> dict[str, Any]:
+    def in_unit(self, records: Any, unit: float) -> Any:
         """Return records whose features are divided by a released length.
 
         A constant feature, which comes after them, is kept.
         """
-        features, width = records["features"], self.rows.shape[1]
-        divisor = np.ones(features.shape[1], features.dtype)
-        divisor[:width] = unit
-        return records | {"features": features / divisor}
+        width = jax.tree.leaves(self.rows)[0].shape[-1]
+
+        def divided(rows: dict[str, Any]) -> dict[str, Any]:
+            features = rows["features"]
+            divisor = np.ones(features.shape[-1], features.dtype)
+            divisor[:width] = unit
+            return rows | {"features": features / divisor}
+
+        return on_rows(divided, records)
 
 
 def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:

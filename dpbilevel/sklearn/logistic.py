@@ -13,6 +13,7 @@ from .. import _checks
 from ..core.shares import OF_COLUMNS, Usability
 from ..core.usability import released_mean
 from ..privacy.noise import PRNGKey
+from ..privacy.records.people import on_rows
 from .base import Run, with_nan
 from .descent import Settings, plan_descent
 from .lengths import Lengths
@@ -110,13 +111,22 @@ class DPLogisticRegression(LinearClassifier):
     size: int | None = None
 
     def fit(
-        self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
+        self,
+        X: Any,
+        y: Any,
+        groups: Any = None,
+        *,
+        key: PRNGKey | None = None,
+        **refused: Any,
     ) -> "DPLogisticRegression":
         """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.
             y: Labels.
+            groups: The id of the person of each row, if people have several rows. The
+                guarantee then protects a person with all rows, and `size` is a number
+                of people. A row without an id is left out.
             key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
@@ -130,16 +140,20 @@ class DPLogisticRegression(LinearClassifier):
         """
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         labels = self._read_labels(y, table)
-        public = PublicSize.of(owner, self.neighbours, self.size, len(table))
+        grouped = self._rows(groups, table)
+        count = grouped.count(len(table))
+        known = self.neighbours, self.size, count, grouped.unit
+        public = PublicSize.of(owner, *known)
         settings = _TWO if len(self.classes_) == 2 else _MORE
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         rows = units.rows(table)
         records = self._records(rows, labels)
         usable = with_nan(rows, labels >= 0)
-        lengths = Lengths(budget, public, public.rows(usable), units.longest)
+        usable = public.rows(grouped.records(usable))
+        lengths = Lengths(budget, public, usable, units.longest)
         cells = self._describe(table, units, {"y": labels < 0}, labels)
-        check = self._check(budget, public, records=cells)
+        check = self._check(budget, public, records=(grouped, cells))
         start = self._start()
         shape = len(self.classes_), self.n_features_in_
         effects = Effects(budget, public, *shape, self._constant)
@@ -147,7 +161,7 @@ class DPLogisticRegression(LinearClassifier):
         penalty = self._loss, float(self.ridge), self._constant
         options = start.shape, budget, public, settings, before
         problem, plan = plan_descent(*penalty, *options)
-        records = public.rows(records)
+        records = public.rows(grouped.records(records))
 
         def informed(run: Run, key: PRNGKey) -> Run:
             return self._run_from_rates(run, effects, settings.longest, key)
@@ -177,11 +191,14 @@ class DPLogisticRegression(LinearClassifier):
         """Return the `Run` from the constant answer, with a ridge by the effects."""
         problem, solver, records, w0 = run
         width, count = self.n_features_in_, len(self.classes_)
-        label = records["label"]
-        labels = label > 0 if count == 2 else label
-        features = records["features"][:, :width]
-        seen: Any = features, labels
-        rates, weight = effects.rates_and_ridge(*seen, key=key, owner=self._owner)
+
+        def seen(rows: Any) -> Any:
+            label = rows["label"]
+            labels = label > 0 if count == 2 else label
+            return {"features": rows["features"][..., :width], "label": labels}
+
+        known = on_rows(seen, records)
+        rates, weight = effects.rates_and_ridge(known, key=key, owner=self._owner)
         if self._constant:
             scores = np.log(rates / rates[0])
             scores = scores[1] if count == 2 else scores - scores.mean()
@@ -230,19 +247,14 @@ class Effects(AbstractBeforehand):
         return Terms("rates and effects", *of_noise, clip_norm=math.sqrt(squared))
 
     def rates_and_ridge(
-        self,
-        features: Float[np.ndarray, "n d"],
-        labels: Int[np.ndarray, " n"],
-        *,
-        key: PRNGKey,
-        owner: str,
+        self, records: Any, *, key: PRNGKey, owner: str
     ) -> tuple[Float[np.ndarray, " k"], float]:
         r"""Release the rates of the classes, and the weight of a ridge for noise 1.
 
         Args:
-            features: Rows of length about 1, without a constant; NaN for rows that do
-                not count.
-            labels: The number of each record's class.
+            records: `{"features": rows, "label": numbers}`: rows of length about 1,
+                without a constant and NaN if they do not count, and their classes; or
+                those of people.
             key: A typed key for this release alone.
             owner: Name for error messages.
 
@@ -259,7 +271,9 @@ class Effects(AbstractBeforehand):
         equal = np.full(count, 1 / count)
         if self.release is None:
             return equal, self.width / float(1 - equal @ equal)
-        rows = rows_of(features, labels, count)
+        rows = self.public.combined(
+            lambda v: rows_of(v["features"], v["label"], count), records
+        )
         mean = released_mean(self.release, rows, key=key, owner=owner)
         noise, blocks = self.release.noise_std, 1 if count == 2 else count
         ends = np.cumsum((blocks * self.width, blocks, self.width))
@@ -296,8 +310,8 @@ def rows_of(
     """Return rows whose mean is released; NaN for records that do not count.
 
     Args:
-        features: As for `Effects.rates_and_ridge`.
-        labels: As for `Effects.rates_and_ridge`.
+        features: As in the records of `Effects.rates_and_ridge`.
+        labels: As there.
         classes: The number of classes.
 
     Privacy:

@@ -23,6 +23,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
+from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson
 from .base import PrivateClassifier, compiled_run, with_nan
 from .descent import plan_of
@@ -112,13 +113,20 @@ class DPMLPClassifier(PrivateClassifier):
     size: int | None = None
 
     def fit(
-        self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
+        self,
+        X: Any,
+        y: Any,
+        groups: Any = None,
+        *,
+        key: PRNGKey | None = None,
+        **refused: Any,
     ) -> "DPMLPClassifier":
         """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.
             y: Labels.
+            groups: The id of the person of each row, as in `DPLogisticRegression`.
             key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
@@ -133,26 +141,37 @@ class DPMLPClassifier(PrivateClassifier):
         budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         widths = self._widths()
-        public = PublicSize.of(self._owner, self.neighbours, self.size, len(table))
+        grouped = self._rows(groups, table)
+        count = grouped.count(len(table))
+        known = self.neighbours, self.size, count, grouped.unit
+        public = PublicSize.of(self._owner, *known)
         usable = with_nan(units.rows(table), labels >= 0)
-        lengths = Lengths(budget, public, public.rows(usable), units.longest)
+        of_rows = public.rows(grouped.records(usable))
+        lengths = Lengths(budget, public, of_rows, units.longest)
         recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
         cells = self._describe(table, units, {"y": labels < 0}, labels)
-        check = self._check(budget, public, records=cells)
+        check = self._check(budget, public, records=(grouped, cells))
         first, then, last = jax.random.split(key, 3)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
-        problem = FiniteSum(_loss_of(self.activation))
+        problem = public.problem(FiniteSum(_loss_of(self.activation)))
         solver = self._solver(public.size).with_neighbours(public.relation)
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, public.size, shapes, before)
-        records = public.rows(records)
+        records = public.rows(grouped.records(records))
         run = problem, plan, records, start, then, check, units, lengths
         layers = self._run_plan(*run)
         records = lengths.in_unit(records, self._unit)
-        found = np.asarray(_all_scores(self.activation, layers, records["features"]))
-        slope, shifts = recalibration.fit(found, records["label"], key=last)
+
+        def with_scores(rows: Any) -> Any:
+            features = rows["features"]
+            flat = features.reshape(-1, features.shape[-1])
+            found = np.asarray(_all_scores(self.activation, layers, flat))
+            found = found.reshape(*features.shape[:-1], -1)
+            return {"scores": found, "label": rows["label"]}
+
+        slope, shifts = recalibration.fit(on_rows(with_scores, records), key=last)
         scale = lengths.frame(units, self._unit).scale[:, None]
         self.coefs_ = [weights for weights, _ in layers]
         self.intercepts_ = [constants for _, constants in layers]
@@ -267,19 +286,23 @@ class Recalibration:
         problem: Problem with its ridge.
         solver: Solver with its noise and sizes.
         releases: Releases of the fit, for `calibrate(before=)`.
+        classes: Number of classes.
     """
 
     problem: FiniteSum
     solver: NoisyGD
     releases: tuple[AbstractRelease, ...]
+    classes: int
 
     @classmethod
-    def plan(cls, budget: PrivacyBudget, public: Any, classes: int) -> "Recalibration":
+    def plan(
+        cls, budget: PrivacyBudget, public: PublicSize, classes: int
+    ) -> "Recalibration":
         """Return a `Recalibration`, planned for a fifth of the squared budget.
 
         Args:
             budget: The budget of the whole fit; delta is not 0.
-            public: The public number of records, `size`, and the `relation`.
+            public: The public number of records and what they are.
             classes: The number of classes.
 
         Privacy:
@@ -302,17 +325,17 @@ class Recalibration:
         step = min(longest, _WALK / (_STEPS * noise))
         solver = dataclasses.replace(solver, step_size=step)
         charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
-        return cls(_problem(ridge), solver, (charged,))
+        return cls(public.problem(_problem(ridge)), solver, (charged,), classes)
 
     def fit(
-        self, scores: Float[np.ndarray, "n k"], labels: np.ndarray, *, key: PRNGKey
+        self, records: Any, *, key: PRNGKey
     ) -> tuple[float, Float[np.ndarray, " k"]]:
         """Release the slope of the scores, and a constant for each class.
 
         Args:
-            scores: The scores of a released model, in the planned number of rows; NaN
-                for records that do not count.
-            labels: The numbers of the classes.
+            records: `{"scores": scores, "label": numbers}` in the planned number: the
+                scores of a released model, NaN for rows that do not count, and the
+                classes; or those of people.
             key: A typed key for this run alone.
 
         Returns:
@@ -321,12 +344,16 @@ class Recalibration:
         Privacy:
             One run of `solver`.
         """
-        with np.errstate(all="ignore"):  # a warning would reveal a record
-            centred = scores - scores.mean(axis=1, keepdims=True)
-            length = np.linalg.norm(centred, axis=1, keepdims=True)
-            shortened = centred / np.maximum(length, _LENGTH)
-        records = {"scores": shortened, "label": labels}
-        w0 = jnp.zeros(()), jnp.zeros(scores.shape[1])
+
+        def shortened(rows: Any) -> Any:
+            scores = rows["scores"]
+            with np.errstate(all="ignore"):  # a warning would reveal a record
+                centred = scores - scores.mean(axis=-1, keepdims=True)
+                length = np.linalg.norm(centred, axis=-1, keepdims=True)
+                return rows | {"scores": centred / np.maximum(length, _LENGTH)}
+
+        records = on_rows(shortened, records)
+        w0 = jnp.zeros(()), jnp.zeros(self.classes)
         run = compiled_run(self.problem, self.solver, records, w0, key=key)
         slope, constants = run.value
         least, most = _SLOPES

@@ -3,17 +3,20 @@
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Float, PyTree
 
 from .. import _checks
 from ..core.plan import least_multiplier
+from ..core.problem import Problem
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.queries import RECORDS, Query
+from ..privacy.records.people import PersonUnit, by_person, combined, numbered
 from ..privacy.records.rows import filler, padded_rows
 from ..privacy.releases import Release
 from ..privacy.sampling.base import FullBatch
@@ -26,14 +29,21 @@ class PublicSize:
     Attributes:
         relation: The neighbouring relation.
         size: The public number of records.
+        unit: The unit of privacy; `None` for one row.
     """
 
     relation: Neighbours
     size: Any  # an integer, or `Sizes` of two levels under replace-one
+    unit: PersonUnit | None = None
 
     @classmethod
     def of(
-        cls, owner: str, neighbours: str, size: int | None, rows: int
+        cls,
+        owner: str,
+        neighbours: str,
+        size: int | None,
+        rows: int,
+        unit: PersonUnit | None = None,
     ) -> "PublicSize":
         """Return a `PublicSize` from an estimator's parameters and the rows of a fit.
 
@@ -47,11 +57,11 @@ class PublicSize:
             if size is not None:
                 what = "size= is for neighbours='add_or_remove_one'; leave it out."
                 raise ValueError(f"{owner}: {what}")
-            return cls(relation, rows)
+            return cls(relation, rows, unit)
         if size is None:
             raise ValueError(f"{owner}: give size=, a public number of records.")
         _checks.count(owner, size=size)
-        return cls(relation, int(size))
+        return cls(relation, int(size), unit)
 
     def rows(self, records: PyTree) -> PyTree:
         """Return records, padded with NaN to a public number if theirs is private.
@@ -68,6 +78,45 @@ class PublicSize:
             return np.pad(column, widths, constant_values=filler(column.dtype))
 
         return jax.tree.map(filled, records)
+
+    def problem(self, problem: Problem) -> Problem:
+        """Return a problem on rows as one on the records of the fit."""
+        if self.unit is None:
+            return problem
+        return problem.per_person(self.unit.most_rows, self.unit.combine)
+
+    def combined(
+        self, fun: Callable[[PyTree], Any], records: PyTree, empty: float = 0.0
+    ) -> Float[np.ndarray, "n w"]:
+        """Return one row of numbers for each record, by `combined` for people."""
+        return combined(fun, records, self.unit, empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a table, to be grouped by person.
+
+    Attributes:
+        ids: The id of the person of each row; `None` if every row is a record.
+        unit: The unit of privacy; `None` with `ids`.
+    """
+
+    ids: Any = None
+    unit: PersonUnit | None = None
+
+    def count(self, rows: int) -> int:
+        """Return the number of records among so many rows."""
+        return rows if self.unit is None else numbered(self.ids)[1]
+
+    def records(self, rows: PyTree) -> PyTree:
+        """Return the records: the rows, or those of each person."""
+        if self.unit is None:
+            return rows
+        return by_person(rows, self.ids, most_rows=self.unit.most_rows)
+
+    def means(self, rows: Float[np.ndarray, "n w"]) -> Float[np.ndarray, "p w"]:
+        """Return one row of numbers for each record."""
+        return combined(np.asarray, self.records(rows), self.unit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Ridge regression by noisy descent."""
 
 import dataclasses
+import functools
 import statistics
 import warnings
 from typing import Any
@@ -14,11 +15,13 @@ from sklearn.utils.validation import check_is_fitted
 from typing_extensions import override
 
 from .. import _checks
+from ..core.columns import as_numbers
 from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
+from ..privacy.records.people import on_rows
 from .base import PrivateEstimator, Run, with_nan
-from .declared import as_numbers, interval
+from .declared import interval
 from .descent import Settings, plan_descent
 from .lengths import Lengths
 from .linear import split, with_constant
@@ -105,13 +108,20 @@ class DPRidge(RegressorMixin, PrivateEstimator):
     size: int | None = None
 
     def fit(
-        self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
+        self,
+        X: Any,
+        y: Any,
+        groups: Any = None,
+        *,
+        key: PRNGKey | None = None,
+        **refused: Any,
     ) -> "DPRidge":
         """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.
             y: Targets, numbers.
+            groups: The id of the person of each row, as in `DPLogisticRegression`.
             key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
@@ -126,7 +136,9 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         ends, center, half = self._target_units()
         column = as_numbers("y", self._column(y, table))
-        public = PublicSize.of(owner, self.neighbours, self.size, len(table))
+        grouped = self._rows(groups, table)
+        count = grouped.count(len(table))
+        public = PublicSize.of(owner, self.neighbours, self.size, count, grouped.unit)
         settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)
@@ -134,26 +146,32 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         rows = units.rows(table)
         features = with_constant(rows, counts, self._constant)
         usable = with_nan(rows, counts)
-        lengths = Lengths(budget, public, public.rows(usable), units.longest)
+        of_rows = public.rows(grouped.records(usable))
+        lengths = Lengths(budget, public, of_rows, units.longest)
         label = ((inside - center) / half).astype(features.dtype)
         known = np.where(np.isfinite(usable).all(axis=1), label, np.nan)
-        spread = Spread(budget, public, known, self._constant)
+        spread = Spread(budget, public, grouped.records(known), self._constant)
         wrong = ~((column >= ends[0]) & (column <= ends[1]))
         cells = self._describe(table, units, {"y": wrong})
-        check = self._check(budget, public, records=cells)
+        check = self._check(budget, public, records=(grouped, cells))
         start = jnp.zeros(features.shape[1])
         before = (*check[0].releases, *lengths.releases, *spread.releases)
         penalty = squared_loss, float(self.ridge), self._constant
         options = start.shape, budget, public, settings, before
         problem, plan = plan_descent(*penalty, *options)
-        records = public.rows({"features": features, "label": label})
+        records = grouped.records({"features": features, "label": label})
+        records = public.rows(records)
         of_target = [0.0, 1.0]
 
         def in_unit(run: Run, key: PRNGKey) -> Run:
             of_target[:] = spread.center_and_unit(key=key, owner=owner)
             problem, solver, records, w0 = run
-            label = (records["label"] - of_target[0]) / of_target[1]
-            return problem, solver, records | {"label": label}, w0
+            center, half = of_target
+
+            def moved(rows: Any) -> Any:
+                return rows | {"label": (rows["label"] - center) / half}
+
+            return problem, solver, on_rows(moved, records), w0
 
         run = problem, plan, records, start, key, check, units, lengths
         model = self._run_plan(*run, in_unit)
@@ -203,11 +221,12 @@ class Spread(AbstractBeforehand):
     noise.
 
     Attributes:
-        targets: Targets in [-1, 1]; NaN for records that do not count. NON-PRIVATE.
+        targets: Targets in [-1, 1], or those of people; NaN for rows that do not
+            count. NON-PRIVATE.
         centered: Whether to search for the center, which is 0 otherwise.
     """
 
-    targets: Float[np.ndarray, " n"]
+    targets: Any
     centered: bool
 
     @property
@@ -237,7 +256,7 @@ class Spread(AbstractBeforehand):
         keys, noise = jax.random.split(key, release.count), release.noise_std
 
         def quantile(
-            values: Float[np.ndarray, " n"],
+            values: Any,
             fraction: float,
             grid: Float[np.ndarray, " k"],
             keys: PRNGKey,
@@ -250,7 +269,9 @@ class Spread(AbstractBeforehand):
             for own in keys:
                 value = middle(grid, belief)
                 # Rows are added afterwards: they must contribute 0.
-                rows = self.public.rows(comparisons(values, value, fraction))
+                side = functools.partial(comparisons, value=value, fraction=fraction)
+                rows = self.public.combined(side, values, empty=fraction - 0.5)
+                rows = self.public.rows(rows)
                 mean = released_mean(release, rows, key=own, owner=owner)
                 more = float(mean[0]) - (fraction - 0.5)
                 belief += np.where(grid > value, 0.5, -0.5) * more / noise**2
@@ -260,7 +281,7 @@ class Spread(AbstractBeforehand):
         if self.centered:
             center = quantile(self.targets, 0.5, _CENTERS, keys[: -_COMPARED[1]])
         longest = 1 + abs(center)
-        distance = np.abs(self.targets - center) / longest
+        distance = on_rows(lambda v: np.abs(v - center) / longest, self.targets)
         least, most = _FARTHER
         farther = min(max(least, 2 * noise), most)
         found = quantile(distance, farther, _DISTANCES, keys[-_COMPARED[1] :])

@@ -11,7 +11,7 @@ from .. import _checks
 from .._extras import check_installed
 from ..applications.sources import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
-from ..core.levels import check_disjoint
+from ..core.levels import check_disjoint, check_disjoint_ids
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..planning.auto_plan import AutoPlan, auto
@@ -19,12 +19,12 @@ from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from .base import Description
 from .declared import declared, index_of
 from .descent import plan_of
 from .linear import LinearClassifier
-from .public_size import PublicSize
+from .public_size import PublicSize, Rows
 
 _problem = functools.lru_cache(maxsize=64)(source_weighting)  # compiled once
 EXAMPLE = 'sources=["north", "south"]'
@@ -95,8 +95,9 @@ class DPSourceReweighting(LinearClassifier):
         X: Any,
         y: Any,
         sources: Any = None,
-        clean: tuple[Any, Any] | None = None,
+        clean: tuple[Any, ...] | None = None,
         *,
+        groups: Any = None,
         people: str = "overlapping",
         key: PRNGKey | None = None,
         **refused: Any,
@@ -107,9 +108,12 @@ class DPSourceReweighting(LinearClassifier):
             X: Features of the training records, of shape `(n, d)`.
             y: Their labels.
             sources: The source of each training record.
-            clean: `(X, y)` of the clean records.
+            clean: `(X, y)` of the clean records, or `(X, y, groups)` with `groups`.
+            groups: The id of the person of each training record, as in
+                `DPLogisticRegression`. Rows of a person may be of several sources.
             people: `"disjoint"` if nobody has a training record and a clean one,
-                else `"overlapping"`. Checked only as far as arrays share memory.
+                else `"overlapping"`. Checked as far as arrays share memory, and by
+                the ids of people.
             key: One typed key; by default a new one from the operating system.
             **refused: No further argument is accepted; `sample_weight` and
                 `random_state` raise a `TypeError` with the reason.
@@ -138,28 +142,39 @@ class DPSourceReweighting(LinearClassifier):
         beside = {"y": labels < 0, "sources": source < 0}
         place = "sources", self.sources_, source
         cells = self._describe(table, units, beside, labels, place)
-        upper, clean_cells = self._clean(clean, units)
+        grouped = self._rows(groups, table)
+        upper, clean_cells, above = self._clean(clean, units, groups is not None)
         if people == "disjoint":
             self._check_disjoint(X, clean[0])
+            check_disjoint_ids(f"{self._owner}.fit", above.ids, grouped.ids)
         problem = _problem(self._loss, len(self.sources_), ridge=float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
-        sizes = Sizes(len(upper["label"]), len(table), people)
-        public = PublicSize(Neighbours.REPLACE_ONE, sizes)
-        check = self._check(budget, public, upper=clean_cells, lower=cells)
+        counts = above.count(len(upper["label"])), grouped.count(len(table))
+        sizes = Sizes(*counts, people)
+        public = PublicSize(Neighbours.REPLACE_ONE, sizes, grouped.unit)
+        problem = public.problem(problem)
+        levels = {"upper": (above, clean_cells), "lower": (grouped, cells)}
+        check = self._check(budget, public, **levels)
         self.plan_ = self._plan(problem, budget, sizes, start, check[0].releases)
         self.two_levels_ = getattr(self.plan_, "two_levels", None)
-        levels = Levels(upper, lower)
-        found = self._run_plan(problem, self.plan_, levels, start, key, check, units)
+        data = Levels(above.records(upper), grouped.records(lower))
+        found = self._run_plan(problem, self.plan_, data, start, key, check, units)
         self.source_weights_ = np.asarray(source_weights(found[0]))
         self._keep(found[1], units)
         return self
 
-    def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Description]:
-        """Return a dict of the clean records, and which of their cells are wrong."""
-        if not isinstance(clean, tuple | list) or len(clean) != 2:
+    def _clean(
+        self, clean: Any, units: Any, by_person: bool
+    ) -> tuple[dict[str, Any], Description, Rows]:
+        """Return a dict of the clean rows, which of their cells are wrong, and `Rows`.
+
+        `by_person` is whether there are ids of people.
+        """
+        parts = "(X, y, groups)" if by_person else "(X, y)"
+        if not isinstance(clean, tuple | list) or len(clean) != 2 + by_person:
             got = _checks.shown(clean)
-            raise ValueError(f"{self._owner}.fit: clean must be (X, y), got {got}.")
-        X, y = clean
+            raise ValueError(f"{self._owner}.fit: clean must be {parts}, got {got}.")
+        X, y, *groups = clean
         try:
             table = self._read(X, 1, reset=False)
         except ValueError as error:
@@ -168,7 +183,8 @@ class DPSourceReweighting(LinearClassifier):
             ) from None
         labels = self._read_labels(y, table, "clean[1]")
         cells = self._describe(table, units, {"clean[1]": labels < 0}, labels)
-        return self._records(units.rows(table), labels), cells
+        rows = self._rows(groups[0] if groups else None, table, "clean[2]")
+        return self._records(units.rows(table), labels), cells, rows
 
     def _check_disjoint(self, X: Any, clean: Any) -> None:
         """Refuse clean records that are parts of the array of training records."""

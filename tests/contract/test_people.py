@@ -169,3 +169,34 @@ def test_constants_declared_for_rows_are_refused_for_people():
 def test_a_number_of_ids_other_than_that_of_rows_is_refused():
     with pytest.raises(ValueError, match="got 4 ids for 5 rows"):
         dpb.by_person(ROWS, IDS[:4])
+
+
+SORTED = np.array([1, 1, 2, 2, 2])
+
+
+def test_people_on_disk_release_the_bits_of_those_in_memory():
+    solver = dpb.NoisyGD(2, 1.0, 1.0).with_noise(1.0).with_sizes(2)
+    rows = {"z": ROWS, "other": ROWS[:, 0]}
+    problem = dpb.FiniteSum(lambda w, record: loss(w, record["z"])).per_person(2)
+
+    def released(data):
+        key = jax.random.key(KEY)
+        return dpb.solve(problem, solver, data, jnp.zeros(2), key=key).value
+
+    disk = dpb.OnDisk.arrays(rows).by_person(SORTED, most_rows=2)
+    memory = dpb.by_person(rows, SORTED, most_rows=2)
+    chex.assert_trees_all_equal(released(disk), released(memory))
+
+
+def test_people_on_disk_leave_out_rows_without_an_id_and_need_an_order():
+    disk = dpb.OnDisk.arrays(ROWS)
+    ids = np.array([np.nan, 1, np.nan, 1, 2])
+    people = disk.by_person(ids, most_rows=3)
+    leaves = [np.empty((2, *shape), kind) for shape, kind in people.store.kinds]
+    people.store.reader(0)(leaves)
+    want = dpb.by_person(ROWS, ids, most_rows=3)
+    chex.assert_trees_all_equal(leaves, jax.tree.leaves(want))
+    with pytest.raises(ValueError, match="Sort the file by person"):
+        disk.by_person(IDS)
+    with pytest.raises(ValueError, match="got 2 ids for 5 rows"):
+        disk.by_person(IDS[:2])

@@ -426,7 +426,7 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
         ({"estimator": Ridge}, TypeError, "must be an instance such as"),
         ({"losses": "accuracy"}, TypeError, "losses must be a function"),
         ({"validation": PRIVATE[0]}, TypeError, "validation must be"),
-        ({"validation": (*PRIVATE, None)}, TypeError, "tuple of 3"),
+        ({"validation": (*PRIVATE, None, None)}, TypeError, "tuple of 4"),
         ({"validation": (INPUTS[60:, 1:], TARGETS[60:])}, ValueError, r"got \(49,\)"),
         (
             {"validation": (INPUTS[60:], TARGETS[60:, None])},

@@ -35,7 +35,7 @@ def records(size, rates, strength, seed=0):
 def test_rates_are_found(rates, getkey):
     features, labels = records(4000, rates, 0.2)
     found, _ = planned(4000, len(rates)).rates_and_ridge(
-        features, labels, key=getkey(), owner="fit"
+        {"features": features, "label": labels}, key=getkey(), owner="fit"
     )
     assert found == pytest.approx(rates, abs=0.06)
     assert found.sum() == pytest.approx(1)
@@ -60,7 +60,7 @@ def test_strong_effects_have_the_ridge_of_the_formula(rates, getkey):
     features, labels = records(20_000, rates, 0.3)
     count, rich = len(rates), dpb.PrivacyBudget(50.0, 1e-5)
     _, weight = planned(20_000, count, rich).rates_and_ridge(
-        features, labels, key=getkey(), owner="fit"
+        {"features": features, "label": labels}, key=getkey(), owner="fit"
     )
     one_hot = np.eye(count)[labels]
     shares, centred = one_hot.mean(0), features - features.mean(0)
@@ -77,7 +77,7 @@ def test_effects_that_noise_hides_have_a_ridge_within_the_limits(getkey):
     poor = dpb.PrivacyBudget(0.1, 1e-5)
     for key in jax.random.split(getkey(), 5):
         _, weight = planned(100, 2, poor).rates_and_ridge(
-            features, labels, key=key, owner="fit"
+            {"features": features, "label": labels}, key=key, owner="fit"
         )
         assert WIDTH / 4 < weight < 4 * WIDTH / logistic._WEAKEST
 
@@ -86,7 +86,7 @@ def test_effects_that_noise_hides_have_a_ridge_within_the_limits(getkey):
 def test_weak_effects_of_many_records_have_the_largest_ridge(getkey):
     features, labels = records(50_000, (0.5, 0.5), 0.0)
     _, weight = planned(50_000, 2).rates_and_ridge(
-        features, labels, key=getkey(), owner="fit"
+        {"features": features, "label": labels}, key=getkey(), owner="fit"
     )
     assert weight == pytest.approx(2 * WIDTH / logistic._WEAKEST, rel=0.2)
 
@@ -96,7 +96,9 @@ def test_without_delta_or_enough_records_nothing_is_released(budget, getkey):
     found = planned(50, 2, dpb.PrivacyBudget(*budget))
     assert not found.releases
     features, labels = records(50, (0.5, 0.5), 0.0)
-    rates, weight = found.rates_and_ridge(features, labels, key=getkey(), owner="fit")
+    rates, weight = found.rates_and_ridge(
+        {"features": features, "label": labels}, key=getkey(), owner="fit"
+    )
     assert rates.tolist() == [0.5, 0.5]
     assert weight == 2 * WIDTH
 
@@ -107,8 +109,7 @@ def test_a_record_that_does_not_count_moves_nothing(getkey):
     key = getkey()
     found = [
         planned(600, 2).rates_and_ridge(
-            features,
-            labels ^ (np.arange(600) == 0) * other,
+            {"features": features, "label": labels ^ (np.arange(600) == 0) * other},
             key=jax.random.clone(key),
             owner="fit",
         )
@@ -200,7 +201,9 @@ def noise_of_release(monkeypatch, share):
     with monkeypatch.context() as patch:
         patch.setattr(usability, "_released", spy)
         for key in jax.random.split(jax.random.key(0), 600):
-            found.rates_and_ridge(features, labels, key=key, owner="fit")
+            found.rates_and_ridge(
+                {"features": features, "label": labels}, key=key, owner="fit"
+            )
     assert found.release is not None
     return np.std(seen, axis=0).mean() / found.release.noise_std
 

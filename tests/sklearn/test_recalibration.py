@@ -35,14 +35,14 @@ def planned(size=N, neighbours=Neighbours.REPLACE_ONE):
 @pytest.mark.parametrize("slope", [0.4, *slow(0.8)])
 def test_slope_and_constants_are_found(slope, getkey):
     scores, labels = drawn(slope, [1.0, 0.0, -1.0])
-    found, constants = planned().fit(scores, labels, key=getkey())
+    found, constants = planned().fit({"scores": scores, "label": labels}, key=getkey())
     assert found == pytest.approx(slope, abs=0.12)
     np.testing.assert_allclose(constants - constants.mean(), [1, 0, -1], atol=0.2)
 
 
 def test_scores_are_never_made_surer(getkey):
     scores, labels = drawn(3.0, [0.0, 0.0, 0.0])
-    found, _ = planned().fit(scores, labels, key=getkey())
+    found, _ = planned().fit({"scores": scores, "label": labels}, key=getkey())
     assert found == 1.0
 
 
@@ -50,7 +50,7 @@ def test_records_without_scores_have_no_influence(getkey):
     scores, labels = drawn(0.5, [0.0, 0.0, 0.0])
     labels[::2] = 1 - labels[::2]
     scores[::2] = np.nan
-    found, constants = planned().fit(scores, labels, key=getkey())
+    found, constants = planned().fit({"scores": scores, "label": labels}, key=getkey())
     assert found == pytest.approx(0.5, abs=0.2)
     assert np.isfinite(constants).all()
 
@@ -60,7 +60,7 @@ def test_scores_that_overflow_raise_no_warning(getkey):
     scores[0], scores[1], scores[2] = 3e38, np.inf, [3e38, -3e38, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, _ = planned().fit(scores, labels, key=getkey())
+        found, _ = planned().fit({"scores": scores, "label": labels}, key=getkey())
     assert found == pytest.approx(0.5, abs=0.2)
 
 
@@ -95,6 +95,8 @@ def test_scores_of_noise_leave_an_answer_that_is_nearly_constant():
     scores = 8 * rng.normal(size=(600, 3)).astype(np.float32)
     labels = rng.integers(0, 3, 600).astype(np.int32)
     found = Recalibration.plan(BUDGET, PublicSize(Neighbours.REPLACE_ONE, 600), 3)
-    slope, constants = found.fit(scores, labels, key=jax.random.key(2))
+    slope, constants = found.fit(
+        {"scores": scores, "label": labels}, key=jax.random.key(2)
+    )
     assert slope < 0.1
     assert np.abs(constants - constants.mean()).max() < 0.5

@@ -113,8 +113,8 @@ def test_one_record_moves_its_own_comparisons_alone(monkeypatch):
     monkeypatch.setattr(
         ridge,
         "comparisons",
-        lambda values, value, share: compare(
-            values, value * np.nanmax(np.abs(values)), share
+        lambda values, value, fraction: compare(
+            values, value * np.nanmax(np.abs(values)), fraction
         ),
     )
     assert moves_of_the_first_record(monkeypatch)[1] > 0

@@ -28,8 +28,8 @@ from ...sets import Ball, Euclidean
 from ..problem import BilevelProblem, Levels, Sizes
 from . import sensitivities
 from .constants import AbstractCertificate, SecondOrderConstants
-from .derivatives import Means, common_dtype, readable
 from .fixed_count import Bounds
+from .sensitivities import Means, common_dtype, readable
 
 
 @dataclasses.dataclass(frozen=True)

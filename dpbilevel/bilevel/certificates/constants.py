@@ -100,15 +100,17 @@ class AbstractCertificate(abc.ABC):
     def check(self, problem: Any) -> None:
         """Raise `ValueError` if the certificate is visibly for another problem."""
 
-    def per_person(self, problem: Any) -> "AbstractCertificate":
-        """Return the certificate of a problem on people, if it holds for it as well.
+    def on_records_of(self, problem: Any) -> "AbstractCertificate":
+        """Return the certificate of the problem on people, or back on rows.
 
         Args:
-            problem: The problem on people, without a certificate.
+            problem: The problem, without a certificate.
 
         Raises:
             ValueError: It might not hold: the loss of a person without rows is 0.
         """
+        if problem.unit is None:  # those of people, of whom each may have one row
+            return self
         raise ValueError(
             f"per_person: {type(self).__name__} is declared for rows. Declare it for "
             "people, by dataclasses.replace(problem.per_person(...), constants=...)."

