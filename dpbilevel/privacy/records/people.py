@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ... import _checks
 
 _NO_ID = -1
-# What missing values print.
+# Texts of missing values.
 _MISSING = ("None", "nan", "NaN", "NaT", "<NA>", "--")
 _UNSEEN = "\ufeff\u200b"  # characters that no screen shows
 
