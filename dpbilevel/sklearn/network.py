@@ -26,8 +26,10 @@ from ..privacy.per_example.structure import rowwise
 from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson
 from .base import PrivateClassifier, compiled_run, with_nan
+from .declared import weights_of
 from .descent import plan_of
 from .lengths import Lengths
+from .linear import weighted
 from .public_size import PublicSize
 
 _cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
@@ -72,6 +74,8 @@ class DPMLPClassifier(PrivateClassifier):
             `Poisson`; all of them if there are no more. `"auto"`: 2048.
         learning_rate_init: The step size of Adam, which is fed with noisy gradients.
         clip_norm: The bound on one record's gradient.
+        class_weight: A dict of public weights of the classes, as in
+            `DPLogisticRegression`.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
         check_records: Whether to release the fraction of usable records, for a
@@ -109,6 +113,7 @@ class DPMLPClassifier(PrivateClassifier):
     batch_size: int | str = "auto"
     learning_rate_init: float = 0.04
     clip_norm: float = 4.0
+    class_weight: Any = None
     neighbours: str = "replace_one"
     size: int | None = None
 
@@ -141,6 +146,7 @@ class DPMLPClassifier(PrivateClassifier):
         budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         widths = self._widths()
+        weights = weights_of(self._owner, self.classes_, self.class_weight)
         grouped = self._rows(groups, table)
         count = grouped.count(len(table))
         known = self.neighbours, self.size, count, grouped.unit
@@ -148,14 +154,19 @@ class DPMLPClassifier(PrivateClassifier):
         usable = with_nan(units.rows(table), labels >= 0)
         of_rows = public.rows(grouped.records(usable))
         lengths = Lengths(budget, public, of_rows, units.longest)
-        recalibration = Recalibration.plan(budget, public, widths[-1])
+        known = budget, public, widths[-1], weights is not None
+        recalibration = Recalibration.plan(*known)
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
+        loss = _loss_of(self.activation)
+        if weights is not None:
+            records["weight"] = weights.astype(usable.dtype)[records["label"]]
+            loss = weighted(loss)
         cells = self._describe(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, public, records=(grouped, cells))
         first, then, last = jax.random.split(key, 3)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
-        problem = public.problem(FiniteSum(_loss_of(self.activation)))
+        problem = public.problem(FiniteSum(loss))
         solver = self._solver(public.size).with_neighbours(public.relation)
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, public.size, shapes, before)
@@ -169,7 +180,8 @@ class DPMLPClassifier(PrivateClassifier):
             flat = features.reshape(-1, features.shape[-1])
             found = np.asarray(_all_scores(self.activation, layers, flat))
             found = found.reshape(*features.shape[:-1], -1)
-            return {"scores": found, "label": rows["label"]}
+            beside = {k: v for k, v in rows.items() if k != "features"}
+            return beside | {"scores": found}
 
         slope, shifts = recalibration.fit(on_rows(with_scores, records), key=last)
         scale = lengths.frame(units, self._unit).scale[:, None]
@@ -263,13 +275,13 @@ def _loss(model: Any, record: Any) -> Float[Array, ""]:
 
 
 @functools.lru_cache(maxsize=64)
-def _problem(ridge: float) -> FiniteSum:
+def _problem(ridge: float, by_class: bool = False) -> FiniteSum:
     """Return the `FiniteSum` with a ridge, cached so that it is compiled once."""
 
     def penalty(model):
         return ridge * optax.tree.norm(model, squared=True)
 
-    return FiniteSum(_loss, public=penalty)
+    return FiniteSum(weighted(_loss) if by_class else _loss, public=penalty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +308,11 @@ class Recalibration:
 
     @classmethod
     def plan(
-        cls, budget: PrivacyBudget, public: PublicSize, classes: int
+        cls,
+        budget: PrivacyBudget,
+        public: PublicSize,
+        classes: int,
+        by_class: bool = False,
     ) -> "Recalibration":
         """Return a `Recalibration`, planned for a fifth of the squared budget.
 
@@ -304,6 +320,7 @@ class Recalibration:
             budget: The budget of the whole fit; delta is not 0.
             public: The public number of records and what they are.
             classes: The number of classes.
+            by_class: Whether records have weights.
 
         Privacy:
             Touches no data.
@@ -325,7 +342,8 @@ class Recalibration:
         step = min(longest, _WALK / (_STEPS * noise))
         solver = dataclasses.replace(solver, step_size=step)
         charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
-        return cls(public.problem(_problem(ridge)), solver, (charged,), classes)
+        problem = public.problem(_problem(ridge, by_class))
+        return cls(problem, solver, (charged,), classes)
 
     def fit(
         self, records: Any, *, key: PRNGKey
@@ -335,7 +353,7 @@ class Recalibration:
         Args:
             records: `{"scores": scores, "label": numbers}` in the planned number: the
                 scores of a released model, NaN for rows that do not count, and the
-                classes; or those of people.
+                classes; or those of people. Also the weights, if planned.
             key: A typed key for this run alone.
 
         Returns:
