@@ -38,8 +38,8 @@ class Frame:
         bins: Number of bins of a numeric feature; `None` for the numbers themselves.
     """
 
-    lower: Float[np.ndarray, " d"] | None
-    upper: Float[np.ndarray, " d"] | None
+    lower: Any
+    upper: Any
     center: Float[np.ndarray, " d"]
     scale: Float[np.ndarray, " d"]
     norm: float | None
@@ -55,8 +55,6 @@ class Frame:
     @property
     def numeric(self) -> Bool[np.ndarray, " d"]:
         """Mask of the features that are not indicators with the bounds 0 and 1."""
-        assert self.lower is not None
-        assert self.upper is not None
         return (self.lower != 0) | (self.upper != 1)
 
     @property
@@ -92,12 +90,10 @@ class Frame:
 
     def _binned(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n w"]:
         """Return indicators of bins of equal width, in the order of the features."""
-        assert self.bins is not None
-        assert self.lower is not None
-        assert self.upper is not None
-        parts = (X - self.lower) / (self.upper - self.lower)
-        place = np.minimum(parts * self.bins, self.bins - 1).astype(int)
-        one_hot = (place[:, :, None] == np.arange(self.bins)).astype(float)
+        bins: Any = self.bins
+        place = bins * (X - self.lower) / (self.upper - self.lower)
+        place = np.minimum(place, bins - 1).astype(int)
+        one_hot = (place[:, :, None] == np.arange(bins)).astype(float)
         columns = [
             one_hot[:, j] if numeric else X[:, j : j + 1]
             for j, numeric in enumerate(self.numeric)

@@ -39,22 +39,23 @@ from .declared import Frame
 from .linear import FEATURES, split
 from .public_size import AbstractBeforehand, Terms
 
+Square = Float[np.ndarray, "p p"]
 _TAIL = TailMean(0.75)
 _PART = 0.05, 0.2  # of the squared budget
 # Noise of a second derivative that is worth more budget, and the largest useful noise:
 # times a typical eigenvalue over the norm of a matrix of noise.
 _WANTED, _MOST_NOISE = 0.16, 0.5
+_SQUARES = 0.5  # weight of squared gradients beside second derivatives
 _FLAT = 1.0  # noise of a smallest eigenvalue, below which curvature is hidden
 _HIDDEN = (
     "the noise hides how the loss curves along some direction, so that intervals are "
     "far too wide and the coefficients predict badly. Use more records, a larger "
     "epsilon or fewer features; to predict, leave out intervals=True."
 )
-_SQUARES = 0.5  # weight of squared gradients beside second derivatives
 
 
 def huber_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
-    r"""Return the Huber loss of a residual, which is quadratic up to 1.
+    """Return the Huber loss of a residual, which is quadratic up to 1.
 
     Args:
         weights: The coefficients.
@@ -94,22 +95,20 @@ class TailDescent(NoisyGD):
     @override
     def init(self, problem, w0):
         state = super().init(problem, w0)
-        return dataclasses.replace(
-            state, kept=(state.w, optax.tree.zeros_like(state.w))
-        )
+        return dataclasses.replace(state, kept=(state.w, jnp.zeros_like(state.w)))
 
     @override
     def moved(self, problem, gradient, state, deviation):
         place = jnp.maximum(state.t - _TAIL.first(self.num_steps), 0)
         kept = running_mean(state.kept, (state.w, gradient), place)
-        state = dataclasses.replace(state, kept=state.w)  # the output rule's is unused
+        state = dataclasses.replace(state, kept=state.w)  # for the unused output rule
         moved = super().moved(problem, gradient, state, deviation)
         return dataclasses.replace(moved, kept=kept)
 
     @override
     def answer(self, problem, state):
         point, gradient = state.kept
-        return point, optax.tree.sub(gradient, problem.public_gradient(point))
+        return point, gradient - problem.public_gradient(point)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +129,23 @@ class Moments(AbstractBeforehand):
     wanted: bool
 
     @property
-    def kind(self) -> type[NoisyGD]:
-        """Class of the solver."""
-        return TailDescent if self.wanted else NoisyGD
+    @override
+    def terms(self) -> Terms:
+        typical = self.curvature * FEATURES**2 / self.width
+        unit = typical / math.sqrt(2 * self.parameters)
+        norm = self.curvature * math.sqrt(1 + _SQUARES**2)
+        of_noise = _PART, _WANTED * unit, _MOST_NOISE * unit
+        return Terms("second moments", *of_noise, clip_norm=norm)
 
     @property
     @override
     def release(self) -> Release | None:
         return super().release if self.wanted else None
+
+    @property
+    def kind(self) -> type[NoisyGD]:
+        """Class of the solver."""
+        return TailDescent if self.wanted else NoisyGD
 
     def keys(self, key: PRNGKey) -> tuple[PRNGKey, PRNGKey | None]:
         """Return the keys of the run and of the release; `key` itself without one."""
@@ -147,70 +155,51 @@ class Moments(AbstractBeforehand):
         """Return records with the weights of `of_short_rows`."""
         return on_rows(of_short_rows, records) if self.wanted else records
 
-    @property
-    def _weights(self) -> tuple[float, float]:
-        """Weights of second derivatives and squared gradients in the released row."""
-        return 1.0, _SQUARES * self.curvature
-
-    @property
-    @override
-    def terms(self) -> Terms:
-        typical = self.curvature * FEATURES**2 / self.width
-        unit = typical / math.sqrt(2 * self.parameters)
-        norm = self.curvature * math.sqrt(1 + _SQUARES**2)
-        of_noise = _PART, _WANTED * unit, _MOST_NOISE * unit
-        return Terms("second moments", *of_noise, clip_norm=norm)
-
     def check(self, owner: str) -> None:
         """Refuse a fit in which the release would be hardly more than noise.
 
         Raises:
             ValueError: The release has too much noise, or delta is 0.
         """
-        if self.release is not None or not self.wanted:
-            return
         if self.planned is None:
             raise ValueError(f"{owner}: intervals=True needs a delta above 0.")
-        times = self.planned.noise_std / self.terms.most_noise
-        least = math.ceil(times * self.public.size)
-        raise ValueError(
-            f"{owner}: intervals=True needs about {least} records for {self.width} "
-            f"features at epsilon={self.budget.epsilon:g}. Use a larger epsilon or fewer "
-            "features, or leave it out."
-        )
+        if self.release is None:
+            times = self.planned.noise_std / self.terms.most_noise
+            raise ValueError(
+                f"{owner}: intervals=True needs {math.ceil(times * self.public.size)} "
+                f"records for {self.width} features at epsilon={self.budget.epsilon:g}."
+                " Use a larger epsilon or fewer features, or leave it out."
+            )
 
     def released(
-        self, point: Float[np.ndarray, " p"], records: Any, *, key: PRNGKey, owner: str
-    ) -> tuple[Float[np.ndarray, "p p"], Float[np.ndarray, "p p"]]:
+        self, point: Float[np.ndarray, " p"], records: Any, **given: Any
+    ) -> tuple[Square, Square]:
         """Release the mean second derivatives and squared gradients at a point.
 
         Args:
             point: The released point.
             records: Records of features, label and weight, or those of people.
-            key: A typed key for this release alone.
-            owner: Name for error messages.
+            **given: `key`, a typed key for this release alone, and `owner`.
 
         Privacy:
             The one release of `release`. The square is of the gradient of a person.
         """
-        assert self.release is not None
-        point = point.astype(np.float32)
+        release: Any = self.release
+        point, scale = point.astype(np.float32), _SQUARES * self.curvature
         combined = self.public.combined
         first = combined(lambda v: self._of_rows(point, v)[0], records)
         second = combined(lambda v: self._of_rows(point, v)[1], records)
-        parts = zip(self._weights, (second, squares_of(first)), strict=True)
-        rows = np.concatenate([w * v for w, v in parts], axis=1, dtype=np.float32)
-        mean = np.asarray(
-            released_mean(self.release, rows, key=key, owner=owner), float
-        )
-        halves = zip(self._weights, np.split(mean, 2), strict=True)
-        second, squared = (matrix_of(v / w, self.parameters) for w, v in halves)
-        return second, squared
+        parts = second, scale * squares_of(first)
+        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        mean = np.asarray(released_mean(release, rows, **given), float)
+        halves = np.split(mean, 2)
+        second, squared = (matrix_of(v, self.parameters) for v in halves)
+        return second, squared / scale
 
     def _of_rows(
         self, point: Float[np.ndarray, " p"], rows: dict[str, Any]
     ) -> tuple[Float[np.ndarray, "n p"], Float[np.ndarray, "n q"]]:
-        """Return the gradients of rows and their second derivatives, as `squares_of`."""
+        """Return gradients and, in the form of `squares_of`, second derivatives."""
         features, label = rows["features"], rows["label"]
         with np.errstate(all="ignore"):  # a warning would reveal a record
             scores = features @ point
@@ -224,15 +213,8 @@ class Moments(AbstractBeforehand):
             return gradient, (rows["weight"] * curve)[:, None] * squares_of(features)
 
     def estimate(
-        self,
-        problem: Any,
-        solver: Any,
-        answer: Any,
-        records: Any,
-        *,
-        key: PRNGKey | None,
-        owner: str,
-    ) -> tuple[Float[np.ndarray, " p"], Float[np.ndarray, "p p"] | None]:
+        self, problem: Any, solver: Any, answer: Any, records: Any, **given: Any
+    ) -> tuple[Float[np.ndarray, " p"], Square | None]:
         """Return the corrected estimate and its covariance, after the one release.
 
         Args:
@@ -240,27 +222,25 @@ class Moments(AbstractBeforehand):
             solver: The planned solver, of class `kind`.
             answer: Its answer, which is returned if there are no intervals.
             records: As for `released`.
-            key: A typed key for the release alone.
-            owner: Name for error messages.
+            **given: `key`, a typed key for the release alone, and `owner`.
 
         Warns:
             UserWarning: Noise hides the curvature along some direction.
         """
-        if self.release is None or key is None:
+        if self.release is None:
             return answer, None
         (of_step,) = solver.ledger(problem, solver.sizes).releases
-        noise = of_step.noise_std / solver.averaged**0.5
         point, gradient = (np.asarray(v, float) for v in answer)
-        second, squared = self.released(point, records, key=key, owner=owner)
-        deviation = self.release.noise_std
-        if np.linalg.eigvalsh(second)[0] < _FLAT * deviation:
-            warnings.warn(f"{owner}.fit: {_HIDDEN}", stacklevel=3)
-        inverse = np.linalg.pinv(second)
+        second, squared = self.released(point, records, **given)
+        noise = self.release.noise_std
+        if np.linalg.eigvalsh(second)[0] < _FLAT * noise:
+            warnings.warn(f"{given['owner']}.fit: {_HIDDEN}", stacklevel=3)
+        inverse, unit = np.linalg.pinv(second), np.eye(len(point))
         move = -inverse @ gradient
-        squared = shrunk(squared, second, deviation / self._weights[1], deviation)
-        inner = squared / self.public.size + noise**2 * np.eye(len(move))
-        of_moves = move @ move * np.eye(len(move)) + np.outer(move, move)
-        inner += deviation**2 / 2 * of_moves
+        of_squares = noise / (_SQUARES * self.curvature)
+        inner = shrunk(squared, second, of_squares, noise) / self.public.size
+        inner += of_step.noise_std**2 / solver.averaged * unit
+        inner += noise**2 / 2 * (move @ move * unit + np.outer(move, move))
         return point + move, inverse @ inner @ inverse
 
 
@@ -276,7 +256,7 @@ def squares_of(rows: Float[np.ndarray, "n p"]) -> Float[np.ndarray, "n q"]:
         return factor * rows[:, first] * rows[:, last]
 
 
-def matrix_of(row: Float[np.ndarray, " q"], width: int) -> Float[np.ndarray, "p p"]:
+def matrix_of(row: Float[np.ndarray, " q"], width: int) -> Square:
     """Return the symmetric matrix whose upper triangle is a row of `squares_of`."""
     first, last = np.triu_indices(width)
     matrix = np.zeros((width, width))
@@ -284,29 +264,23 @@ def matrix_of(row: Float[np.ndarray, " q"], width: int) -> Float[np.ndarray, "p 
     return matrix * np.where(np.eye(width), 1, math.sqrt(0.5))
 
 
-def shrunk(
-    squared: Float[np.ndarray, "p p"],
-    second: Float[np.ndarray, "p p"],
-    noise: float,
-    beside: float,
-) -> Float[np.ndarray, "p p"]:
-    r"""Return squared gradients, shrunk to a multiple of second derivatives.
+def shrunk(squared: Square, second: Square, noise: float, beside: float) -> Square:
+    """Return squared gradients, shrunk to a multiple of second derivatives.
 
-    If the model has the form of the law, the first are in proportion to the second.
-    The part of the difference that noise does not explain is kept.
+    If the model has the form of the law, they are in proportion. The part of the
+    difference that noise does not explain is kept.
 
     Args:
         squared: The released squared gradients.
         second: The released second derivatives.
-        noise: Standard deviation of the noise of a diagonal entry of the first.
-        beside: The same of the second.
+        noise: Standard deviation of the noise of a diagonal entry of `squared`.
+        beside: The same of `second`.
     """
-    count = len(squared) * (len(squared) + 1) / 2
-    least = 1 / len(squared)  # a ratio below 0 would be noise
-    ratio = max(np.trace(squared), 0.0) / max(np.trace(second), least * beside)
+    width = len(squared)
+    ratio = max(np.trace(squared), 0.0) / max(np.trace(second), beside / width)
     beyond = squared - ratio * second
-    explained = count * (noise**2 + (ratio * beside) ** 2)
-    kept = max(0.0, 1 - explained / max(np.square(beyond).sum(), explained))
+    explained = width * (width + 1) / 2 * (noise**2 + (ratio * beside) ** 2)
+    kept = 1 - explained / max(np.square(beyond).sum(), explained)
     values, vectors = np.linalg.eigh(ratio * second + kept * beyond)
     return (vectors * np.maximum(values, 0)) @ vectors.T
 
@@ -316,6 +290,7 @@ class Intervals:
 
     Attributes:
         coef_: The estimated coefficients.
+        intercept_: The estimated constant.
         coef_std_: Standard deviation of each coefficient, by sampling and by noise.
         intercept_std_: Standard deviation of the constant.
     """
@@ -325,55 +300,6 @@ class Intervals:
     intercept_: Any
     coef_std_: Float[np.ndarray, "*k d"]
     intercept_std_: Any
-
-    def _moments(self, *options: Any) -> Moments:
-        """Return the planned `Moments`, which release nothing without intervals.
-
-        Args:
-            *options: The fields of `Moments` but for the last.
-
-        Raises:
-            ValueError: The parameters or too few records admit no intervals.
-        """
-        owner = type(self).__name__
-        _checks.instance(owner, bool, intervals=self.intervals)
-        moments = Moments(*options, self.intervals)
-        if not self.intervals:
-            return moments
-        plain = {"clip_norm": "auto", "class_weight": None, "bins": None}
-        for name, value in plain.items():
-            if getattr(self, name, value) != value:
-                raise ValueError(f"{owner}: intervals=True needs {name}={value!r}.")
-        if len(getattr(self, "classes_", ())) > 2:
-            raise ValueError(
-                f"{owner}: intervals=True is for two classes. Fit one class against the "
-                "others, each at a part of the budget."
-            )
-        moments.check(owner)
-        return moments
-
-    def _keep_deviations(
-        self,
-        covariance: Float[np.ndarray, "p p"] | None,
-        units: Frame,
-        constant: bool,
-        unit: float = 1.0,
-    ) -> None:
-        """Set the standard deviations, or remove those of an earlier fit.
-
-        Args:
-            covariance: That of the model; `None` without intervals.
-            units: The frame of the features.
-            constant: Whether the model has a constant.
-            unit: The unit of the target.
-        """
-        if covariance is None:
-            for name in ("coef_std_", "intercept_std_"):
-                vars(self).pop(name, None)
-            return
-        coef, intercept = deviations(covariance, units, constant)
-        self.coef_std_ = (unit * coef).reshape(self.coef_.shape)
-        self.intercept_std_ = unit * intercept + 0 * self.intercept_
 
     def conf_int(self, level: float = 0.95) -> Float[np.ndarray, "*k d 2"]:
         r"""Return an interval of each coefficient, of the shape of `coef_` and 2.
@@ -398,18 +324,49 @@ class Intervals:
         half = statistics.NormalDist().inv_cdf((1 + level) / 2) * self.coef_std_
         return np.stack([self.coef_ - half, self.coef_ + half], axis=-1)
 
+    def _moments(self, *options: Any) -> Moments:
+        """Return the planned `Moments`, which release nothing without intervals.
 
-def deviations(
-    covariance: Float[np.ndarray, "p p"], units: Frame, constant: bool
-) -> tuple[Float[np.ndarray, " d"], float]:
-    """Return the standard deviations of coefficients and constant, in declared units.
+        Args:
+            *options: The fields of `Moments` but for the last.
 
-    Args:
-        covariance: The covariance of a linear model of rows in units of the frame.
-        units: The frame.
-        constant: Whether the model has a constant.
-    """
-    values, vectors = np.linalg.eigh(covariance)
-    roots = vectors * np.sqrt(np.maximum(values, 0))
-    coef, intercept = units.coefficients(*split(roots.T, constant))
-    return np.linalg.norm(coef, axis=0), float(np.linalg.norm(intercept))
+        Raises:
+            ValueError: The parameters or too few records admit no intervals.
+        """
+        owner = type(self).__name__
+        _checks.instance(owner, bool, intervals=self.intervals)
+        moments = Moments(*options, self.intervals)
+        if not self.intervals:
+            return moments
+        plain = {"clip_norm": "auto", "class_weight": None, "bins": None}
+        for name, value in plain.items():
+            if getattr(self, name, value) != value:
+                raise ValueError(f"{owner}: intervals=True needs {name}={value!r}.")
+        if len(getattr(self, "classes_", ())) > 2:
+            raise ValueError(
+                f"{owner}: intervals=True is for two classes. Fit one class against "
+                "the others, each at a part of the budget."
+            )
+        moments.check(owner)
+        return moments
+
+    def _keep_deviations(
+        self, covariance: Square | None, units: Frame, unit: float = 1.0
+    ) -> None:
+        """Set the standard deviations, or remove those of an earlier fit.
+
+        Args:
+            covariance: The covariance of the model; `None` without intervals.
+            units: The frame of the features.
+            unit: The unit of the target.
+        """
+        if covariance is None:
+            for name in ("coef_std_", "intercept_std_"):
+                vars(self).pop(name, None)
+            return
+        values, vectors = np.linalg.eigh(covariance)
+        roots = unit * (vectors * np.sqrt(np.maximum(values, 0))).T
+        constant = bool(getattr(self, "fit_intercept", True))
+        coef, intercept = units.coefficients(*split(roots, constant))
+        self.coef_std_ = np.linalg.norm(coef, axis=0).reshape(self.coef_.shape)
+        self.intercept_std_ = float(np.linalg.norm(intercept)) + 0 * self.intercept_

@@ -35,7 +35,7 @@ def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, "
 
 @functools.lru_cache(maxsize=64)
 def weighted(loss: Any) -> Any:
-    """Return a loss times the public weight of the record, cached so as to compile once."""
+    """Return a loss times the public weight of a record; cached, to compile once."""
 
     def scaled(model: Any, record: Any) -> Float[Array, ""]:
         return record["weight"] * loss(model, record)

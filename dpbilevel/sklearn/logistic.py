@@ -66,20 +66,17 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         class_weight: A dict of public weights of the classes, which multiply the loss
             of a record before it is clipped; 1 for classes that it lacks. They count
             relative to the largest. Probabilities are then those of the weighted law.
-        intervals: Whether to release standard deviations of the coefficients, too, of
-            two classes; see docs/estimators.md.
-        bins: The number of bins of equal width between the bounds that take the place
-            of each numeric feature; `None` for the feature itself.
+        intervals: Whether to release standard deviations, too, for two classes.
+        bins: The number of equal bins of the bounds that replace a numeric feature.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
         check_records: Whether to release the fraction of usable records, for a
             hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
-        coef_: Of shape `(1, d)` for two classes, else `(k, d)`. With bins $d$ is the
-            number of bins of all numeric features and of indicators.
+        coef_: Of shape `(1, d)` for two classes, else `(k, d)`; $d$ counts bins.
         intercept_: Of shape `(1,)` or `(k,)`.
-        coef_std_: With `intervals=True` the standard deviation of each coefficient.
+        coef_std_: With `intervals=True` the deviations of coefficients.
         intercept_std_: The same of the constant.
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
@@ -157,10 +154,8 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         weights = weights_of(owner, self.classes_, self.class_weight)
-        width = len(units.scale)
-        grouped = self._rows(groups, table)
-        count = grouped.count(len(table))
-        known = self.neighbours, self.size, count, grouped.unit
+        width, grouped = len(units.scale), self._rows(groups, table)
+        known = self.neighbours, self.size, grouped.count(len(table)), grouped.unit
         public = PublicSize.of(owner, *known)
         settings = _TWO if len(self.classes_) == 2 else _MORE
         if self.intervals:
@@ -170,19 +165,21 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         rows = units.rows(table)
         records = self._records(rows, labels)
         if weights is not None:
-            records["weight"] = weights.astype(rows.dtype)[np.maximum(labels, 0)]
+            own = weights.astype(records["features"].dtype)
+            records["weight"] = own[np.maximum(labels, 0)]
         usable = with_nan(rows, labels >= 0)
         usable = public.rows(grouped.records(usable))
         lengths = Lengths(budget, public, usable, units.longest)
         cells = self._describe(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, public, records=(grouped, cells))
         start = self._start(width)
-        effects = Effects(budget, public, len(self.classes_), width, self._constant)
+        of_classes = len(self.classes_), width, self._constant, weights
+        effects = Effects(budget, public, *of_classes)
         moments = self._moments(budget, public, width, start.size, 0.25)
         planned = check[0], lengths, effects, moments
-        before = tuple(release for one in planned for release in one.releases)
-        plain = weights is None and not self.intervals
-        loss = self._loss if plain else weighted(self._loss)
+        before = tuple(made for one in planned for made in one.releases)
+        is_weighted = self.intervals or weights is not None
+        loss = weighted(self._loss) if is_weighted else self._loss
         penalty = loss, float(self.ridge), self._constant
         options = start.shape, budget, public, settings, before, moments.kind
         problem, plan = plan_descent(*penalty, *options)
@@ -190,9 +187,8 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         key, last = moments.keys(key)
 
         def informed(run: Run, key: PRNGKey) -> Run:
-            informed = effects, weights, settings.longest
-            problem, solver, records, w0 = self._run_from_rates(run, *informed, key)
-            return problem, solver, moments.shortened(records), w0
+            run = self._run_from_rates(run, effects, settings.longest, key)
+            return (*run[:2], moments.shortened(run[2]), run[3])
 
         run = problem, plan, records, start, key, check, units, lengths
         answer = self._run_plan(*run, informed)
@@ -202,7 +198,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         model, covariance = moments.estimate(*run, key=last, owner=owner)
         units = lengths.frame(units, self._unit)
         self._keep(model, units)
-        self._keep_deviations(covariance, units, self._constant)
+        self._keep_deviations(covariance, units)
         return self
 
     def _stretch(self, found: Usability, solver: Any) -> float:
@@ -219,12 +215,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         return 1 / float(solver.clip_norm) if most < _RARE / len(level.classes) else 1.0
 
     def _run_from_rates(
-        self,
-        run: Run,
-        effects: "Effects",
-        weights: Float[np.ndarray, " k"] | None,
-        longest: float,
-        key: PRNGKey,
+        self, run: Run, effects: "Effects", longest: float, key: PRNGKey
     ) -> Run:
         """Return the `Run` from the constant answer, with a ridge by the effects."""
         problem, solver, records, w0 = run
@@ -236,8 +227,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
             return {"features": rows["features"][..., :width], "label": labels}
 
         known = on_rows(seen, records)
-        given: Any = {"weights": weights, "key": key, "owner": self._owner}
-        rates, weight = effects.rates_and_ridge(known, **given)
+        rates, weight = effects.rates_and_ridge(known, key=key, owner=self._owner)
         if self._constant:
             scores = np.log(rates / rates[0])
             scores = scores[1] if count == 2 else scores - scores.mean()
@@ -269,11 +259,14 @@ class Effects(AbstractBeforehand):
         classes: Number of classes.
         width: Number of features, without a constant.
         centered: Whether the model has a constant.
+        weights: Declared weights of the classes, 1 at most, or `None`. Rates are then
+            those of the weighted law, and the ridge is for the weighted loss.
     """
 
     classes: int
     width: int
     centered: bool = True
+    weights: Float[np.ndarray, " k"] | None = None
 
     @property
     @override
@@ -286,12 +279,7 @@ class Effects(AbstractBeforehand):
         return Terms("rates and effects", *of_noise, clip_norm=math.sqrt(squared))
 
     def rates_and_ridge(
-        self,
-        records: Any,
-        *,
-        key: PRNGKey,
-        owner: str,
-        weights: Float[np.ndarray, " k"] | None = None,
+        self, records: Any, *, key: PRNGKey, owner: str
     ) -> tuple[Float[np.ndarray, " k"], float]:
         r"""Release the rates of the classes, and the weight of a ridge for noise 1.
 
@@ -301,8 +289,6 @@ class Effects(AbstractBeforehand):
                 those of people.
             key: A typed key for this release alone.
             owner: Name for error messages.
-            weights: Declared weights of the classes, 1 at most. The rates are then
-                those of the weighted law, and the ridge is for the weighted loss.
 
         Returns:
             Rates, positive and with sum 1, equal without a constant; and $\rho / s^2$.
@@ -315,7 +301,7 @@ class Effects(AbstractBeforehand):
         """
         count, parameters = self.classes, self.width * (self.classes - 1)
         equal = np.full(count, 1 / count)
-        weights = np.ones(count) if weights is None else weights
+        weights = np.ones(count) if self.weights is None else self.weights
         if self.release is None:
             rates = weights / weights.sum()
             return rates, self.width / float(weights.mean() * (1 - rates @ rates))

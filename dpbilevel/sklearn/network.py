@@ -29,7 +29,6 @@ from .base import PrivateClassifier, compiled_run, with_nan
 from .declared import weights_of
 from .descent import plan_of
 from .lengths import Lengths
-from .linear import weighted
 from .public_size import PublicSize
 
 _cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
@@ -154,19 +153,16 @@ class DPMLPClassifier(PrivateClassifier):
         usable = with_nan(units.rows(table), labels >= 0)
         of_rows = public.rows(grouped.records(usable))
         lengths = Lengths(budget, public, of_rows, units.longest)
-        known = budget, public, widths[-1], weights is not None
-        recalibration = Recalibration.plan(*known)
+        recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
-        loss = _loss_of(self.activation)
         if weights is not None:
             records["weight"] = weights.astype(usable.dtype)[records["label"]]
-            loss = weighted(loss)
         cells = self._describe(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, public, records=(grouped, cells))
         first, then, last = jax.random.split(key, 3)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
-        problem = public.problem(FiniteSum(loss))
+        problem = public.problem(FiniteSum(_loss_of(self.activation)))
         solver = self._solver(public.size).with_neighbours(public.relation)
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, public.size, shapes, before)
@@ -264,24 +260,25 @@ def _loss_of(activation: str) -> Any:
 
     def loss(layers: Layers, record: Any) -> Float[Array, ""]:
         found = scores(activation, layers, record["features"])
-        return _cross_entropy(found, record["label"])
+        return record.get("weight", 1.0) * _cross_entropy(found, record["label"])
 
     return loss
 
 
 def _loss(model: Any, record: Any) -> Float[Array, ""]:
     slope, constants = model
-    return _cross_entropy(slope * record["scores"] + constants, record["label"])
+    found = _cross_entropy(slope * record["scores"] + constants, record["label"])
+    return record.get("weight", 1.0) * found
 
 
 @functools.lru_cache(maxsize=64)
-def _problem(ridge: float, by_class: bool = False) -> FiniteSum:
+def _problem(ridge: float) -> FiniteSum:
     """Return the `FiniteSum` with a ridge, cached so that it is compiled once."""
 
     def penalty(model):
         return ridge * optax.tree.norm(model, squared=True)
 
-    return FiniteSum(weighted(_loss) if by_class else _loss, public=penalty)
+    return FiniteSum(_loss, public=penalty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,11 +305,7 @@ class Recalibration:
 
     @classmethod
     def plan(
-        cls,
-        budget: PrivacyBudget,
-        public: PublicSize,
-        classes: int,
-        by_class: bool = False,
+        cls, budget: PrivacyBudget, public: PublicSize, classes: int
     ) -> "Recalibration":
         """Return a `Recalibration`, planned for a fifth of the squared budget.
 
@@ -320,7 +313,6 @@ class Recalibration:
             budget: The budget of the whole fit; delta is not 0.
             public: The public number of records and what they are.
             classes: The number of classes.
-            by_class: Whether records have weights.
 
         Privacy:
             Touches no data.
@@ -342,8 +334,7 @@ class Recalibration:
         step = min(longest, _WALK / (_STEPS * noise))
         solver = dataclasses.replace(solver, step_size=step)
         charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
-        problem = public.problem(_problem(ridge, by_class))
-        return cls(problem, solver, (charged,), classes)
+        return cls(public.problem(_problem(ridge)), solver, (charged,), classes)
 
     def fit(
         self, records: Any, *, key: PRNGKey
@@ -353,7 +344,7 @@ class Recalibration:
         Args:
             records: `{"scores": scores, "label": numbers}` in the planned number: the
                 scores of a released model, NaN for rows that do not count, and the
-                classes; or those of people. Also the weights, if planned.
+                classes; or those of people. Also weights, if records have any.
             key: A typed key for this run alone.
 
         Returns:

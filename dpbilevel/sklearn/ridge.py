@@ -78,18 +78,15 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
             Public.
         clip_norm: The bound on one record's gradient, in units of half the width of
             `target_range_`. `"auto"`: as large as the noise admits.
-        intervals: Whether to release standard deviations of the coefficients, too; see
-            docs/estimators.md.
-        bins: The number of bins of equal width between the bounds that take the place
-            of each numeric feature; `None` for the feature itself.
+        intervals: Whether to release standard deviations of the coefficients, too.
+        bins: The number of equal bins of the bounds that replace a numeric feature.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
         check_records: Whether to release the fraction of usable records, for a
             hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
-        coef_: Of shape `(d,)`; with bins $d$ is their number, as in
-            `DPLogisticRegression`.
+        coef_: Of shape `(d,)`; $d$ counts bins.
         intercept_: A number.
         coef_std_: With `intervals=True` the standard deviation of each coefficient.
         intercept_std_: The same of the constant.
@@ -172,7 +169,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
         start = jnp.zeros(features.shape[1])
         moments = self._moments(budget, public, len(units.scale), start.size, 1.0)
         planned = check[0], lengths, spread, moments
-        before = tuple(release for one in planned for release in one.releases)
+        before = tuple(made for one in planned for made in one.releases)
         loss = weighted(huber_loss) if self.intervals else squared_loss
         penalty = loss, float(self.ridge), self._constant
         options = start.shape, budget, public, settings, before, moments.kind
@@ -202,7 +199,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
         unit = lengths.frame(units, self._unit)
         coef, intercept = unit.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])
-        self._keep_deviations(covariance, unit, self._constant, half * shorter)
+        self._keep_deviations(covariance, unit, half * shorter)
         self.n_iter_ = plan.solver.num_steps
         most = max(ends[0], center - half), min(ends[1], center + half)
         self.target_range_ = most
