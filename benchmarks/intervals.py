@@ -3,7 +3,7 @@
 Run by `python -m benchmarks intervals`. Four laws of six features, of which the last
 three have no effect; each repetition draws new records and a new key. Prints the table
 of results/estimators.md, cell by cell. `--model=logistic`, `--size=2000`,
-`--epsilon=1`, `--law=normal` and `--repetitions=100` choose a part of it.
+`--epsilon=1`, `--law=normal`, `--first=0` and `--repetitions=100` choose a part of it.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from .table_tasks import DELTA
 
 LEVEL, WIDTH, EFFECTS = 0.95, 6, 3
 # Repetitions by the number of records.
-SIZES = {2_000: 100, 10_000: 60, 50_000: 20}
+SIZES = {2_000: 100, 10_000: 160, 50_000: 40}
 EPSILONS = 1.0, 3.0
 RATES = (0.5, 0.3, 0.2, 0.15, 0.08, 0.5)
 # Bounds, coefficients with an effect, and constant.
@@ -84,9 +84,8 @@ def fitted(kind, law, size, epsilon, number):
     return (found - true) / deviations, deviations / np.sqrt(np.diag(inverse))
 
 
-def row(kind, law, size, epsilon, repetitions):
-    """Return the row of one cell."""
-    numbers = range(repetitions)
+def row(kind, law, size, epsilon, numbers):
+    """Return the row of one cell, of the repetitions with these numbers."""
     errors, widths = zip(
         *(fitted(kind, law, size, epsilon, number) for number in numbers), strict=True
     )
@@ -109,8 +108,10 @@ def main():
                     cell["epsilon"] = f"{epsilon:g}"
                     if any(chosen.get(k, v) != v for k, v in cell.items()):
                         continue
-                    count = int(chosen.get("repetitions", repetitions))
-                    rows.append(row(kind, law, size, epsilon, count))
+                    first = int(chosen.get("first", 0))
+                    last = first + int(chosen.get("repetitions", repetitions))
+                    numbers = range(first, last)
+                    rows.append(row(kind, law, size, epsilon, numbers))
                     print(pages.table(HEAD, rows[-1:]).splitlines()[-1], flush=True)
     print(pages.measured_today())
     print(pages.table(HEAD, rows))
