@@ -219,6 +219,7 @@ def test_without_noise_a_short_descent_gives_least_squares_and_its_sandwich():
         plain.conf_int()
 
 
+@quiet
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [DPLogisticRegression, DPRidge])
 def test_a_small_fit_covers_and_would_not_without_the_noise_part(kind, monkeypatch):
