@@ -149,7 +149,10 @@ class Moments(AbstractBeforehand):
 
     def keys(self, key: PRNGKey) -> tuple[PRNGKey, PRNGKey | None]:
         """Return the keys of the run and of the release; `key` itself without one."""
-        return tuple(jax.random.split(key)) if self.wanted else (key, None)
+        if not self.wanted:
+            return key, None
+        first, last = jax.random.split(key)
+        return first, last
 
     def shortened(self, records: Any) -> Any:
         """Return records with the weights of `of_short_rows`."""
@@ -335,7 +338,7 @@ class Intervals:
         """
         owner = type(self).__name__
         _checks.instance(owner, bool, intervals=self.intervals)
-        moments = Moments(*options, self.intervals)
+        moments = Moments(*options, wanted=self.intervals)
         if not self.intervals:
             return moments
         plain = {"clip_norm": "auto", "class_weight": None, "bins": None}
