@@ -29,7 +29,7 @@ from .public_size import AbstractBeforehand, PublicSize, Terms
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
-# With intervals the unit is shorter, and residuals above it are clipped.
+# A shorter unit for intervals; residuals above it are clipped.
 _CLIPPED = 0.625
 _INFERENCE = Settings(
     0.45 / _CLIPPED, 1.0, steps=(30, 2000, 3000), clip_norm=(1.0, 1.0)
