@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.core import usability
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.privacy.records.people import PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, intervals
 from dpbilevel.sklearn.intervals import Moments, matrix_of, of_short_rows, squares_of
@@ -274,23 +274,37 @@ def test_the_release_is_charged_once_and_has_its_own_key(name, monkeypatch):
         assert len(set(keys)) < len(keys)
 
 
-def test_the_noise_of_the_moments_is_that_of_the_ledger(getkey):
+def noise_of_moments(share, patch):
+    """Return both noises of the moments over the planned ones, scaled by a share."""
+    released = usability._released
+
+    def scaled(query, mechanism, rows, *, key):
+        return released(query, mechanism.scaled(share), rows, key=key)
+
+    patch.setattr(usability, "_released", scaled)
     moments = planned(LOGISTIC, 400, dpb.PrivacyBudget(30.0, 1e-5))
     rows, point = rows_of(400), np.zeros(WIDTH)
     draws = [
         moments.released(point, rows, key=key, owner="fit")
-        for key in jax.random.split(getkey(), 150)
+        for key in jax.random.split(jax.random.key(0), 150)
     ]
     triangle = np.triu_indices(WIDTH)
     weights = np.where(np.eye(WIDTH), 1, 2**0.5)[triangle]
-    spread = np.std([weights * second[triangle] for second, _ in draws], axis=0)
-    of_squares = np.std([weights * squared[triangle] for _, squared in draws], axis=0)
+    scales = 1.0, intervals._SQUARES * LOGISTIC
     (release,) = moments.releases
-    noise = release.noise_std
-    assert spread.mean() / noise == pytest.approx(1, abs=0.08)  # half of it is refused
-    scaled = of_squares.mean() * intervals._SQUARES * LOGISTIC
-    assert scaled / noise == pytest.approx(1, abs=0.08)
-    assert Ledger((release,)).epsilon(1e-5) < 0.5 * 30
+    return [
+        scale
+        * np.std([weights * v[triangle] for v in values], axis=0).mean()
+        / release.noise_std
+        for scale, values in zip(scales, zip(*draws, strict=True), strict=True)
+    ]
+
+
+def test_the_noise_of_the_moments_is_that_of_the_ledger(monkeypatch):
+    with monkeypatch.context() as patch:
+        assert noise_of_moments(1.0, patch) == pytest.approx([1, 1], abs=0.08)
+    with monkeypatch.context() as patch:
+        assert max(noise_of_moments(0.5, patch)) < 0.6  # a broken copy
 
 
 @pytest.mark.parametrize(
