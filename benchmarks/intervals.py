@@ -1,9 +1,10 @@
 """Coverage of the intervals of coefficients at the nominal level of 95 %.
 
 Run by `python -m benchmarks intervals`. Four laws of six features, of which the last
-three have no effect; each repetition draws new records and a new key. Prints the table
-of results/estimators.md, cell by cell. `--model=logistic`, `--size=2000`,
-`--epsilon=1`, `--law=normal`, `--first=0` and `--repetitions=100` choose a part of it.
+three have no effect; each repetition draws new records and a new key, and both budgets
+see the same records. Prints the table of results/estimators.md, cell by cell.
+`--model=logistic`, `--size=2000`, `--epsilon=1`, `--law=normal`, `--first=0` and
+`--repetitions=100` choose a part of it.
 """
 
 import statistics
@@ -37,6 +38,7 @@ HEAD = (
     "coefficients",
     "without effect",
     "constant",
+    "coefficients, without privacy",
     "width over width without privacy",
 )
 
@@ -54,7 +56,7 @@ def drawn(law, size, rng):
 
 
 def fitted(kind, law, size, epsilon, number):
-    """Return errors over standard deviations, and these over those without privacy.
+    """Return errors over deviations, without privacy, too, and the ratio of deviations.
 
     The last entry is that of the constant.
     """
@@ -69,29 +71,43 @@ def fitted(kind, law, size, epsilon, number):
         chances = 1 / (1 + np.exp(-scores))
         y = (rng.random(size) < chances).astype(int)
         model = DPLogisticRegression(epsilon, DELTA, classes=[0, 1], **declared)
-        inverse = np.linalg.inv((rows * (chances * (1 - chances))[:, None]).T @ rows)
+        start = true
     else:  # errors whose size depends on the first feature
         length = np.abs(X[:, 0])
         deviation = 1 + 0.5 * length / (1 + length)
         y = scores + deviation * rng.normal(size=size)
         model = DPRidge(epsilon, DELTA, target_bounds=(-20, 20), **declared)
-        inverse = np.linalg.inv(rows.T @ rows)
-        middle = (rows * (deviation**2)[:, None]).T @ rows
-        inverse = inverse @ middle @ inverse
+        start = None
+    exact, without = classical(rows, y, start)
     model.fit(X, y, key=jax.random.key(number))
     found = np.append(model.coef_, model.intercept_)
     deviations = np.append(model.coef_std_, model.intercept_std_)
-    return (found - true) / deviations, deviations / np.sqrt(np.diag(inverse))
+    errors = (found - true) / deviations, (exact - true) / without
+    return *errors, deviations / without
+
+
+def classical(rows, y, start):
+    """Estimates without privacy and deviations: logistic from a start, or linear."""
+    point = np.zeros(rows.shape[1]) if start is None else start
+    for _ in range(1 if start is None else 8):  # Newton's steps
+        means = rows @ point if start is None else 1 / (1 + np.exp(-rows @ point))
+        curve = np.ones(len(y)) if start is None else means * (1 - means)
+        inverse = np.linalg.inv((rows * curve[:, None]).T @ rows)
+        point = point + inverse @ rows.T @ (y - means)
+    means = rows @ point if start is None else 1 / (1 + np.exp(-rows @ point))
+    middle = (rows * np.square(y - means)[:, None]).T @ rows
+    return point, np.sqrt(np.diag(inverse @ middle @ inverse))
 
 
 def row(kind, law, size, epsilon, numbers):
     """Return the row of one cell, of the repetitions with these numbers."""
-    errors, widths = zip(
+    errors, without, widths = zip(
         *(fitted(kind, law, size, epsilon, number) for number in numbers), strict=True
     )
     most = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
     inside = np.abs(errors) < most
     parts = inside[:, :-1], inside[:, EFFECTS:-1], inside[:, -1]
+    parts = *parts, np.abs(without)[:, :-1] < most
     coverage = [f"{part.mean():.3f}" for part in parts]
     wider = f"{np.median(widths):.2f}"
     return [f"{kind}, {law}", str(size), f"{epsilon:g}", *coverage, wider]
