@@ -11,9 +11,9 @@ import subprocess
 import sys
 
 NAMES = """
-performance utility worst_runs held_out redrawn utility_figure penalties meta_learning
+performance utility worst_runs redrawn utility_figure penalties meta_learning
 tuned_training tuned_estimators estimators real_tables natural_sources hypergradient
-data_cleaning implicit warm_start rates draws saddle games black_box dimensions
+data_cleaning implicit rates draws saddle games black_box dimensions
 out_of_core sparse panels intervals
 """.split()
 

@@ -1,12 +1,9 @@
-"""Tuning from losses alone: the experiments of the method, each a config with seeds.
+"""Tuning from losses alone, the table of docs/black_box.md.
 
-Run by `python -m benchmarks black_box`, with `--task=NAME` for configs whose names
-in configs/experiments begin so and `--curve=LABEL` for curves whose labels do. Prints
-the table of docs/black_box.md. `--stated=yes` takes the sizes that the paper states,
-the table `stated` of a config; they need hours. `--saved=FILE` keeps every replication
-in a JSON file, and a later call goes on where an earlier one ended. $CT_SLICE names
-the CSV file of the CT slices, which the paper's E.2 reads; without it data are
-generated. True losses are shown: of real records they are NON-PRIVATE.
+`python -m benchmarks black_box`; `--task=NAME` runs configs in configs/experiments
+whose names begin so, `--curve=LABEL` such curves, `--stated=yes` the sizes of the paper
+(hours), and `--saved=FILE` keeps replications and goes on from them. $CT_SLICE names
+the CSV file of the CT slices; without it data are generated. NON-PRIVATE losses.
 """
 
 import dataclasses

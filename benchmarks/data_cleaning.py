@@ -1,15 +1,10 @@
-"""Hyper-data-cleaning without privacy: one weight for each training record.
+"""Hyper-data-cleaning without privacy: a weight sigmoid(x_i) for each training record.
 
 4 000 training images, half of whose labels are drawn anew, 3 000 validation and 3 000
-test images. The weight of a record is sigmoid(x_i); the outer optimizer is
-optax.adam(.3) for everybody. A linear softmax regression beside JAXopt in one process,
-in turns, and a network 784-300-10. Prints the accuracy on the test records, the F1
-score of the cleaner (found: a weight below 1/2; wrong: a label that differs from the
-true one) and the processor's seconds of the outer steps, on all cores and without what
-compiles or evaluates: other jobs on the machine do not count.
-
-If MNIST is missing, the 1 797 digits of scikit-learn are used in the same proportions.
-Run by `python -m benchmarks data_cleaning [--model=linear] [--seed=0]`. NON-PRIVATE.
+test images, in the proportions of which the digits of scikit-learn stand in for MNIST.
+A linear softmax regression beside JAXopt, in turns, and a network 784-300-10: accuracy
+on test records, the F1 score of the cleaner, and processor seconds of the outer steps.
+`python -m benchmarks data_cleaning [--model=linear] [--seed=0]`. NON-PRIVATE.
 """
 
 import dataclasses

@@ -1,21 +1,13 @@
 """Private search in more and more dimensions, all methods with as many evaluations.
 
-Length-scales of a Gaussian process, 1000 validation records, noise of 0.05 in every
-loss: the loss at the answer over that at the true length-scales. All are private at the
-(epsilon, delta) of mu = 1. `GradientInformativeBO` makes 25 steps; the others get as
-many evaluations as it made in the same replication. Seeds from 0 on: of the generated
-data, the start and the noise.
+Loss of length-scales of a Gaussian process over that at the true ones, 1000 validation
+records, all at the (epsilon, delta) of mu = 1; seeds from 0 on. In part 1 descent
+starts in the middle of the box, and at a uniform point. In part 2 boxes have a plateau
+in the middle, and descent draws its start from the portfolio; `NoisyUCB`, whose time is
+the cube of its evaluations, makes at most 300.
 
-1. Descent starts in the middle of the box, then once more at a uniform point; others
-   have no start. 300 training records. Random search also at the pure epsilon that
-   implies mu = 1, and without privacy, by true losses, as a reference.
-2. Boxes of log length-scales from -4 to 2.5, whose middle is on a plateau, as uniform
-   points are. Descent draws its start from the portfolio, or begins at a uniform point.
-   150 training records; `NoisyUCB`, whose time is the cube of its evaluations, makes at
-   most 300.
-
-Run by `python -m benchmarks dimensions`, `--part=2` for one of them and
-`--dimensions=10,15` for these dimensions; prints the tables of docs/private_search.md.
+`python -m benchmarks dimensions`, with `--part=2` and `--dimensions=10,15`; prints the
+tables of docs/private_search.md.
 """
 
 import dataclasses

@@ -1,21 +1,15 @@
 """Worth and cost of a draw: excess risks beside descent, and seconds.
 
-1. Linear losses, as in the instance behind the lower bounds, on a box of diameter 2:
-   the expected excess of the exponential mechanism (its law has a closed form), that of
-   the regularized one and of noisy gradient descent at the same epsilon, for more
-   records and more dimensions.
-2. Linear models on the unit ball: the seconds of one draw of a regularized exponential
-   mechanism, with a number of tries that is fixed before a record is read and with
-   one that depends on the records, and of compiling it, in processor time of all
-   cores. Fixed numbers that planning refuses are said to be refused; those that take
-   more than ten minutes are not run, and their time follows from that of one
-   evaluation.
-3. Absolute losses, labels with Laplace noise: the mean excess of one draw, of the
-   rounds of `LocalizedDraws.tuned` and of noisy descent with the best of four step
-   sizes, a choice that is not private.
+1. Linear losses on a box of diameter 2: the expected excess of the exponential
+   mechanism, in closed form, of the regularized one and of noisy descent.
+2. Linear models on the unit ball: processor seconds of one draw, with a fixed number of
+   tries and with one that depends on the records. What takes over ten minutes follows
+   from the time of one evaluation.
+3. Absolute losses: one draw, `LocalizedDraws.tuned`, and noisy descent with the best of
+   four step sizes, a choice that is not private.
 
-Run by `python -m benchmarks draws`, `--part=2` for one of them; prints the tables of
-docs/draws.md. NON-PRIVATE evaluation: excess risks are computed from the records.
+`python -m benchmarks draws`, `--part=2` for one of them; prints the tables of
+docs/draws.md. NON-PRIVATE evaluation.
 """
 
 import dataclasses

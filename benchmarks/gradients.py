@@ -1,7 +1,4 @@
-"""Clipped gradients: their time and memory over those of a plain gradient.
-
-Rows are dictionaries from the head of a column to a text, number or None.
-"""
+"""Clipped gradients: rows of their time and memory over those of a plain gradient."""
 
 import functools
 import time
@@ -14,7 +11,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.per_example import clipping, microbatches
 
 from . import private_peers
-from .timing import ratios
+from .pages import ratios
 
 PLAIN, GRID = "plain", "grid"
 OURS = (GRID, "grid, no noise", "float", "add or remove")
@@ -151,13 +148,7 @@ def losses_first(rows):
 
 
 def torch_table(works, rows, seconds):
-    """Private steps of Opacus over PyTorch's plain gradient, beside ours.
-
-    Args:
-        works: The workloads of `rows`, in the same order.
-        rows: What `gradient_row` measured.
-        seconds: See `ratios`.
-    """
+    """Private steps of Opacus over PyTorch's plain gradient, beside rows of ours."""
     pairs = [(w, row) for w, row in zip(works, rows, strict=True) if w.layers]
     shapes = [(work.layers, work.size) for work, _ in pairs]
     measured = private_peers.torch_times(shapes, seconds)
@@ -207,10 +198,7 @@ def memory_row(work):
 
 
 def budgeted(loss, budget, chosen):
-    """Return the same as `released`, with another size of micro-batches.
-
-    Appends the number of rows to `chosen` when it is traced.
-    """
+    """Return `released` with another size of micro-batches, noted when traced."""
     backend, rows = jax.default_backend(), microbatches.microbatch_rows
 
     def noted(*shapes):
@@ -228,10 +216,7 @@ def budgeted(loss, budget, chosen):
 
 
 def microbatch_row(work, budgets, seconds):
-    """Time the clipped gradient by the size of a micro-batch, over the plain one.
-
-    Cells show the ratio and how many records a micro-batch held.
-    """
+    """Return ratios and records held, by the size of a micro-batch."""
     found, rows = {PLAIN: plain(work.loss)}, {}
     for budget in budgets:
         rows[budget] = []

@@ -1,8 +1,7 @@
 """Hypergradients against JAXopt and optimistix: time, compile time and error.
 
-Run by `python -m benchmarks hypergradient` on one core; needs the `test` extra. Data
-are arguments, candidates are timed in turns in one process, and every time has an error
-beside it: relative to a float64 hypergradient by a factored Hessian.
+`python -m benchmarks hypergradient`, on one core, with the `test` extra: candidates in
+turns in one process. Errors are relative to a float64 one by a factored Hessian.
 """
 
 import functools
@@ -17,7 +16,7 @@ import dpbilevel as dpb
 from dpbilevel.oracles.objectives import lower_objective
 
 from . import peers
-from .timing import ratios
+from .pages import ratios
 from .utility import widened
 
 STEPS = 20

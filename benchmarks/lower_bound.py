@@ -9,6 +9,7 @@ NON-PRIVATE evaluation: the excess is computed from the records.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import dpbilevel as dpb
+from dpbilevel.bilevel.penalty_plans import PenaltyPlanner
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
 from .pages import RESULTS, table
@@ -27,6 +29,8 @@ DELTA, KEYS, MEANS = 1e-5, 8, 9
 START = 1.0  # the worst excess of x = 0
 GAP = 2.0  # the most that values of F on the ball differ by
 STEPS = 20
+INNER_STEPS = 20  # of a round of LocalizedGD, where the theorem takes n^2
+SAMPLER = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-8)
 DRAWN = 1_000  # the most records for draws, which evaluate F many times
 
 
@@ -143,14 +147,26 @@ def solvers(setting, problem):
     yield "F2SA", problem, first_order
     difference = dpb.bilevel.FiniteDifferenceBilevel(STEPS, **single)
     yield "finite difference", problem, difference
+    tuned = localized(setting, problem)
+    yield "Algorithms 1 + 2, tuned (from_theorem refuses)", problem, tuned
     if setting != Setting(setting.records):
         return
     if setting.records <= DRAWN:
-        sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-8)
         settings = {"dimension": setting.dimension_x, "convex": True}
-        draw = dpb.draws.RegularizedExponentialMechanism(sampler, **settings)
+        draw = dpb.draws.RegularizedExponentialMechanism(SAMPLER, **settings)
         yield "regularized draw", proved, draw
     yield "penalty, as in Theorem 4", problem, as_in_theorem(setting, problem, inner)
+
+
+def localized(setting, problem):
+    """`PenaltyBilevel.tuned(inner="localized")`, even if it refuses its bound."""
+    theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
+    given = "", theorem, problem, setting.budget, INNER_STEPS
+    planner = PenaltyPlanner(dpb.PenaltyBilevel, *given)
+    noise = dpb.privacy.Gaussian()
+    fields = planner.common | planner.least("localized", setting.sizes, noise)
+    given = setting.sizes, fields["num_steps"], fields["penalty"]
+    return dpb.PenaltyBilevel(**(fields | planner.localized(*given)))
 
 
 def as_in_theorem(setting, problem, inner):
@@ -165,6 +181,7 @@ def as_in_theorem(setting, problem, inner):
     return dpb.PenaltyBilevel(steps, penalty, inner, *clip_norms, **fields)
 
 
+@functools.cache
 def runner(setting):
     """Return compiled functions from solver, records, keys to excesses, by name.
 
@@ -190,8 +207,10 @@ def runner(setting):
     return example.problem, run
 
 
-def measure(setting, problem, run):
+@functools.cache
+def measure(setting):
     """Return the worst mean excess of every solver."""
+    problem, run = runner(setting._replace(epsilon=1.0))
     means = np.geomspace(lower_bound(setting), 1.0, MEANS)
     datasets = jnp.stack([instance(setting, mean).data.upper for mean in means])
     keys = jax.random.split(jax.random.key(0), KEYS)
@@ -207,19 +226,35 @@ def measure(setting, problem, run):
 
 def measured():
     """Return the worst excesses at every value of every axis, by solver."""
-    found, programs = {}, {}
-    for axis, values in AXES.items():
-        for value in values:
-            setting = Setting()._replace(**{axis: value})
-            shape = setting._replace(epsilon=1.0)
-            if shape not in programs:
-                programs[shape] = runner(shape)
-            if setting not in found:
-                found[setting] = measure(setting, *programs[shape])
-    return {
-        axis: [found[Setting()._replace(**{axis: value})] for value in values]
-        for axis, values in AXES.items()
-    }
+    return {a: [measure(Setting()._replace(**{a: v})) for v in AXES[a]] for a in AXES}
+
+
+def on_population(n, d=10):
+    """Excess on new records where Gopi, Lee and Liu's Theorem 31 bounds it from below.
+
+    Losses are <x, z> on the unit ball. After d values of each loss all is known.
+    """
+    facts = {"w_set": dpb.sets.Ball(1.0), "lipschitz": 1.0, "smoothness": 0.0}
+    problem, budget = dpb.FiniteSum(lambda x, z: x @ z, **facts), Setting().budget
+    fields = {"sampler": SAMPLER, "dimension": d, "convex": True}
+    planned = dpb.draws.RegularizedExponentialMechanism.from_theorem
+    draw = planned(problem, budget, n, **fields)
+    draw = dpb.calibrate(problem, draw, budget, sizes=n).solver
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def excess(mean, key):
+        key, key_records = jax.random.split(key)
+        shown = jax.random.bernoulli(key_records, (1 + mean) / 2, (n, d))
+        records = (2.0 * shown - 1) / math.sqrt(d)
+        x = dpb.solve(problem, draw, records, jnp.zeros(d), key=key).value
+        return mean * (1 + jnp.sum(x) / math.sqrt(d))
+
+    least, keys = 1 / (16 * math.sqrt(n)), jax.random.split(jax.random.key(0), 64)
+    found = [excess(mean, keys).mean() for mean in np.geomspace(least, 1.0, MEANS)]
+    promised = 4 * (math.sqrt(d * math.log(1 / DELTA)) / n + 1 / math.sqrt(n))
+    numbers = max(found), least, promised, draw.bound(problem, population=True)
+    return [str(n), *(f"{number:.2g}" for number in numbers)]
 
 
 def slope(values, results, start=START):
@@ -234,7 +269,8 @@ def slope(values, results, start=START):
 def series(found, axis, name):
     """Values of an axis and the results of a solver, where it was run."""
     rows = zip(AXES[axis], found[axis], strict=True)
-    return zip(*((value, row[name]) for value, row in rows if name in row), strict=True)
+    pairs = [(value, row[name]) for value, row in rows if name in row]
+    return zip(*pairs, strict=True) if pairs else ((), ())
 
 
 def names_of(found):
@@ -248,7 +284,7 @@ def points(curve, axis):
 
 
 def tables(found):
-    """Excess by records, and the slopes along every axis, in Markdown."""
+    """Yield in Markdown excesses by records, slopes by axis, and on new records."""
     names, excesses, slopes = names_of(found), [], []
     bounds = [points(curve, "records") for curve in CURVES.values()]
     for n, row, *values in zip(AXES["records"], found["records"], *bounds, strict=True):
@@ -258,16 +294,19 @@ def tables(found):
         powers = [slope(*series(found, axis, name)) for name in names]
         for curve in CURVES.values():
             powers.append(slope(values, points(curve, axis), math.inf))
-        slopes.append([axis, *("-" if p is None else f"{p:.2f}" for p in powers)])
+        slopes.append([axis, *("-" if p is None else f"{p:z.2f}" for p in powers)])
     head = [*names, *CURVES]
-    return table(["records", *head], excesses), table(["power of", *head], slopes)
+    yield table(["records", *head], excesses)
+    yield table(["power of", *head], slopes)
+    head = ["records", "worst excess", "Theorem 31", "Theorem 29", "`bound`"]
+    yield table(head, [on_population(n) for n in AXES["records"][:3]])
 
 
 def draw(found):
     """One panel an axis; where a solver makes no progress its marks are hollow."""
     # Narrow enough to be read on a phone.
     figure, panels = plt.subplots(4, 1, figsize=(4.8, 13.5), layout="constrained")
-    colors = "#0072B2 #009E73 #E69F00 #CC79A7 #B8A800 #56B4E9 #D55E00".split()
+    colors = "#0072B2 #009E73 #E69F00 #CC79A7 #B8A800 #56B4E9 #D55E00 #7B3294".split()
     styles = dict(zip(CURVES, ("-", "--", ":"), strict=True))
     names = names_of(found)
     labels = {"records": "records per level, n", "epsilon": "epsilon"}
@@ -276,7 +315,7 @@ def draw(found):
         for name, curve in CURVES.items():
             bound = points(curve, axis)
             axes.plot(values, bound, styles[name], color="0.35", lw=1.3, label=name)
-        for name, color, marker in zip(names, colors, "osD^XvP", strict=False):
+        for name, color, marker in zip(names, colors, "osD^X*vP", strict=False):
             where, results = series(found, axis, name)
             style = {"color": color, "marker": marker}
             axes.plot(where, results, lw=1.2, label=name, **style)

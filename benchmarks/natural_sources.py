@@ -1,14 +1,11 @@
 """Sources of real tables: `python -m benchmarks natural_sources`.
 
-A column of a table divides its records into sources; the population is one value of
-that column, which no source has, with 300 validation records. Printed are the mean
-losses of released models on the other records of the population, medians of 10 keys:
-of the candidates of `auto`, each at its best setting in hindsight, of the plan of
-`auto`, with the worst of its 20 runs, and of the constant answer, which knows the test
-labels. A call without options writes results/natural_sources.md; `--task=union` runs
-the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept in
-runs/natural_sources/rows.json and not measured again. NON-PRIVATE evaluation.
-Environments of `benchmarks.table_tasks` are needed.
+A column of a table divides its records into sources; the population is one of its
+values, with 300 validation records. Prints mean losses on the others of the population,
+medians of 10 keys, of the candidates and the plan of `auto` and of constant answers,
+and writes results/natural_sources.md. `--task=union` runs the tasks that begin so,
+`--epsilon=1,3` these budgets. Rows are kept in runs/natural_sources. NON-PRIVATE
+evaluation. Environments of `benchmarks.table_tasks` are needed.
 """
 
 import pathlib
@@ -141,7 +138,6 @@ def methods(rows):
 def main():
     check_environments()
     options, rows = pages.options(), pages.kept(ROWS)
-    budgets = [float(v) for v in options.get("epsilon", "0.3,1,3").split(",")]
     tables = {name: table for name, table in declared().items() if table.split}
     records, groups = load(tables), {group: [] for group in GROUPS}
     done = {(row["task"], row["epsilon"]) for row in rows}
@@ -149,9 +145,8 @@ def main():
         name = f"{table_name}, {table.split.name}"
         groups[table.split.group].append(name)
         jax.clear_caches()  # programs of many shapes fill the memory
-        for epsilon in budgets:
-            chosen = name.startswith(options.get("task", ""))
-            if chosen and (name, epsilon) not in done:
+        for epsilon in pages.budgets("0.3,1,3"):
+            if pages.chosen([name]) and (name, epsilon) not in done:
                 rows.append(evaluate(made(name, table, records[table_name]), epsilon))
                 pages.keep(ROWS, rows)
     parts = []

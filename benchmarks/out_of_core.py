@@ -1,9 +1,8 @@
 """Passes over records on disk: their time beside reading the files, and memory.
 
-Run by `python -m benchmarks out_of_core [--records=N] [--features=D]`. The files, those
-of NumPy and, where pyarrow is installed, Parquet, are written to a temporary folder in
-`--folder`.
-Every time is the least of several, reading and passes in turns.
+`python -m benchmarks out_of_core [--records=N] [--features=D] [--folder=DIR]`: files of
+NumPy and, where pyarrow is installed, Parquet, in a temporary folder. Times are the
+least of several, reading and passes in turns.
 """
 
 import importlib.util
@@ -38,15 +37,16 @@ def pieces(count, width, seed):
 
 def write_arrays(folder, count, width):
     """Two arrays in NumPy's format, written without holding one of them."""
-    paths = [folder / "features.npy", folder / "label.npy"]
-    with open(paths[0], "wb") as features, open(paths[1], "wb") as label:
-        for file, shape in ((features, (count, width)), (label, (count,))):
-            about = {"descr": "<f4", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, about)
-        for parts in pieces(count, width, 0):
-            for part, file in zip(parts, (features, label), strict=True):
-                part.tofile(file)
-    return paths
+    shapes, first = {"features.npy": (count, width), "label.npy": (count,)}, 0
+    arrays = [
+        np.lib.format.open_memmap(folder / name, "w+", np.float32, shape)
+        for name, shape in shapes.items()
+    ]
+    for parts in pieces(count, width, 0):
+        for part, array in zip(parts, arrays, strict=True):
+            array[first : first + len(part)] = part
+        first += len(parts[0])
+    return [folder / name for name in shapes]
 
 
 def read_arrays(paths, width):
@@ -186,8 +186,8 @@ def timed_on_disk(kind, paths, width):
 
 def timed_in_memory(width):
     """Return the time of a pass over `MEMORY` records in memory."""
-    part = [np.concatenate(v) for v in zip(*pieces(MEMORY, width, 0), strict=True)]
-    memory = dict(zip(("features", "label"), map(jnp.asarray, part), strict=True))
+    features, label = map(np.concatenate, zip(*pieces(MEMORY, width, 0), strict=True))
+    memory = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
     return in_turns({"pass": gradients(memory, width)}, REPEATS)["pass"]
 
 

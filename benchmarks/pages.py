@@ -1,16 +1,18 @@
-"""Places, options of the command line, tables and pages, which benchmarks share.
+"""Places, options of the command line, tables, pages and times: what benchmarks share.
 
-The census (Adult) is read from $ADULT or ../shared/data/adult.csv, MNIST (arrays
-`images`, 28 x 28, and `labels` of an npz file) from $MNIST or
-../shared/data/mnist_10k.npz. Tasks whose file is missing are left out.
+The census (Adult) is read from $ADULT or ../shared/data/adult.csv, MNIST (`images` and
+`labels` of an npz file) from $MNIST or ../shared/data/mnist_10k.npz.
 """
 
 import datetime
 import json
+import math
 import os
 import pathlib
 import sys
+import time
 
+import jax
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -23,6 +25,16 @@ BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 def options():
     """Return the values of the options `--name=value` of the command line."""
     return dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+
+
+def chosen(names):
+    """Return the names that begin like the option `--task`."""
+    return [name for name in names if name.startswith(options().get("task", ""))]
+
+
+def budgets(default):
+    """Return the epsilons of the option `--epsilon`, such as `1,3`."""
+    return [float(text) for text in options().get("epsilon", default).split(",")]
 
 
 def table(head, rows, title=None):
@@ -39,14 +51,7 @@ def spread(values, form=".4f", ends=(0.25, 0.75)):
 
 
 def by_median(title, found, unit, *, higher_is_better):
-    """Return a table of methods with medians and quartiles, the worst method first.
-
-    Args:
-        title: The title of the table.
-        found: For each method, one number a key.
-        unit: The unit of these numbers.
-        higher_is_better: Whether the worst row has the smallest median.
-    """
+    """Return a table of methods with medians and quartiles, the worst method first."""
     rows = sorted(found.items(), key=lambda row: np.median(row[1]))
     rows = [[method, spread(values)] for method, values in rows]
     head = ["method", f"{unit} [quartiles]"]
@@ -63,11 +68,7 @@ def measured_today():
 
 
 def written(text, parts):
-    """Return the text of a page with these parts between its marks.
-
-    Raises:
-        ValueError: A mark is missing.
-    """
+    """Return the text of a page with these parts between its marks."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -94,3 +95,53 @@ def keep(file, results):
 def texts(records, column):
     """Return the stripped texts of a column of a CSV file."""
     return np.array([str(value).strip() for value in records.column(column)])
+
+
+def ratios(candidates, *arguments, reference, builds=1, **settings):
+    """Return (seconds, ratio to the reference, seconds to compile) by name, medians.
+
+    Candidates are jitted here, and compiled `builds` times with nothing traced before.
+    """
+    clock = settings.get("clock", time.perf_counter)
+    compiled, built = {}, {name: [] for name in candidates}
+    for _ in range(builds):
+        for name, fun in candidates.items():
+            jax.clear_caches()
+            start = clock()
+            compiled[name] = jax.jit(fun).lower(*arguments).compile()
+            built[name].append(clock() - start)
+
+    def timed(run):
+        return lambda: jax.block_until_ready(run(*arguments))
+
+    runs = {name: timed(run) for name, run in compiled.items()}
+    times = interleaved(runs, reference, **settings)
+    return {
+        name: (*measured, np.median(built[name])) for name, measured in times.items()
+    }
+
+
+def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter):
+    """Return median time and ratio to the reference of the same round, by name.
+
+    Every round times each function once, but not one that ran for `seconds` and three
+    times. The clock `time.process_time` leaves out other jobs and counts all cores.
+    """
+    for run in runs.values():
+        run()
+    times = {name: [] for name in runs}
+    order = np.random.default_rng(0)
+    for _ in range(repeats):
+        fresh = [n for n, t in times.items() if len(t) < 3 or sum(t) < seconds]
+        if not fresh:
+            break
+        # Each finds in the caches what its predecessor left there.
+        for name in order.permutation(sorted({*fresh, reference})):
+            start = clock()
+            runs[name]()
+            times[name].append(clock() - start)
+    base = np.asarray(times[reference])
+    return {
+        name: (np.median(t), np.median(np.asarray(t) / base[: len(t)]))
+        for name, t in times.items()
+    }

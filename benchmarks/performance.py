@@ -1,11 +1,9 @@
 """Time and memory beside plain gradients and other libraries: results/performance.md.
 
-Run by `python -m benchmarks performance`, which prints the tables and writes them into
-the page; `--quick` prints small ones within about a minute. On a GPU sizes are larger,
-and the page is benchmarks/results/performance_gpu.md.
-Columns of libraries that are missing stay empty: the extra `test` brings JAXopt and
-optimistix, `pip install jax-privacy opacus torch` the others. On a GPU that PyTorch
-shares set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+`python -m benchmarks performance` writes the tables into the page; `--quick` prints
+small ones. On a GPU sizes are larger, and the page is performance_gpu.md. `pip install
+jax-privacy opacus torch` brings other libraries. On a GPU that PyTorch shares set
+XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses

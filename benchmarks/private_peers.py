@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .timing import interleaved
+from .pages import interleaved
 
 
 def gradients(loss, p, records):

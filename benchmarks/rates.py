@@ -1,17 +1,12 @@
 """How the hypergradient at the answer falls with records and coordinates of y.
 
-Two quadratic problems whose hypergradient is known in closed form, then all bilevel
-solvers on the instance of the lower bound (`benchmarks.lower_bound`).
+1. The problem of the zoo, with exact constants, for more records.
+2. A problem in which no record meets x, so that noise has d_y coordinates.
+3. All bilevel solvers on the instance of the lower bound (`benchmarks.lower_bound`).
 
-1. The problem of the zoo, with exact constants, for more records. Steps grow like the
-   square root of n for all methods, and the penalty like its cube root.
-2. A problem in which no record meets x, so that all noise is in the lower level and has
-   d_y coordinates. Steps grow like the square root of n / sqrt(d_y) for all methods,
-   and the penalty like its cube root where noise is multiplied by it.
-
-Run by `python -m benchmarks rates`; prints tables, which also go to runs/rates, and
-draws benchmarks/results/lower_bound.svg.
-NON-PRIVATE evaluation: the hypergradient at the answer is computed from the records.
+Steps grow like the square root of n, and the penalty like its cube root. `python -m
+benchmarks rates` prints tables, which also go to runs/rates, and draws
+benchmarks/results/lower_bound.svg. NON-PRIVATE evaluation.
 """
 
 import pathlib
@@ -133,13 +128,7 @@ def measure(example, solvers, place):
 def measured(example, solvers, places, head, fits):
     """Return the table of a problem: medians at every place, and fitted powers.
 
-    Args:
-        example: Makes the problem of a place.
-        solvers: Makes the solvers of a place.
-        places: The arguments of both.
-        head: The names of these arguments.
-        fits: For each fit the cells of its row, which of the places it takes, and what
-            is a place's value whose power is fitted.
+    A fit has the cells of its row, which places it takes, and the value of a place.
     """
     found = {place: measure(example, solvers, place) for place in places}
     names = list(found[places[0]])
@@ -172,7 +161,8 @@ def main():
     fits.append((["power", "in n"], lambda place: place[1] == d, noise))
     fits.append((["power", "in d_y"], lambda place: place[0] == n, noise))
     parts.append(measured(in_y, solvers_in_y, PLACES, ["n", "d_y"], fits))
-    parts += lower_bound.tables(hardest)
+    with jax.enable_x64(True):
+        parts += lower_bound.tables(hardest)
     print(*parts, sep="\n\n")
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text("\n\n".join(parts) + "\n")

@@ -1,15 +1,12 @@
 """Answers on real tables: `python -m benchmarks real_tables`.
 
-Tables of packages with two classes: log loss, accuracy, area under the ROC curve and
-calibration error on test records, the medians of 5 keys, each with a split of its own.
-Beside the estimator are DP-EBM, diffprivlib, `NoisyGD` with settings by hand, a fit
-without privacy and constant answers. NON-PRIVATE evaluation. `DPRidge` is compared on
-three tables whose targets are numbers. Environments of `benchmarks.table_tasks` are
-needed. Without the census no page is written.
+Log loss, accuracy, AUC and calibration error (or R²) on test records, medians of 5 keys
+and splits, of the estimators, of other private methods and of fits without privacy.
+NON-PRIVATE evaluation. Environments of `benchmarks.table_tasks` are needed.
 
-`--task=churn` runs the tables whose names begin so. Results are kept in
-runs/real_tables/rows.json and not measured again, except for a method that is named,
-as by `--method=NoisyGD`. results/real_tables.md is written if every result is there.
+`--task=churn` runs tables whose names begin so. Results are kept in runs/real_tables
+and measured again only for a method that is named, as by `--method=NoisyGD`.
+results/real_tables.md is written if every result is there.
 """
 
 import pathlib

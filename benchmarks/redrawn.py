@@ -1,15 +1,10 @@
 """Tasks with records drawn anew for every run: `python -m benchmarks redrawn`.
 
-The tables of `utility` and `penalties` have one draw of validation and test records, of
-which a setting that is chosen in hindsight takes advantage. Here each of ten runs has
-its own draw (and its own models, where records are generated). Printed are the means
-over the draws: of baselines and methods at the setting of `utility` that is best in the
-mean, of `dpb.auto` with no setting, and of the oracle; and how far `auto` is behind the
-best of the others, in shares of the gap, with the standard error of that difference.
-`--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Losses are
-kept in runs/redrawn and not measured again, also where settings have changed: remove
-that folder first. A call without options writes results/redrawn.md if all tasks ran.
-NON-PRIVATE evaluation.
+Each of ten runs has its own draw of the records, of which no setting that is chosen in
+hindsight can take advantage. Prints means over the draws, and how far `auto` is behind
+the best setting of `utility`, in shares of the gap. `--task=T1b` runs the tasks that
+begin so, `--epsilon=1,3` these budgets. Losses are kept in runs/redrawn: remove that
+folder when settings have changed. Writes results/redrawn.md. NON-PRIVATE evaluation.
 """
 
 import functools
@@ -56,13 +51,7 @@ def tasks():
 
 
 def evaluate(make, epsilon, kept):
-    """Add the losses of all settings of each method, and yield draw after draw.
-
-    Args:
-        make: Makes the task of a draw and its methods.
-        epsilon: The epsilon of the budget.
-        kept: The losses that are there, by method.
-    """
+    """Add the losses of all settings of each method, and yield draw after draw."""
     budget, plans = dpb.PrivacyBudget(epsilon, utility.DELTA), {}
 
     def plan(task):
@@ -124,10 +113,9 @@ def table(results):
 
 def main():
     options, results = pages.options(), []
-    for name, (make, budgets) in tasks().items():
-        if not name.startswith(options.get("task", "")):
-            continue
-        for epsilon in map(float, options.get("epsilon", budgets).split(",")):
+    for name in pages.chosen(made := tasks()):
+        make, budgets = made[name]
+        for epsilon in pages.budgets(budgets):
             file = FOLDER / f"{name}, {epsilon:g}.json"
             kept, start = pages.kept(file, dict), time.perf_counter()
             for draw in evaluate(make, epsilon, kept):

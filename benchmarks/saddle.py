@@ -1,23 +1,13 @@
 """How the strong gap of private saddle-point methods falls with the number of records.
 
-Both methods, once over the records and many times, with the parameters that minimize
-their bounds, on three families whose gap is known in closed form:
+One pass and many passes, with the parameters that minimize the bounds, on families
+whose gap is known: a fixed vector per record on a ball (the instance of the lower
+bounds), x'Ay + b'x - c'y on two balls, and matrix games with entries -1 or 1. Several
+passes take at most n steps, as the theory asks of NISPP (of NSEG: n^2). Another table
+compares the methods with one noisy mean matrix.
 
-- constant: a fixed vector per record on a ball, whose mean is as long as sampling and
-  privacy together hide, 1 / sqrt(n) + a / n: the instance of the lower bounds;
-- bilinear: x'Ay + b'x - c'y on two balls, with random A, b and c per record;
-- matrix game: two simplices, entries of every record's matrix -1 or 1.
-
-Records are drawn afresh for every key and the gap is that of the distribution they come
-from. Several passes take at most as many steps as there are records, which is what the
-theory asks of NISPP; of NSEG it asks n^2, which is in reach for few records alone.
-
-A pure matrix game is small enough to release whole: another table compares the methods
-with one noisy mean matrix.
-
-Run by `python -m benchmarks saddle`; `--only=matrix` stops after the second table. It
-prints the tables of docs/games.md, which also go to runs/saddle.
-NON-PRIVATE evaluation: the gap is computed from the true distribution.
+`python -m benchmarks saddle`; `--only=matrix` stops after the second table. Prints the
+tables of docs/games.md, which also go to runs/saddle. NON-PRIVATE evaluation.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Steps of whole solvers, over what they would cost in public.
-
-Rows are dictionaries from the head of a column to a text, number or None.
-"""
+"""Rows of the steps of whole solvers, over what they would cost in public."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,7 @@ import dpbilevel as dpb
 
 from . import workloads
 from .gradients import plain
-from .timing import ratios
+from .pages import ratios
 
 
 def weighting(n, d):

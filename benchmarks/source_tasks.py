@@ -1,4 +1,4 @@
-"""Tasks of sources: those of `utility` and those of `held_out`."""
+"""Tasks of sources, of `utility` and others."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn import datasets
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
@@ -30,40 +29,22 @@ IMAGE = {
 
 @dataclasses.dataclass
 class Task:
-    """A problem of sources, its records, and what only an oracle knows.
-
-    Attributes:
-        name: As in the tables.
-        loss: The model's loss on one record.
-        num_sources: The number of sources.
-        data: Validation and training records.
-        test: Test records.
-        model: Where the model starts.
-        correct: Whether a model labels a record correctly.
-        clean: Which sources are clean, or `None`: then the oracle's weights are those
-            found without privacy.
-        linear: Whether models are linear in their parameters.
-        step: The unit of step sizes.
-        clip: The largest norm of a record's gradient, or the clip norm of a network.
-        ridge: The ridge penalty of the lower level.
-        scoring: What scores sources instead of the model, or `None`.
-        records: What a record looks like, for `auto`, where the model does not say it.
-    """
+    """A problem of sources, its records, and what only an oracle knows."""
 
     name: str
-    loss: object
+    loss: object  # of the model on one record
     num_sources: int
-    data: dpb.Levels
+    data: dpb.Levels  # validation and training records
     test: dict
-    model: object
-    correct: object
-    clean: np.ndarray | None = None
-    linear: bool = True
-    step: float = 1.0
-    clip: float = 1.0
-    ridge: float = 1e-4
-    scoring: dpb.applications.ScoringModel | None = None
-    records: object = None
+    model: object  # where the model starts
+    correct: object  # whether a model labels a record correctly
+    clean: np.ndarray | None = None  # sources; None: the oracle finds weights itself
+    linear: bool = True  # models, in their parameters
+    step: float = 1.0  # the unit of step sizes
+    clip: float = 1.0  # the largest norm of a gradient, or the clip norm of a network
+    ridge: float = 1e-4  # of the lower level
+    scoring: dpb.applications.ScoringModel | None = None  # instead of the model
+    records: object = None  # what one looks like, where the model does not say it
 
     @functools.cached_property
     def problem(self):
@@ -110,15 +91,8 @@ def parts(features, label, rows):
 def made(name, features, label, rows, source, *, training=None, classes=0, **more):
     """Return a task of rows for validation, training and test.
 
-    Args:
-        name: As in the table.
-        features: Features of all records.
-        label: Labels of all records.
-        rows: The places of the three parts.
-        source: The source of each training record.
-        training: The labels of training records, where they are not the true ones.
-        classes: The number of classes of softmax regression; 0: logistic regression.
-        **more: Further fields of the task.
+    `source` and `training` are sources and labels of the training records; 0 `classes`
+    stands for logistic regression.
     """
     upper, lower, test = parts(features, label, rows)
     if training is not None:
@@ -195,74 +169,19 @@ def shifted(target, seed=0):
     return made(f"T1b ({target})", features, label, rows, source)
 
 
-def graded(rng):
-    """Six sources whose labels, married or not, are flipped with rising probability."""
-    table = read_csv(ADULT)
-    features, _ = encoded(table, WORK)
-    married = np.char.startswith(texts(table, "marital-status"), "Married")
-    label = np.where(married, 1, -1).astype("f4")
-    order = rng.permutation(len(label))
-    rows = order[:300], order[300:12_300], order[20_000:]
-    source = rng.integers(0, 6, 12_000)
-    flips = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.45])[source]
-    training = np.where(rng.random(12_000) < flips, -1, 1) * label[rows[1]]
-    name = "census, married, labels flipped more from source to source"
-    return made(name, features, label, rows, source, training=training)
-
-
-def self_employed(table):
-    """Make sources by class of work and education; the population is self-employed."""
-    work = texts(table, "workclass")
-    years = np.array(table.column("education-num")).astype(float)
-    band = (years > 9).astype(int) + (years >= 13)
-    group = np.where(work == "?", 6, np.where(work == "Private", 0, 3) + band)
-    return np.char.startswith(work, "Self"), group
-
-
-def old(table):
-    """Make sources by age; the population is 58 and older."""
-    age = np.array(table.column("age")).astype(float)
-    return age >= 58, np.digitize(age, [25, 32, 39, 47])
-
-
-def abroad(table):
-    """Make sources by race and sex of people born in the USA, for the others."""
-    born, race = texts(table, "native-country"), texts(table, "race")
-    group = np.where(race == "White", 0, np.where(race == "Black", 1, 2))
-    group = group * 2 + (texts(table, "sex") == "Male")
-    return (born != "United-States") & (born != "?"), group
-
-
-def grouped(name, split, rng):
-    """Return the income of a group that no source has."""
-    table = read_csv(ADULT)
-    kept = ("marital-status", "occupation", "race", "relationship")
-    features, label = encoded(table, kept)
-    wanted, group = split(table)
-    people, lower = rng.permutation(np.flatnonzero(wanted)), np.flatnonzero(~wanted)
-    rows = people[:300], lower, people[300:]
-    return made(f"census, income of {name}", features, label, rows, group[lower])
-
-
 # ---------------------------------------------------------------------------- images
-
-
-def images(name, wrong, count, held, shift, rng, **more):
-    """Make groups of images, some with labels at random or of the next digit."""
-    pixels, label = mnist(MNIST)
-    label = label.astype(np.int32)
-    order = rng.permutation(len(label))
-    rows = order[:held], order[held + 1500 :], order[held : held + 1500]
-    source, true = rng.integers(0, count, len(rows[1])), label[rows[1]]
-    other = (true + 1) % 10 if shift else rng.integers(0, 10, len(true))
-    more |= {"training": np.where(source < wrong, other, true), "classes": 10}
-    return made(name, unit(pixels), label, rows, source, **more)
 
 
 def softmax():
     """T2: ten groups of images, five of them with random labels."""
-    rng, clean = np.random.default_rng(0), np.arange(10) >= 5
-    return images("T2, softmax", 5, 10, 1000, False, rng, clean=clean)
+    pixels, label = mnist(MNIST)
+    label, rng = label.astype(np.int32), np.random.default_rng(0)
+    order = rng.permutation(len(label))
+    rows = order[:1000], order[2500:], order[1000:2500]
+    source, true = rng.integers(0, 10, len(rows[1])), label[rows[1]]
+    training = np.where(source < 5, rng.integers(0, 10, len(true)), true)
+    more = {"training": training, "classes": 10, "clean": np.arange(10) >= 5}
+    return made("T2, softmax", unit(pixels), label, rows, source, **more)
 
 
 def of_network():
@@ -274,43 +193,7 @@ def of_network():
     return dataclasses.replace(task, **more, **of_classes(network))
 
 
-def small_digits(rng):
-    """1 197 images in four groups, two of them with wrong labels."""
-    features, label = datasets.load_digits(return_X_y=True)
-    label = label.astype(np.int32)
-    order = rng.permutation(len(label))
-    rows = order[:200], order[600:], order[200:600]
-    source, true = rng.integers(0, 4, len(rows[1])), label[rows[1]]
-    other = (true + rng.integers(1, 10, len(true))) % 10
-    more = {"training": np.where(source < 2, other, true), "classes": 10}
-    name = "digits of 8 x 8 pixels"
-    return made(name, unit(features / 16), label, rows, source, **more)
-
-
 # -------------------------------------------------------------------- other records
-
-
-def drawn(name, models, sizes, rng, scale=1.0):
-    """Draw unit rows with labels by the model of their source, the population's first.
-
-    Args:
-        name: The name of the task.
-        models: Coefficients, a row for each source.
-        sizes: How many training, validation and test records there are.
-        rng: Draws sources, then training records, then the others.
-        scale: The scale of each feature before rows are cut to norm 1.
-    """
-    lower, held, test = sizes
-    source = rng.integers(0, len(models), lower)
-    pairs = []
-    for of_record in (source, np.zeros(held + test, int)):
-        x = rng.normal(size=(len(of_record), models.shape[1])) * scale
-        x /= np.linalg.norm(x, axis=1, keepdims=True)
-        margin = 3 * np.sum(x * models[of_record], 1) + rng.logistic(size=len(x))
-        pairs.append((x.astype("f4"), np.sign(margin).astype("f4")))
-    features, label = map(np.concatenate, zip(*pairs, strict=True))
-    training, upper, tested = np.split(np.arange(len(label)), [lower, lower + held])
-    return made(name, features, label, (upper, training, tested), source)
 
 
 def generated(seed=0):
@@ -319,27 +202,16 @@ def generated(seed=0):
     models = rng.normal(size=(5, 20))
     models[1:3] = models[0] + 0.3 * rng.normal(size=(2, 20))
     models[3:] = -models[0] + rng.normal(size=(2, 20))
-    return drawn("generated", models, (20_000, 300, 20_000), rng)
-
-
-def wide(rng):
-    """100 features of decaying scale, three sources shifted and two opposite."""
-    model = rng.normal(size=100)
-    models = [model] * 5 + [model + 0.7 * rng.normal(size=100) for _ in range(3)]
-    models, scale = np.stack([*models, -model, -model]), np.arange(1, 101) ** -0.5
-    return drawn("generated, 100 features", models, (8000, 500, 10_000), rng, scale)
-
-
-def cancer(rng):
-    """339 records of breast cancer in three groups, one with opposite labels."""
-    table, label = datasets.load_breast_cancer(return_X_y=True)
-    label = (2 * label - 1).astype("f4")
-    columns = np.clip((table - table.mean(0)) / table.std(0), -3, 3) / 3
-    order = rng.permutation(len(label))
-    rows = order[:80], order[230:], order[80:230]
-    source = rng.integers(0, 3, len(rows[1]))
-    opposite = np.where(source == 0, -1, 1) * label[rows[1]]
-    return made("breast cancer", unit(columns), label, rows, source, training=opposite)
+    lower, upper, pairs = 20_000, 300, []
+    source = rng.integers(0, len(models), lower)
+    for of_record in (source, np.zeros(upper + 20_000, int)):
+        x = rng.normal(size=(len(of_record), models.shape[1]))
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+        margin = 3 * np.sum(x * models[of_record], 1) + rng.logistic(size=len(x))
+        pairs.append((x.astype("f4"), np.sign(margin).astype("f4")))
+    features, label = map(np.concatenate, zip(*pairs, strict=True))
+    training, held, test = np.split(np.arange(len(label)), [lower, lower + upper])
+    return made("generated", features, label, (held, training, test), source)
 
 
 # --------------------------------------------------------------------------- the lists
@@ -360,28 +232,3 @@ NEEDS = {"T1": ADULT, "T2": MNIST}
 def there(name):
     """Tell if the file that a task of `TASKS` needs is there."""
     return name[:2] not in NEEDS or NEEDS[name[:2]].is_file()
-
-
-def held_out():
-    """Return maker, seed and epsilon of tasks that chose no rule, by name."""
-    found = {
-        "breast cancer": (cancer, 6, 3.0),
-        "digits": (small_digits, 4, 3.0),
-        "generated": (wide, 5, 1.0),
-    }
-    if ADULT.is_file():
-        found["census, married"] = graded, 1, 1.0
-        groups = {"the self-employed": self_employed, "people of 58 and older": old}
-        groups["people born abroad"] = abroad
-        for name, split in groups.items():
-            maker = functools.partial(grouped, name, split)
-            found[f"census, income of {name}"] = maker, 2, 1.0
-    if MNIST.is_file():
-        for wrong, words, *kind in (
-            (3, "of 6 sources of the next digit", 6, 500, True),
-            (2, "of 10 sources at random", 10, 1000, False),
-        ):
-            name = f"MNIST, labels of {wrong}"
-            maker = functools.partial(images, f"{name} {words}", wrong, *kind)
-            found[name] = maker, 3, 1.0
-    return found

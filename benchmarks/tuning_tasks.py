@@ -1,8 +1,4 @@
-"""Tasks of the black-box benchmarks: losses of many records at one point.
-
-Data are generated, so that nothing here is anybody's, and seeds are stated. Only the CT
-slices are read, if their file is named.
-"""
+"""Tasks of the black-box benchmarks: losses of many records at one point."""
 
 import dataclasses
 import os
@@ -20,25 +16,15 @@ import dpbilevel as dpb
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """One task with its data.
+    """One task with its data."""
 
-    Attributes:
-        losses: The losses of all records at a point.
-        size: The number of records.
-        w_set: The set of points.
-        start: A starting point per replication: `(rng) -> (d,)`.
-        optimum: The best point, if it is known.
-        loss: The loss of one record at a point, for JAX, or `None`.
-        records: The records of `loss`, leading axis n.
-    """
-
-    losses: Callable[[np.ndarray], np.ndarray]
-    size: int
+    losses: Callable[[np.ndarray], np.ndarray]  # of all records at a point
+    size: int  # the number of records
     w_set: dpb.sets.AbstractSet
-    start: Callable[[np.random.Generator], np.ndarray]
-    optimum: np.ndarray | None = None
-    loss: Callable[[Any, Any], Any] | None = None
-    records: Any = None
+    start: Callable[[np.random.Generator], np.ndarray]  # of a replication
+    optimum: np.ndarray | None = None  # if it is known
+    loss: Callable[[Any, Any], Any] | None = None  # of one record, for JAX
+    records: Any = None  # of `loss`, leading axis n
 
     def black_box(self, noise=0.0, seed=0):
         """Return the task as a black box, every value with noise of its own added."""
@@ -69,11 +55,9 @@ def of_loss(loss, columns, w_set, start, optimum):
 
 
 def length_scales(dimension, training, validation, seed, noise=1e-2):
-    """Length-scales of a Gaussian process, by its error on validation records.
+    """Log length-scales of a Gaussian process, by its error on validation records.
 
-    theta holds log length-scales. Inputs are uniform on a cube; targets are one draw
-    of the process with length-scales from exp(-.3), which matters, to exp(1.5), which
-    hardly does.
+    Targets are one draw of the process with length-scales from exp(-.3) to exp(1.5).
     """
     rng = np.random.default_rng(seed)
     truth = np.linspace(-0.3, 1.5, dimension)
@@ -132,10 +116,7 @@ def regression(dimension, size, seed):
 
 
 def ct_slices(count, features, seed):
-    """Return inputs and targets of random CT slices (Graf and others, 2011).
-
-    The file has a row per slice: a patient, 384 inputs and the place on the axis.
-    """
+    """Return random CT slices (Graf and others, 2011): patient, 384 inputs, place."""
     rows = np.loadtxt(os.environ["CT_SLICE"], delimiter=",", skiprows=1)
     rng = np.random.default_rng((seed, 3))
     rows = rows[rng.choice(len(rows), count, replace=False)]
@@ -143,15 +124,12 @@ def ct_slices(count, features, seed):
 
 
 def support_vectors(features, training, validation, seed, noise=1.0, uniform=False):
-    """Kernel and penalties of a support vector regression.
+    """Kernel and penalties of a support vector regression of scikit-learn.
 
-    A hundred inputs, of the CT slices if $CT_SLICE names their file, else generated:
-    five matter (Friedman's first function). A hundred length-scales, gamma, C and
-    epsilon, each scaled from its range to [-1, 1], the first hundred and one by their
-    logarithms. Trained by scikit-learn, so that losses come from Python. Unless starts
-    are `uniform` in the box, length-scales start in the upper half of their range: with
-    short ones in a hundred inputs every record is alone under the kernel, and no loss
-    depends on the point.
+    Inputs are of the CT slices if $CT_SLICE names their file, else generated: five
+    matter. Length-scales, gamma (both in logarithms), C and epsilon are scaled to
+    [-1, 1]. Unless starts are `uniform`, length-scales start in the upper half of their
+    range: with short ones every record is alone under the kernel.
     """
     ranges = (np.log(0.01), np.log(5.0)), (0.1, 3.0), (0.01, 1.0)
     middle, half = np.transpose([((a + b) / 2, (b - a) / 2) for a, b in ranges])

@@ -1,16 +1,11 @@
 """Worth of released models: every method beside baselines and an oracle.
 
-Run by `python -m benchmarks utility`, with names of tasks for some of them, such as
-`--task=T1b` (all that begin so). Prints tables and writes results/utility.md if
-all tasks ran. Tasks whose data are missing are left out (`source_tasks`).
+`python -m benchmarks utility`; `--task=T1b` runs the tasks that begin so. Prints tables
+and writes results/utility.md if all tasks ran; those without their data are left out.
 
-A method is judged by the mean loss of the model that it releases on test records that
-nobody trained on, at one budget for all. Every method runs with six settings, the
-oracle and baselines of training records with eight, for 4 keys each; the setting with
-the best median loss ON THE TEST RECORDS then runs for 10 keys, so that baselines and
-oracles are tuned as well as methods of two levels are. Rows marked "one setting" ran
-with the same setting on all tasks; those of `auto` with what `dpb.auto` chose.
-NON-PRIVATE evaluation.
+A method is judged by the mean test loss of the model that it releases. The setting with
+the best median of 4 keys ON THE TEST RECORDS runs for 10 keys, that of baselines and
+oracles, too. "One setting" is the same on all tasks. NON-PRIVATE evaluation.
 """
 
 import dataclasses
@@ -40,9 +35,8 @@ TAIL = dpb.outputs.TailMean()
 def descent(task, steps, size, clip=None):
     """Noisy descent, averaged over its second half; sizes in units of the task.
 
-    Gradients of linear models are clipped at 0.7 of the largest norm by default: at all
-    of it the losses of T1, T2 softmax and generated are larger, those of T1b (b)
-    smaller. Those of a network, which have no largest norm, at the task's norm.
+    Gradients of linear models are clipped at 0.7 of the largest norm by default, those
+    of a network, which have no largest norm, at the task's norm.
     """
     clip = clip or (0.7 if task.linear else 1.0)
     return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
@@ -273,12 +267,7 @@ def best(task, budget, candidates):
 def judged(task, epsilon, methods, baselines):
     """Return a row per method on one task, with the share of the gap that it closes.
 
-    Args:
-        task: The task.
-        epsilon: The epsilon of the budget.
-        methods: Functions that give the candidates of each method, by name: problems,
-            solvers and data. One of them is the oracle.
-        baselines: The names of the methods of one level.
+    `methods` are functions that give candidates, one of them the oracle's.
     """
     jax.clear_caches()  # programs of many tasks fill the memory
     start, budget, rows = time.perf_counter(), dpb.PrivacyBudget(epsilon, DELTA), {}
@@ -353,16 +342,14 @@ def summary(results):
 
 def main():
     options, results = pages.options(), []
-    prefix = options.get("task", "")
-    for name in [name for name in TASKS if name.startswith(prefix)]:
+    for name in pages.chosen(TASKS):
         if not there(name):
             print(f"{name}: left out, there is no {NEEDS[name[:2]].name}.")
             continue
         three = name.startswith("T1-")  # where methods still differ at 0.3
-        budgets = options.get("epsilon", "0.3,1,3" if three else "1,3")
-        for epsilon in map(float, budgets.split(",")):
+        for epsilon in pages.budgets("0.3,1,3" if three else "1,3"):
             results.append(evaluate(name, epsilon))
-            pages.keep(FOLDER / f"results-{prefix or 'all'}.json", results)
+            pages.keep(FOLDER / f"results-{options.get('task', 'all')}.json", results)
     parts = [summary(results), *map(table, results)]
     print(*parts, sep="\n\n")
     if not options and len({result["task"] for result in results}) == len(TASKS):

@@ -14,21 +14,13 @@ CLASSES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A loss of one record at some parameters, and its records.
+    """A loss of one record at some parameters, and its records."""
 
-    Attributes:
-        name: For the tables.
-        loss: `(parameters, record) -> scalar`.
-        parameters: A pytree of float32 arrays.
-        records: Pairs of inputs and targets, leading axis n.
-        layers: The widths of dense layers of the same network, or `"cnn"`, or None.
-    """
-
-    name: str
-    loss: Callable[[Any, Any], Any]
-    parameters: Any
-    records: Any
-    layers: tuple[int, ...] | str | None = None
+    name: str  # for the tables
+    loss: Callable[[Any, Any], Any]  # of parameters and a record
+    parameters: Any  # float32
+    records: Any  # inputs and targets, leading axis n
+    layers: tuple[int, ...] | str | None = None  # widths of dense layers, or "cnn"
 
     @property
     def size(self):

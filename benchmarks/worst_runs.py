@@ -1,11 +1,9 @@
 """The worst of twenty runs: `python -m benchmarks worst_runs`.
 
-One plan for every task and budget, by `dpb.auto` or with the settings that an example
-has, then a run for each of 20 keys. Printed are the median and the worst of the
-released models' losses on test records beside those of the starting point and of the
-best constant answer, and how many runs released a number that is not finite.
-`--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept
-in runs/worst_runs/rows.json and not measured again; a call without options writes
+One plan for every task and budget, then 20 keys: the median and the worst test loss
+beside those of the start and of the best constant answer, and how many runs released a
+number that is not finite. `--task=T1b` runs the tasks that begin so, `--epsilon=1,3`
+these budgets. Rows are kept in runs/worst_runs; a call without options writes
 results/worst_runs.md. NON-PRIVATE evaluation.
 """
 
@@ -228,11 +226,10 @@ def table(rows):
 
 def main():
     options, rows = pages.options(), pages.kept(ROWS)
-    for epsilon in map(float, options.get("epsilon", "0.3,1,3,10").split(",")):
-        for name, task in tasks().items():
-            done = any((r["task"], r["epsilon"]) == (name, epsilon) for r in rows)
-            if name.startswith(options.get("task", "")) and not done:
-                rows.append(evaluate(name, task, epsilon))
+    for epsilon in pages.budgets("0.3,1,3,10"):
+        for name in pages.chosen(made := tasks()):
+            if all((r["task"], r["epsilon"]) != (name, epsilon) for r in rows):
+                rows.append(evaluate(name, made[name], epsilon))
                 pages.keep(ROWS, rows)
                 jax.clear_caches()
     print(table(rows))

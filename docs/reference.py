@@ -43,6 +43,8 @@ MODULES = {
     "bilevel.zoo": "Test problems of two levels",
     "games.zoo": "Test games",
 }
+# Functions that have the names of parameters, which stand alone as `code` more often.
+OF_PARAMETERS = "delta", "epsilon", "noise_multiplier"
 MADE = ".. This page is made by docs/reference.py.\n"
 
 
@@ -88,9 +90,11 @@ def homes() -> dict[str, str]:
         for name in offered:
             full = f"dpbilevel.{name}" if name in names[""] else f"{module}.{name}"
             written = f"{path}.{name}" if path else name
-            for prefix in ("", "dpb.", "dpbilevel."):
+            alone = () if name in OF_PARAMETERS else ("",)
+            for prefix in (*alone, "dpb.", "dpbilevel."):
                 found[prefix + written] = full
-            short.setdefault(name, set()).add(full)
+            if alone:
+                short.setdefault(name, set()).add(full)
     # A name alone, where only one module has it.
     one = {name: min(full) for name, full in short.items() if len(full) == 1}
     return one | found

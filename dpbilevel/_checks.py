@@ -131,6 +131,12 @@ def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[...,
 positive = _check_of_range("positive and finite", lambda v: v > 0)
 non_negative = _check_of_range("non-negative and finite", lambda v: v >= 0)
 fraction = _check_of_range("strictly between 0 and 1", lambda v: 0 < v < 1)
+batch_rate = _check_of_range(
+    "in (0, 1], the batch size over the number of records", lambda v: 0 < v <= 1
+)
+gaussian_delta = _check_of_range(
+    "above 0 and well below one over the number of records", lambda v: 0 < v < 1
+)
 proper_fraction = _check_of_range("at least 0 and below 1", lambda v: 0 <= v < 1)
 signed_share = _check_of_range("in [-1, 1]", lambda v: -1 <= v <= 1)
 row_norm = _check_of_range("from 1e-15 to 1e15", lambda v: 1e-15 <= v <= 1e15)
@@ -273,7 +279,7 @@ def leading_axis(name: str, records: PyTree) -> int:
             kind = (dtype.type if known else type(dtype or leaf)).__name__
             raise ValueError(
                 f"{name}{where} must be a numeric array, got {kind}. Convert lists by "
-                "numpy.asarray(...), data frames by .to_numpy(), texts to numbers."
+                "numpy.asarray(...), lazy frames by .collect(), texts to numbers."
             )
         lengths[where or "value"] = leaf.shape[:1]
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:

@@ -30,6 +30,7 @@ from .bilevel import (
     Sizes,
 )
 from .core import outputs, proximal
+from .core.accountants import delta, epsilon, noise_multiplier, records_needed
 from .core.loop import solve
 from .core.plan import calibrate
 from .core.process_spending import PrivacyWarning, spent
@@ -58,6 +59,7 @@ from .privacy import (
 )
 from .runs.fit import fit
 from .runs.run import advance, resume, start
+from .runs.saved import load
 
 __all__ = [
     "AbstractSolver",
@@ -90,12 +92,16 @@ __all__ = [
     "by_person",
     "calibrate",
     "debug",
+    "delta",
     "draws",
+    "epsilon",
     "fit",
     "games",
     "hinge_loss",
     "linear_tuning",
+    "load",
     "logistic_loss",
+    "noise_multiplier",
     "onelevel",
     "oracles",
     "outputs",
@@ -103,6 +109,7 @@ __all__ = [
     "planning",
     "privacy",
     "proximal",
+    "records_needed",
     "resume",
     "root_key",
     "search",

@@ -78,3 +78,60 @@ def found_by(problem, solver, data, w0, key):
     for step in step_keys(key, solver.num_steps)[1]:
         state = solver.step(problem, data, state, key=step)
     return solver.answer(problem, state), state.outputs
+
+
+# Accelerators round the factors of matrix products by default.
+exact = jax.default_matmul_precision("highest")
+
+
+def ridge_tuning(upper, lower):
+    r"""Return a zoo `Example`: the penalty $\frac12 e^x \|y\|^2$ of least squares.
+
+    $y^*(x) = (A + e^x I)^{-1} c$ with $A$, $c$ the lower level's second moments.
+    """
+
+    @exact
+    def moments(records):
+        a, b = records["features"], records["label"]
+        return a.T @ a / len(b), a.T @ b / len(b), jnp.mean(b**2)
+
+    (a_up, c_up, b_up), (a_low, c_low, _) = moments(upper), moments(lower)
+    eye = jnp.eye(len(c_low), dtype=c_low.dtype)
+
+    def loss(_, y, record):
+        return dpb.squared_loss(y, record)
+
+    def lower_public(x, y):
+        return 0.5 * jnp.exp(x[0]) * jnp.sum(y**2)
+
+    def lower_solution(x):
+        return jnp.linalg.solve(a_low + jnp.exp(x[0]) * eye, c_low)
+
+    def penalized_solution(x, penalty):
+        system = a_up + penalty * (a_low + jnp.exp(x[0]) * eye)
+        return jnp.linalg.solve(system, c_up + penalty * c_low)
+
+    @exact
+    def hyper_objective(x):
+        y = lower_solution(x)
+        return 0.5 * (y @ a_up @ y) - c_up @ y + 0.5 * b_up
+
+    @exact
+    def hypergradient(x):
+        y = lower_solution(x)
+        system = a_low + jnp.exp(x[0]) * eye
+        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)  # v
+        return -jnp.exp(x) * (adjoint @ y)  # the cross derivative e^x y, times v
+
+    problem = dpb.BilevelProblem(
+        loss, loss, lower_public=lower_public, x_in_records=False
+    )
+    return dpb.bilevel.zoo.Example(
+        problem,
+        dpb.Levels(upper, lower),
+        (jnp.zeros(1, c_low.dtype), jnp.zeros_like(c_low)),
+        lower_solution,
+        penalized_solution,
+        hyper_objective,
+        hypergradient,
+    )

@@ -2,9 +2,8 @@
 
 from .linear_tuning import linear_tuning
 from .mixed_sources import MixedSources
-from .penalties import PenaltyTuning, penalty_start, penalty_tuning
+from .penalties import PenaltyTuning, ScaledGroups, penalty_start, penalty_tuning
 from .recalibration import Recalibration
-from .scaled_groups import ScaledGroups
 from .selected_sources import ScoringModel, SelectedSources
 from .sources import (
     SourceWeighting,

@@ -22,8 +22,7 @@ from ..bilevel import AbstractCertificate, BilevelProblem, SecondOrderConstants
 from ..bilevel.certificates.constants import check_terms, terms_of
 from ..bilevel.certificates.fixed_count import Bounds, Metric, Spectrum
 from ..core.levels import Sizes
-from ..onelevel.linear_models import AbstractLinearModel, module_of
-from ..onelevel.losses import Record, bounded, score
+from ..onelevel.losses import AbstractLinearModel, Record, bounded, module_of, score
 from ..sets import Box
 from .penalties import penalty_tuning
 

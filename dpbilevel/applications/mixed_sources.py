@@ -18,7 +18,7 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.exact.floats import is_finite
 from ..sets import Euclidean
-from .source_pipeline import (
+from .selected_sources import (
     FIT,
     ONE_MEAN,
     SCORE,

@@ -1,27 +1,182 @@
-"""Sources chosen by a first model, and one private model of those that are kept."""
+"""Pipelines that score data sources, and one private model of those that are kept."""
 
-from typing import ClassVar, Literal
+import dataclasses
+from typing import Any, ClassVar, Literal
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+import optax
+from equinox import AbstractVar  # noqa: F811
+from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import SignedShare
-from ..bilevel.levels import equal_weights, queries_of, validation_objective
+from ..bilevel.levels import (
+    Objective,
+    equal_weights,
+    lower_objective,
+    queries_of,
+    validation_objective,
+)
+from ..bilevel.penalty_gradients import rows_of_steps
+from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..onelevel.adaptive_clip import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
-from .source_pipeline import (
-    FIT,
-    ONE_MEAN,
-    SCORE,
-    AbstractSourcePipeline,
-    score_objective,
-)
+from ..privacy.exact.floats import is_finite
+from ..sets import Euclidean
 from .sources import ModelLoss, SourceWeighting, source_weighting
+
+SCORE, FIT = "score", "fit"
+# Lengths of the two entries of a record in `score_objective`; their squares sum to 1.
+_OF_SIGN, _OF_FRACTION = 0.96, 0.28
+# Logit of a source that is dropped: a weight of about 1e-13.
+_DROPPED = -30.0
+# Sources below a tenth of the mean size count as of that size: noise is no denominator.
+_LEAST_SIZE = 0.1
+# If few records are kept, steps as long as on these alone would multiply the noise,
+# which is relative to all records. Steps are at most this many times as long.
+_LONGEST = 4.0
+# One step of descent on a linear function: a noisy mean of vectors of norm 1.
+ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
+
+
+class AbstractSourcePipeline(AbstractPipeline):
+    """A first model, a score for each source, a model of the sources that are kept.
+
+    Attributes:
+        score: The one step that releases the scores.
+        fit: The solver of the last model.
+        keep_above: The least score of a source that is kept.
+    """
+
+    score: AbstractVar[NoisyDescent]
+    fit: AbstractVar[NoisyDescent]
+    keep_above: AbstractVar[SignedShare]
+    problem_type: ClassVar[type] = SourceWeighting
+    in_config: ClassVar[bool] = True
+
+    @property
+    def fit_penalty(self) -> float | None:
+        """Penalty of the fit if it reads validation records too, else `None`."""
+        return None
+
+    def kept(self, outputs: Outputs) -> Float[Array, " k"]:
+        """Return an array: 1 for each kept source, else 0; all 1 if none passes."""
+        signs, _ = signs_and_fractions(outputs[SCORE])
+        score = signs / self.source_fractions(outputs)
+        kept = score > self.keep_above
+        return jnp.where(jnp.any(kept), kept, True).astype(score.dtype)
+
+    def source_fractions(self, outputs: Outputs) -> Float[Array, " k"]:
+        """Return each source's released fraction of records, bounded from below."""
+        _, fractions = signs_and_fractions(outputs[SCORE])
+        return jnp.clip(fractions, _LEAST_SIZE / len(fractions), 1.0)
+
+    def kept_fraction(self, outputs: Outputs) -> Float[Array, ""]:
+        """Return the released fraction of the training records that are kept."""
+        kept, (_, fractions) = self.kept(outputs), signs_and_fractions(outputs[SCORE])
+        return jnp.clip(jnp.sum(kept * fractions), _LEAST_SIZE / len(kept), 1.0)
+
+    def fit_weight(self, outputs: Outputs) -> Float[Array, ""]:
+        """Return the number of records of the fit over the number of lower records."""
+        penalty = self.fit_penalty
+        return self.kept_fraction(outputs) + (0.0 if penalty is None else 1 / penalty)
+
+    @override
+    def step_factor(self, name, outputs):
+        if name != FIT:
+            return None
+        # The gradient is a mean over all records: as long a step as on the kept alone.
+        return jnp.minimum(1 / self.fit_weight(outputs), _LONGEST)
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """Return `ForecastRow`s if steps of the fit overshoot the public terms."""
+        return rows_of_steps(problem, w0, {FIT: self.fit})
+
+    def fit_objective(self, problem: SourceWeighting, w0, outputs) -> Objective:
+        r"""Return the `Objective` of the fit: the model's loss on the kept sources.
+
+        It is the mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$.
+        The weights $w \in \{0, 1\}^k$ of kept sources do not exceed 1, so that the clip
+        norm is that of the loss of the model. The mean is over all records. The factor
+        $\bar w$, the number of records of the fit over that of lower ones, gives the
+        public term its weight beside a mean over the records of the fit alone.
+        """
+        whole = lower_objective(problem, w0[0], self.fit_penalty)
+        kept, weight = self.kept(outputs), self.fit_weight(outputs)
+
+        def weighted(y, row):
+            index, known = problem.index(row)
+            loss = problem.loss(y, row)
+            return jnp.where(known, kept[index], 0).astype(loss.dtype) * loss
+
+        def public(w):
+            if problem.lower_public is None:
+                return optax.tree.zeros_like(w)
+            gradient = jax.grad(problem.lower_public, 1)(w0[0], w)
+            return jax.tree.map(lambda v: weight.astype(v.dtype) * v, gradient)
+
+        lower = jax.grad(problem.of_record(weighted))
+        records = {**whole.records, "lower": lower}
+        return dataclasses.replace(whole, records=records, public=public)
+
+    def score_start(self, w0: PyTree) -> Float[Array, "2 k"]:
+        """Return zeros of shape (2, k), the initial point of the scores."""
+        return jnp.zeros((2, len(w0[0])), dtype_of(w0[1]))
+
+    @override
+    def answer(self, problem: Any, state):
+        """Return the pair (x, y), in which x weighs the kept sources equally."""
+        kept = self.kept(state.outputs)
+        x = kept / jnp.sum(kept)
+        if problem.parametrization == "logits":
+            x = jnp.where(kept > 0, 0.0, _DROPPED)
+        y = problem.y_set.project(state.solution[1])  # mixtures may lie outside
+        return x.astype(state.w0[0].dtype), y
+
+
+def score_objective(
+    problem: SourceWeighting, model: PyTree, start: PyTree
+) -> Objective:
+    r"""Return the linear `Objective` that one step of 1 solves for the scores.
+
+    Entry $(0, s)$ is $a = 0.96$ times the mean over all training records of $1$ or $-1$
+    for those of source $s$ and $0$ for others. It is $1$ if `model` has a smaller loss
+    than `start`. Entry $(1, s)$ is $b = 0.28$ times the fraction of records of source
+    $s$. As $a^2 + b^2 = 1$, a record is a vector of norm 1: the sizes of the sources
+    cost the signs 4 % of their precision. A record whose source is unknown, or whose
+    loss is not finite, is the vector 0.
+    """
+
+    def lower(w, row):
+        index, known = problem.index(row)
+        before, after = (problem.loss(y, row) for y in (start, model))
+        sign = jnp.where(after < before, 1, -1)
+        row = jnp.stack([_OF_SIGN * sign, jnp.asarray(_OF_FRACTION)]).astype(w.dtype)
+        # A record that no model can be fitted to says nothing about its source.
+        counts = known & is_finite(before) & is_finite(after)
+        return jnp.where(counts, -jnp.zeros_like(w).at[:, index].set(row), 0)
+
+    return Objective(Euclidean(), {"lower": problem.of_record(lower)})
+
+
+def signs_and_fractions(
+    released: Float[Array, "2 k"],
+) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
+    """Return each source's mean sign and its fraction of records."""
+    signs, fractions = released
+    return signs / _OF_SIGN, fractions / _OF_FRACTION
+
+
+def dtype_of(model: PyTree) -> jnp.dtype:
+    """Return the dtype of the numbers that are released about a model."""
+    return jax.tree.leaves(model)[0].dtype
+
 
 MODEL = "model"
 

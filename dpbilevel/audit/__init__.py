@@ -5,12 +5,10 @@ them public or synthetic records only.
 """
 
 from . import debug
-from .canaries import Canary, canaries
+from .canaries import Canary, OneRun, canaries, one_run, refutes
 from .claims import Claim, event_claim, gaussian_claim, ledger_claims, pure_claim
 from .device import DeviceArithmetic, device_arithmetic
-from .one_run import OneRun, one_run, refutes
-from .reuse import NoiseReuse, noise_reuse
-from .sensitivity import SensitivitySearch, sensitivity_search
+from .sensitivity import NoiseReuse, SensitivitySearch, noise_reuse, sensitivity_search
 from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
 from .worst_cases import worst_case
 

@@ -115,7 +115,6 @@ def refute_constants(
     *,
     key: PRNGKey,
     tries: int = 500,
-    spread: float = 1.0,
 ) -> ConstantsSearch:
     r"""Return a `ConstantsSearch` for violations of the constants. NON-PRIVATE.
 
@@ -132,7 +131,6 @@ def refute_constants(
             can be.
         key: A typed key.
         tries: The number of points.
-        spread: The standard deviation of $x$ around `w0`, before projection.
 
     Returns:
         The largest ratios found: above 1 they refute a constant, below 1 they do not
@@ -150,7 +148,7 @@ def refute_constants(
     with jax.enable_x64(True):
         w0, records = as_float64(w0), as_float64(records)
         radius = declared.solution_radius
-        points = [_points(problem, w0, random, tries, spread, radius) for _ in range(2)]
+        points = [_points(problem, w0, random, tries, radius) for _ in range(2)]
         datasets = [_draw_datasets(records, random, tries) for _ in range(2)]
         measure = jax.jit(lambda *points: _measure(problem, points))
         found = {k: float(v.max()) for k, v in measure(*points, *datasets).items()}
@@ -166,10 +164,10 @@ def refute_constants(
     return ConstantsSearch(tries, ratios)
 
 
-def _points(problem, w0, random, count: int, spread: float, radius: float):
+def _points(problem, w0, random, count: int, radius: float):
     """Draw batches of `count` points: x of the set, y of the ball."""
     (x0, unravel_x), (y0, unravel_y) = map(jax.flatten_util.ravel_pytree, w0)
-    near = np.asarray(x0)[None] + spread * random.normal(size=(count, x0.size))
+    near = np.asarray(x0)[None] + random.normal(size=(count, x0.size))
     project = jax.vmap(lambda v: problem.x_set.project(unravel_x(v)))
     directions = random.normal(size=(count, y0.size))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)

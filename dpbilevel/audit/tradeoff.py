@@ -15,8 +15,15 @@ from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..privacy.noise import PRNGKey, check_key, step_keys
 from .canaries import Canary, canaries, check_solver
-from .claims import Claim, TradeOffCurve, gaussian_mu_of
-from .observations import check_arguments, check_pair, observe, scores_of
+from .claims import (
+    Claim,
+    TradeOffCurve,
+    check_arguments,
+    check_pair,
+    gaussian_mu_of,
+    observe,
+    scores_of,
+)
 
 ALPHA = 1e-4  # chance that a sound mechanism is rejected
 PILOT = 0.2  # fraction of runs that chooses statistic and thresholds

@@ -20,10 +20,9 @@ from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism, RegularizedExponentialMechanism
 from ..draws.localized import LocalizedDraws
-from ..games.bilinear import BilinearGame
+from ..games.bilinear import BilinearGame, NoisyPayoff
 from ..games.group_descent import GroupDescent
 from ..games.groups import group_fair
-from ..games.noisy_payoff import NoisyPayoff
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
 from ..onelevel import AdaptiveClipGD, FiniteSum

@@ -102,7 +102,7 @@ class PlannedPenalty:
             chosen = {"num_steps": steps, "penalty": penalty, "inner": inner}
             return chosen | {"sampling": theorem.outer_sampling(*given)}
 
-        return _Planner(cls, owner, theorem, problem, budget, inner_steps).kept(
+        return PenaltyPlanner(cls, owner, theorem, problem, budget, inner_steps).kept(
             made, sizes, fields
         )
 
@@ -164,7 +164,7 @@ class PlannedPenalty:
         theorem = PenaltyTheorem.of(
             owner, problem, dimension_x, dimension_y, initial_gap, population
         )
-        planner = _Planner(cls, owner, theorem, problem, budget, inner_steps)
+        planner = PenaltyPlanner(cls, owner, theorem, problem, budget, inner_steps)
 
         def made(sizes: Sizes) -> Fields:
             return planner.least(inner, sizes, fields.get("run_noise", Gaussian()))
@@ -214,7 +214,7 @@ class PlannedPenalty:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planner:
+class PenaltyPlanner:
     """Steps that `from_theorem` and `tuned` share."""
 
     solver: Callable[..., Any]  # the class of the planned solver

@@ -99,6 +99,7 @@ class BilevelProblem(AbstractProblem):
         constants = self.constants
         if not isinstance(constants, AbstractCertificate):
             return dataclasses.replace(self, unit=unit, **functions)
+        constants.check(self)  # those of other functions do not become these
         bare = dataclasses.replace(self, constants=None, unit=unit, **functions)
         return dataclasses.replace(bare, constants=constants.on_records_of(bare))
 

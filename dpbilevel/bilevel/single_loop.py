@@ -1,4 +1,4 @@
-"""The single-loop method: one joint release moves all three variables."""
+"""Single-loop methods: one joint release moves all three variables."""
 
 from typing import Any, ClassVar
 
@@ -125,4 +125,125 @@ class SingleLoopBilevel(AbstractJointSolver):
         q = self.directions(problem, data, upper, lower, like=x, key=key)
         q = self.with_public(problem, q, upper, lower)
         q = _Blocks(q.y, smooth_entries(problem.lower_public, x, y, q.v), q.x)
+        return self.moved(problem, state, self.curvature_limited(problem, q, x, y))
+
+
+class _Differences(AbstractBlocks):
+    y: Any
+    delta: Any  # the penalty times the way from y to the penalized solution
+    x: Any
+
+
+class FiniteDifferenceBilevel(AbstractJointSolver):
+    r"""First-order bilevel optimization that tracks a scaled difference of solutions.
+
+    $y$ follows the solution of the lower level and $\delta = \lambda (z - y)$ the
+    difference to the solution $z$ of the penalized level $g + f / \lambda$, with a
+    large penalty $\lambda$. One step moves all three variables from the same point
+    and the same batch:
+
+    $$
+    z = y + \delta / \lambda, \qquad q_y = \nabla_y g(x, y), \qquad q_\delta = \lambda
+    \bigl(\nabla_y g(x, z) - \nabla_y g(x, y)\bigr) + \nabla_y f(x, z),
+    $$
+    $$
+    q_x = \lambda \bigl(\nabla_x g(x, z) - \nabla_x g(x, y)\bigr) + \nabla_x f(x, z),
+    $$
+    $$
+    y \leftarrow \Pi_Y(y - \rho\, q_y), \qquad \delta \leftarrow \delta - \rho\,
+    q_\delta, \qquad x \leftarrow \Pi_X(x - \eta\, q_x).
+    $$
+
+    A lower record enters with $(\nabla_y g, \lambda (\nabla_y g - \nabla_y g), \lambda
+    (\nabla_x g - \nabla_x g))$ at the cost of two gradients, an upper one with $(0,
+    \nabla_y f, \nabla_x f)$. A record's three blocks are clipped together: a record
+    whose blocks are within their clip norms is left as it is.
+
+    The directions are those of `F2SA` in other coordinates. There the noise of y and z
+    is multiplied by $\lambda$ in the hypergradient; here noise enters y and $\delta$,
+    and nothing multiplies it by $\lambda$, which can thus be large: the bias falls like
+    $1 / \lambda$. In the limit $\delta$ tracks $-[\nabla_{yy}^2 g]^{-1} \nabla_y f$,
+    and this is `SingleLoopBilevel` with finite differences for products with second
+    derivatives. Losses are evaluated at $z$, which is $\delta / \lambda$ from `y_set`
+    at most. The hypergradient formula holds where $y^*(x)$ is in its interior.
+
+    Steps are shorter if they would overshoot the public terms, as in `NoisyGD`:
+    those of $x$ the upper one, the others the lower one.
+
+    Args:
+        num_steps: The number of steps. Static.
+        step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $q_x$.
+        lower_step_size: The step size $\rho$ of $y$ and $\delta$, below two over the
+            largest eigenvalue of $\nabla_{yy}^2 g$; or an optax optimizer fed with
+            $q_y$ and $q_\delta$.
+        penalty: The penalty $\lambda$. Rounding of gradients is multiplied by it: in
+            float32 keep it below $10^5$ or so.
+        clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
+        difference_clip_norm: The bound $C_\delta$ on $\lambda (\nabla_y g - \nabla_y
+            g)$ of one lower record; it includes the factor $\lambda$. `None` takes
+            $\max(C_y, C_f n_g / n_f)$ with the records of a batch of each level: below
+            that the share of one upper record decides the noise of all blocks.
+        cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
+            lower record; it includes the factor $\lambda$. If no lower loss reads x, it
+            is the unit of $\nabla_x f$.
+        upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
+            upper record.
+        budget_split: How the squared budget is split over $y$, $\delta$ and $x$: the
+            noise of a block is $C_b / \sqrt{s_b}$ times a common factor. If no record's
+            loss reads x, it is split over the first two.
+
+    Privacy:
+        `num_steps` Gaussian releases of all blocks at once, from one batch per level.
+        In units $u_b = C_b / \sqrt{s_b}$ of the blocks a lower record moves the mean by
+        at most $1 / n_g$ and an upper record by at most $\sqrt{(C_f / u_\delta)^2 +
+        (C_f / u_x)^2} / n_f$, the second term only if upper losses read x; twice
+        that under replace-one. Enforced by clipping, for any functions and any penalty.
+        If no record's loss reads x, $q_x$ is a function of released values and needs
+        no noise and no budget. $x$, $y$, $\delta$ and the whole trajectory are
+        released.
+
+    References:
+        Yang, Xiao and Ji, "Achieving O(epsilon^-1.5) complexity in
+        Hessian/Jacobian-free stochastic bilevel optimization", NeurIPS 2023 (FdeHBO).
+        Here with clipped and noisy directions, without momentum and without a bound on
+        $\delta$; and $\nabla f$ at $z$ instead of $y$, so that a fixed point is one of
+        the penalty method (Kwon, Kwon, Wright and Nowak, ICML 2023).
+    """
+
+    num_steps: Count = eqx.field(static=True)
+    penalty: Positive = 100.0
+    difference_clip_norm: Positive | None = None
+    blocks: ClassVar = _Differences
+
+    @override
+    def descents(self, problem, *x) -> _Differences:
+        return _Differences(
+            Descent(self.lower_step_size, problem.y_set),
+            Descent(self.lower_step_size, Euclidean()),
+            Descent(self.step_size, problem.x_set),
+        )
+
+    @override
+    def lower_bounds(self, sizes):
+        of_delta = self.balanced(self.difference_clip_norm, sizes)
+        return self.clip_norm, of_delta, self.cross_clip_norm
+
+    @override
+    def step(self, problem, data, state, *, key) -> JointState:
+        x, y, delta = state.w.x, state.w.y, state.w.delta
+        z = jax.tree.map(lambda a, b: a + b / self.penalty, y, delta)
+
+        def upper(f):
+            of_x, of_delta = jax.grad(f, (0, 1))(x, z)
+            return _Differences(optax.tree.zeros_like(y), of_delta, of_x)
+
+        def lower(g):
+            at_y, at_z = (jax.grad(g, (0, 1))(x, w) for w in (y, z))
+            difference = optax.tree.sub(at_z, at_y)
+            of_x, of_delta = optax.tree.scale(self.penalty, difference)
+            return _Differences(at_y[1], of_delta, of_x)
+
+        # All directions at the same point and on the same batch.
+        q = self.directions(problem, data, upper, lower, like=x, key=key)
+        q = self.with_public(problem, q, upper, lower)
         return self.moved(problem, state, self.curvature_limited(problem, q, x, y))

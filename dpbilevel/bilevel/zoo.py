@@ -8,17 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..onelevel.losses import shortened, squared_loss
+from ..onelevel.losses import shortened
 from ..sets import Ball, Euclidean
 from .certificates.constants import Constants, SecondOrderConstants, terms_of
 from .problem import BilevelProblem, Levels
 
-__all__ = ["Example", "hard_instance", "leak", "quadratic_bilevel", "ridge_tuning"]
+__all__ = ["Example", "hard_instance", "leak", "quadratic_bilevel"]
 
 Vector = Float[Array, " d"]
-
-# Accelerators round the factors of matrix products by default.
-_exact = jax.default_matmul_precision("highest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,65 +126,6 @@ def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
         per_record=True,
         terms=terms,
         **dict.fromkeys(zeros, 0.0),
-    )
-
-
-def ridge_tuning(upper: PyTree, lower: PyTree):
-    r"""Return an `Example`: a ridge penalty tuned on upper records.
-
-    Least squares have the penalty $\frac12 e^x \|y\|^2$, so
-    $y^*(x) = (A + e^x I)^{-1} c$ with $A$, $c$ the lower level's second moments.
-
-    Args:
-        upper: Records `{"features", "label"}` of the upper level.
-        lower: Records of the lower level.
-
-    Returns:
-        An `Example` with scalar $x$ of shape `(1,)`.
-    """
-
-    @_exact
-    def moments(records):
-        a, b = records["features"], records["label"]
-        return a.T @ a / len(b), a.T @ b / len(b), jnp.mean(b**2)
-
-    (a_up, c_up, b_up), (a_low, c_low, _) = moments(upper), moments(lower)
-    eye = jnp.eye(len(c_low), dtype=c_low.dtype)
-
-    def loss(_, y, record):
-        return squared_loss(y, record)
-
-    def lower_public(x, y):
-        return 0.5 * jnp.exp(x[0]) * jnp.sum(y**2)
-
-    def lower_solution(x):
-        return jnp.linalg.solve(a_low + jnp.exp(x[0]) * eye, c_low)
-
-    def penalized_solution(x, penalty):
-        system = a_up + penalty * (a_low + jnp.exp(x[0]) * eye)
-        return jnp.linalg.solve(system, c_up + penalty * c_low)
-
-    @_exact
-    def hyper_objective(x):
-        y = lower_solution(x)
-        return 0.5 * (y @ a_up @ y) - c_up @ y + 0.5 * b_up
-
-    @_exact
-    def hypergradient(x):
-        y = lower_solution(x)
-        system = a_low + jnp.exp(x[0]) * eye
-        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)  # v
-        return -jnp.exp(x) * (adjoint @ y)  # the cross derivative e^x y, times v
-
-    problem = BilevelProblem(loss, loss, lower_public=lower_public, x_in_records=False)
-    return Example(
-        problem,
-        Levels(upper, lower),
-        (jnp.zeros(1, c_low.dtype), jnp.zeros_like(c_low)),
-        lower_solution,
-        penalized_solution,
-        hyper_objective,
-        hypergradient,
     )
 
 

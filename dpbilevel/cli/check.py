@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from .cells import declaration_for
 from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, named, positions
 from .config import Config
-from .csv_files import read_csv
 from .data import CsvFile, TableData
 from .loading import find_files, test_file, without_sources
+from .people import ids_of, is_id
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
@@ -38,7 +39,7 @@ def check(
         config: The config.
         data: A file of records instead of the config's.
         validation: A file of validation records instead of the config's.
-        ids: The column with the person of each row.
+        ids: The column with the person of each row, by default that of the config.
 
     Raises:
         ValueError: The config reads no file, or a file is missing or lacks a column.
@@ -55,13 +56,14 @@ def check(
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate(files):
         if file is not None:
-            table = read_csv(file, source.separator)
+            table = source.table(file)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
-            lines = _lines(source if i == 0 else without_sources(source), table, ids)
+            own = source if i == 0 else without_sources(source)
+            lines = [*_lines(own, table), *_people(table, config, ids)]
             yield from (f"NON-PRIVATE:   {line}" for line in lines)
 
 
-def _lines(data: CsvFile, table: Table, ids: str | None) -> Iterator[str]:
+def _lines(data: CsvFile, table: Table) -> Iterator[str]:
     lists = _lists(data) if isinstance(data, TableData) else {}
     marks, columns = data.encode(table).marks, data.checked_columns
     assert marks is not None
@@ -71,22 +73,39 @@ def _lines(data: CsvFile, table: Table, ids: str | None) -> Iterator[str]:
             yield from _numbers(name, table.column(name), of_column)
     for name, (values, effect) in lists.items():
         yield from _values(name, table.column(name), values, effect)
-    if ids is not None:
-        counts = collections.Counter(table.column(ids))
-        several = {name: n for name, n in counts.items() if name and n > 1}
+
+
+def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
+    """Yield lines on the rows of each person, by the columns that may hold ids."""
+    privacy = config.privacy
+    known, used = ids or privacy.person, config.data.checked_columns
+    free = [name for name in table.columns if used and name not in used.names]
+    for name in [known] if known else filter(is_id, free):
+        rows = collections.Counter(ids_of(table, name).tolist())
+        without = rows.pop("", 0)
+        counts = collections.Counter(rows.values())
+        most = privacy.most_rows
+        shown = ", ".join(f"{n} with {m}" for m, n in sorted(counts.items())[:_SHOWN])
         yield (
-            f"{ids}: {len(counts)} different; {len(several)} in more than one row, at "
-            f"most {max(several.values(), default=1)}; {counts['']} rows without one"
-            + ("; put all that one person contributes into one row" if several else "")
+            f"{name}: {len(rows)} people, by their number of rows: {shown or 'none'}"
+            f"{', ...' if len(counts) > _SHOWN else ''} (at most "
+            f"{max(counts, default=0)})"
         )
+        if without:
+            yield f"  {without} rows without an id, which are left out"
+        cut = sum(n for m, n in counts.items() if m > most)
+        if cut and privacy.person == name:
+            yield f"  {cut} people have more than {most} rows; their first {most} count"
+        if max(counts, default=0) > 1 and not privacy.person:
+            yield f"  set person = {name!r} in [privacy] to protect people, not rows"
 
 
 def _lists(data: TableData) -> dict[str, tuple[tuple[Value, ...], str]]:
     """Return, by column, its listed values and the effect of an unlisted value."""
     label, none = data.label, "the record has no influence"
     found = {b.column: (b.values, "counts as none of them") for b in data.categorical}
-    if label.positive:
-        found[label.column] = ((*label.positive, *label.negative), none)
+    if label.numbers:
+        found[label.column] = (label.values, none)
     for place in filter(None, (data.sources, data.groups)):
         if place.column:
             found[place.column] = (place.values, none)
@@ -103,6 +122,12 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
                 f"  {len(rows)} {remedy} (rows {_rows(rows)}; the first cell is "
                 f"{cells[int(rows[0])]!r})"
             )
+        if mark == UNUSABLE and len(rows):
+            keys = declaration_for(cells[int(rows[0])])
+            no_value = (
+                f"missing = [{cells[int(rows[0])]!r}] in [data] if it is no value"
+            )
+            yield f"    it can be read with {keys}" if keys else f"    give {no_value}"
 
 
 def _values(

@@ -1,12 +1,13 @@
 """Cells of columns as features, labels and marks, by public constants of the config."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
 from jaxtyping import PyTree
+
+from .cells import check_unit, date_reader, number, reader
 
 Cells = Sequence[str]
 Value = str | float  # a cell's text, or the number that the cell reads as
@@ -55,6 +56,7 @@ class Records:
         group: Group of each record, -1 for one that is not listed, or `None`.
         marks: Marks of the checked cells, one column each; `None` for records that are
             in no file.
+        ids: The id of the person of each row; `None` if every row is a record.
     """
 
     features: np.ndarray
@@ -62,6 +64,7 @@ class Records:
     source: np.ndarray | None = None
     group: np.ndarray | None = None
     marks: np.ndarray | None = None
+    ids: np.ndarray | None = None
 
     def __repr__(self) -> str:
         """Return the class name; never a value."""
@@ -80,7 +83,7 @@ class Records:
         if self.features.ndim > 2:
             return self.features
         parts = {k: v for k, v in vars(self).items() if v is not None}
-        return {k: v for k, v in parts.items() if k != "marks"}
+        return {k: v for k, v in parts.items() if k not in ("marks", "ids")}
 
     def as_bytes(self) -> Iterator[bytes]:
         """Yield the bytes of each record that decide its part of a split."""
@@ -93,18 +96,22 @@ class Standardized:
     r"""Numbers $v$ mapped to $\mathrm{clip}((t(v) - m) / s) / c$ by public constants.
 
     Args:
-        transform: $t$: `"none"` or `"log1p"`.
+        transform: $t$: `"none"`, `"log1p"`, or `"date"`, the days since `origin`.
         clip: $c > 0$; values are clipped to $[-c, c]$.
         unit: Text that may stand before or after a number, such as `"€"` or `"%"`.
         decimal: Decimal sign. If it or the unit is declared, thousands may be separated
             by the other sign, spaces or apostrophes.
+        origin: Day 0 of dates, in ISO 8601.
+        date_format: Format of dates, as of `strptime`; empty for ISO 8601.
     """
 
     _: dataclasses.KW_ONLY
-    transform: Literal["none", "log1p"] = "none"
+    transform: Literal["none", "log1p", "date"] = "none"
     clip: float = 3.0
     unit: str = ""
     decimal: Literal["", ".", ","] = ""
+    origin: str = "2000-01-01"
+    date_format: str = ""
 
     def standardized(
         self, cells: Cells, mean: float, scale: float
@@ -116,7 +123,10 @@ class Standardized:
         Privacy:
             Works cell by cell, and never raises or warns because of a cell.
         """
-        read = reader(self.unit, self.decimal)
+        if self.transform == "date":
+            read = date_reader(self.origin, self.date_format)
+        else:
+            read = reader(self.unit, self.decimal)
         values = np.asarray([read(cell) for cell in cells], float)
         with np.errstate(all="ignore"):
             if self.transform == "log1p":
@@ -128,12 +138,13 @@ class Standardized:
         return clipped, np.where(_empty(cells), MISSING, marks)
 
     def check_constants(self, mean: Any, scale: Any) -> None:
-        """Check the unit, and that means are finite, and scales and clip positive.
+        """Check unit and dates, that means are finite, scales and clip positive.
 
         Raises:
             ValueError: One of them is not.
         """
         check_unit(self.unit)
+        date_reader(self.origin, self.date_format)
         if not np.isfinite(mean).all():
             raise ValueError(f"mean must be finite, got {mean}.")
         for name, values in {"scale": scale, "clip": self.clip}.items():
@@ -217,12 +228,13 @@ class Categorical:
 
 @dataclasses.dataclass(frozen=True)
 class Label(Standardized):
-    r"""The label: $\pm 1$ by lists of values, or a standardized number.
+    r"""The label: a class by lists of values, or a standardized number.
 
     Args:
         column: The column.
-        positive: Values of the label +1, for classification.
+        positive: Values of the label +1, for two classes.
         negative: Values of the label -1.
+        classes: Values of each class, the labels 0, 1, ..., for two classes or more.
         mean: $m$, for regression.
         scale: $s > 0$, for regression.
     """
@@ -230,24 +242,48 @@ class Label(Standardized):
     column: str
     positive: tuple[Value, ...] = ()
     negative: tuple[Value, ...] = ()
+    classes: tuple[tuple[Value, ...], ...] = ()
     mean: float | None = None
     scale: float | None = None
 
     def __post_init__(self):
-        classes = bool(self.positive) and bool(self.negative)
-        if classes == (self.mean is not None and self.scale is not None):
-            raise ValueError("give positive and negative, or else mean and scale.")
-        if classes and (self.unit or self.decimal):
+        two = bool(self.positive) and bool(self.negative)
+        several = len(self.classes) > 1 and all(self.classes)
+        number = self.mean is not None and self.scale is not None
+        if two + several + number != 1:
+            raise ValueError(
+                "give positive and negative, or classes, a list of values for each of "
+                "two or more, or else mean and scale."
+            )
+        if self.transform == "date":
+            raise ValueError("a label is no date; give days, as numbers.")
+        if not number and (self.unit or self.decimal):
             raise ValueError("unit and decimal are for a numeric label; remove them.")
-        check_values("positive and negative", (*self.positive, *self.negative))
-        constants = (0.0, 1.0) if classes else (self.mean, self.scale)
+        name = "classes" if self.classes else "positive and negative"
+        check_values(name, self.values)
+        constants = (self.mean, self.scale) if number else (0.0, 1.0)
         self.check_constants(*constants)
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes -1 and +1; empty if the label is a number."""
-        both = (" or ".join(map(named, v)) for v in (self.negative, self.positive))
-        return tuple(filter(None, both))
+    def numbers(self) -> tuple[float, ...]:
+        """Label of each class; empty if the label is a number."""
+        two = (-1.0, 1.0) if self.positive else ()
+        return tuple(map(float, range(len(self.classes)))) or two
+
+    @property
+    def of_classes(self) -> tuple[tuple[Value, ...], ...]:
+        """Values of each class; empty if the label is a number."""
+        return self.classes or (self.negative, self.positive)[: len(self.numbers)]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Name of each class; empty if the label is a number."""
+        return tuple(" or ".join(map(named, v)) for v in self.of_classes)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """Values of all classes."""
+        return tuple(value for values in self.of_classes for value in values)
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return the labels and the marks of their cells, row by row.
@@ -258,9 +294,10 @@ class Label(Standardized):
         if self.mean is not None and self.scale is not None:
             labels, marks = self.standardized(cells, self.mean, self.scale)
             return labels, {self.column: np.where(marks == MISSING, UNUSABLE, marks)}
-        found = positions(cells, (*self.positive, *self.negative))
-        labels = np.where(found < len(self.positive), 1.0, -1.0)
-        return np.where(found < 0, np.nan, labels), {self.column: listed_marks(found)}
+        found = positions(cells, self.values)
+        counts = [len(values) for values in self.of_classes]
+        labels = np.asarray([*np.repeat(self.numbers, counts), np.nan])[found]
+        return labels, {self.column: listed_marks(found)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,51 +360,3 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     listed = [*texts, *numbers, *read]  # the text "1" is the number 1, too
     if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
         raise ValueError(f"{name} must be lists of distinct, finite values.")
-
-
-def check_unit(unit: str) -> None:
-    """Check that a unit cannot be read as a part of a number.
-
-    Raises:
-        ValueError: The unit has digits, or only signs that numbers have.
-    """
-    if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-]\D*", unit):
-        raise ValueError(
-            f'unit must be a text without digits, such as "€" or "kg", got {unit!r}.'
-        )
-
-
-def reader(unit: str, decimal: str) -> Callable[[str], float]:
-    """Return a function that reads a cell as a number, or as NaN if it is no number.
-
-    Args:
-        unit: The unit, or empty.
-        decimal: The decimal sign. If it and the unit are empty, only numbers in the
-            form that programs write are read.
-    """
-    if not unit and not decimal:
-        return number
-    point, comma = (",", ".") if decimal == "," else (".", ",")
-    name = rf"(?:{re.escape(unit.strip())})?"
-    groups = rf"[0-9]{{1,3}}(?:(?P<gap>[{comma}\s'’])[0-9]{{3}})(?:(?P=gap)[0-9]{{3}})*"
-    pattern = re.compile(
-        rf"([+-]?)\s*{name}\s*([+-]?)(?P<whole>{groups}|[0-9]*)"
-        rf"(?:[{point}](?P<part>[0-9]*))?\s*{name}"
-    )
-
-    def read(cell: str) -> float:
-        found = pattern.fullmatch(cell)
-        if found is None or (found[1] and found[2]):
-            return np.nan
-        whole = re.sub("[^0-9]", "", found["whole"])
-        return number(f"{found[1]}{found[2]}{whole}.{found['part'] or ''}")
-
-    return read
-
-
-def number(cell: str) -> float:
-    """Return the number that a cell holds in the form that programs write, or NaN."""
-    try:
-        return float(cell)
-    except ValueError:
-        return np.nan

@@ -5,7 +5,7 @@ import inspect
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
@@ -17,6 +17,7 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
+from ..privacy.records.people import PersonUnit
 from ..privacy.sampling.base import AbstractSampling
 from .data import AbstractData, TableData
 from .task import AbstractModel, Problem, Task
@@ -48,6 +49,10 @@ class Privacy:
         allow_large_delta: Whether `run` accepts a delta of one over the number of
             records or more.
         check_records: Whether a run first releases the fraction of usable records.
+        person: Column with the id of the person of each row; empty if each row is a
+            person.
+        most_rows: Number of rows of a person that count, at most.
+        combine: What counts of them: `"mean"`, or `"sum"` over `most_rows`.
     """
 
     epsilon: float
@@ -57,8 +62,14 @@ class Privacy:
     precision: Precision = "grid"
     allow_large_delta: bool = False
     check_records: bool = True
+    person: str = ""
+    most_rows: int = 8
+    combine: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self):
+        unit = PersonUnit(self.most_rows, self.combine)
+        if unit != PersonUnit() and not self.person:
+            raise ValueError("most_rows and combine need person, a column of ids.")
         if self.delta == 0:
             raise ValueError("delta = 0 asks for pure privacy; give a positive one.")
         PrivacyBudget(self.epsilon, self.delta)
@@ -67,6 +78,11 @@ class Privacy:
     def budget(self) -> PrivacyBudget:
         """Budget of the run."""
         return PrivacyBudget(self.epsilon, self.delta)
+
+    @property
+    def unit(self) -> PersonUnit | None:
+        """Unit of privacy if it is a person with several rows; `None` for a row."""
+        return PersonUnit(self.most_rows, self.combine) if self.person else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +99,7 @@ class Config:
 
     @property
     def sizes(self) -> Sizes | int:
-        """Planned `Sizes`; for one level an integer, the number of records."""
+        """Planned `Sizes`; for one level the number of records or people."""
         if self.privacy.people is None:
             return self.data.training
         return Sizes(self.data.validation, self.data.training, self.privacy.people)
@@ -109,6 +125,11 @@ class Config:
         )
 
     @property
+    def of_whom(self) -> str:
+        """Word for what sizes count: `"people"` with several rows, or `"records"`."""
+        return "people" if self.privacy.person else "records"
+
+    @property
     def folder(self) -> Path:
         """Folder that relative paths start from."""
         return Path(self.place.file).parent
@@ -116,7 +137,9 @@ class Config:
     @property
     def problem(self) -> Problem:
         """Problem of the task, on records of the config."""
-        return self.model.problem(self.data.blocks)
+        problem = self.model.problem(self.data.blocks)
+        unit = self.privacy.unit
+        return problem if unit is None else problem.per_person(**vars(unit))
 
     def check_delta(self) -> None:
         """Refuse a delta that allows to publish a record, unless that is declared.
@@ -130,8 +153,9 @@ class Config:
         )
         if delta >= least and not self.privacy.allow_large_delta:
             raise self.place.child("privacy").error(
-                f"delta = {delta:g} is not below one over the number of records, "
-                f"{least:.2g}. Give a smaller delta, or allow_large_delta = true."
+                f"delta = {delta:g} is not below one over the number of "
+                f"{self.of_whom}, {least:.2g}. Give a smaller delta, or "
+                "allow_large_delta = true."
             )
 
 
@@ -207,6 +231,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
     config = Config(place, task, model, privacy, data, solver, tables)
     collect_errors(
         (_check_levels, config),
+        (_check_person, config),
         (task.check, model, data, where),
         (_check_corruption, config),
         (_check_test, config),
@@ -312,13 +337,28 @@ def _check_levels(config: Config) -> None:
         raise of_data.error('training must equal validation if people = "shared".')
 
 
+def _check_person(config: Config) -> None:
+    """Refuse ids that are no column of a file, or that a model would read."""
+    person, columns = config.privacy.person, config.data.checked_columns
+    where = config.place.child("privacy")
+    if person and columns is None:
+        raise where.error("person names a column; generated records have one row each.")
+    if person and columns is not None and person in columns.names:
+        raise where.error(
+            f"person = {person!r} is a label, feature, source or group in [data], too; "
+            "give it one role."
+        )
+
+
 def _check_corruption(config: Config) -> None:
     """Refuse corruption by row number if the number of records is private."""
-    sources, source = config.data.sources, config.data.source
-    private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
+    sources, source, privacy = config.data.sources, config.data.source, config.privacy
+    private_count = privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
+    private_count |= bool(privacy.person)
     if sources and sources.flip and private_count and source != "generated":
         raise config.place.child("data.sources").error(
-            'flip corrupts labels by row number; use neighbours = "replace_one".'
+            "flip corrupts labels by row number, and the number of rows is private; "
+            'use neighbours = "replace_one" without person.'
         )
 
 

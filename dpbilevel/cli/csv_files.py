@@ -21,7 +21,6 @@ _NOT_TEXT = {
     b"\xfe\xff": "in UTF-16",
     b"PK\x03\x04": "a spreadsheet (xlsx, ods) or a zip archive",
     b"\xd0\xcf\x11\xe0": "an Excel workbook (xls)",
-    b"PAR1\x15": "a Parquet file",
     b"ARROW1\0": "an Arrow file",
     b"BZh91AY": "compressed by bzip2",
     b"\xfd7zXZ": "compressed by xz",

@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from ..core.usability import Columns
 from .columns import Categorical, Label, Marks, Numeric, Records, Table, named
-from .csv_files import read_csv
+from .people import with_ids
 from .sources import Groups, HeldOut, Sources
+from .table_files import read_table
 
 _CONSTANT = "constant"  # name of the last feature
 
@@ -57,9 +58,23 @@ class AbstractData(abc.ABC):
         names = (name for block in self.feature_blocks for name in block.names)
         return (*names, _CONSTANT) if self.feature_blocks else ()
 
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        """Name of each coefficient: a feature, with a class if there are several."""
+        label = getattr(self, "label", None)
+        if label is None or not label.classes:
+            return self.features
+        names = label.class_names
+        return tuple(f"{name} [{c}]" for name in self.features for c in names)
+
     @abc.abstractmethod
-    def load(self, file: Path | None) -> Records:
+    def load(self, file: Path | None, person: str = "") -> Records:
         """Read, download or generate the records, and return them as `Records`.
+
+        Args:
+            file: The file, if there is one.
+            person: The column with the id of each row's person, if there is one. Rows
+                without an id are left out.
 
         Returns:
             The records. NON-PRIVATE: this is the data.
@@ -74,21 +89,18 @@ class AbstractData(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvFile(AbstractData):
-    """A comma-separated file with a header.
-
-    Args:
-        path: The file, relative to the config.
-        separator: Separator of the cells of a row.
-    """
-
-    path: str = ""
-    separator: Literal[",", ";", "\t"] = ","
+class AbstractTable(AbstractData):
+    """Records in a table with a header."""
 
     @override
-    def load(self, file: Path | None) -> Records:
-        assert file is not None
-        return self.encode(read_csv(file, self.separator))
+    def load(self, file: Path | None, person: str = "") -> Records:
+        table = self.table(file)
+        records = self.encode(table)
+        return with_ids(records, table, person) if person else records
+
+    @abc.abstractmethod
+    def table(self, file: Path | None) -> Table:
+        """Read or download the table; errors are those of `load`."""
 
     @abc.abstractmethod
     def encode(self, table: Table) -> Records:
@@ -100,7 +112,27 @@ class CsvFile(AbstractData):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TableData(AbstractData):
+class CsvFile(AbstractTable):
+    """A file: comma-separated text with a header, or Parquet.
+
+    Args:
+        path: The file, relative to the config.
+        separator: Separator of the cells of a row of text.
+        missing: Texts of cells without a value, beside the empty text.
+    """
+
+    path: str = ""
+    separator: Literal[",", ";", "\t"] = ","
+    missing: tuple[str, ...] = ()
+
+    @override
+    def table(self, file: Path | None) -> Table:
+        assert file is not None
+        return read_table(file, self.separator, self.missing)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableData(AbstractTable):
     """Records from a table with a header.
 
     Args:
@@ -133,15 +165,8 @@ class TableData(AbstractData):
         """Return the features of the rows of a table, which needs no label."""
         return _unit_rows([block.encode(table)[0] for block in self.feature_blocks])
 
+    @override
     def encode(self, table: Table) -> Records:
-        """Return the rows of a table as `Records`.
-
-        Raises:
-            ValueError: A column is missing.
-
-        Privacy:
-            Row by row, by constants of the config; a cell's content never raises.
-        """
         numeric = [block.encode(table) for block in self.numeric]
         categorical = [block.encode(table) for block in self.categorical]
         label = self.label.encode(table)
@@ -171,7 +196,7 @@ class TableData(AbstractData):
     def checked_columns(self) -> Columns:
         names = [self.label.column, *(c for b in self.numeric for c in b.columns)]
         names += [place.column for place in (*self.categorical, *self.places)]
-        columns = Columns(tuple(dict.fromkeys(names)), self.label.classes)
+        columns = Columns(tuple(dict.fromkeys(names)), self.label.class_names)
         for place in self.places:
             values = tuple(map(named, place.values))
             columns = dataclasses.replace(columns, place=place.column, places=values)
@@ -208,11 +233,11 @@ class SklearnData(TableData):
     name: Literal["breast_cancer", "diabetes", "digits", "iris", "wine"]
 
     @override
-    def load(self, file: Path | None) -> Records:
+    def table(self, file: Path | None) -> Table:
         import sklearn.datasets  # an extra
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()
-        return self.encode(_table(f"scikit-learn's {self.name}", bunch, ["target"]))
+        return _table(f"scikit-learn's {self.name}", bunch, ["target"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +255,7 @@ class OpenmlData(TableData):
     version: int
 
     @override
-    def load(self, file: Path | None) -> Records:
+    def table(self, file: Path | None) -> Table:
         from sklearn.datasets import fetch_openml
 
         try:
@@ -241,7 +266,7 @@ class OpenmlData(TableData):
             raise OSError(
                 f"cannot download {self.name!r} from OpenML: {error}. Go online once."
             ) from error
-        return self.encode(_table(f"openml's {self.name}", bunch, bunch.target_names))
+        return _table(f"openml's {self.name}", bunch, bunch.target_names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +343,7 @@ class GeneratedData(AbstractGenerated):
         return self.block
 
     @override
-    def load(self, file: Path | None) -> Records:
+    def load(self, file: Path | None, person: str = "") -> Records:
         rng = np.random.default_rng(self.data_seed)
         truth = np.concatenate([block.coefficients(rng) for block in self.block])
         features = rng.standard_normal((self.training + self.validation, len(truth)))

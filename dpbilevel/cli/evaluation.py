@@ -8,18 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .. import _checks
 from ..core.plan import least_multiplier
 from ..core.shares import Usability
+from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
+from ..privacy.records.people import PersonUnit
 from ..privacy.releases import Release
 from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
 from .data import CsvData, TableData
+from .people import mean_of, rows_of_people, values
 from .sources import HeldOut
 
 PEOPLE = "person of the test file"
@@ -34,6 +38,12 @@ _ASSUMED = {
     "non_private": "NOT protected: the people of the test file {}, on whom the exact "
     "accuracy is computed",
 }
+# Assumptions about ids.
+_SAME_IDS = (
+    "an id is no secret: neighbours differ in what the rows of one id say, because the "
+    "id decides the level of a person"
+)
+_APART = "that no id is in two files is checked, and a refusal is protected by nothing"
 _LEFT_OUT = "a label that the config does not list, or text in the place of a number"
 _NO_BETTER = (
     "; no better than that answer: the cells of a file may differ from the config "
@@ -137,6 +147,7 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         assumed.insert(0, _UNLISTED)
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(held_out.path))
+    assumed += _of_ids(config)
     assumed = (*assumed, *report.assumptions)
     report = dataclasses.replace(report, assumptions=assumed)
     if held_out is None or held_out.accuracy != "counted":
@@ -149,6 +160,17 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         ledger=report.ledger + tested.ledger,
         forecast=report.forecast + tested.forecast,
     )
+
+
+def _of_ids(config: Config) -> list[str]:
+    """Return assumptions about the ids of people who have several rows."""
+    privacy, test = config.privacy, config.data.test
+    disjoint = privacy.people is People.DISJOINT
+    one_file = disjoint and not getattr(config.data, "validation_path", "")
+    by_id = one_file and privacy.neighbours is Neighbours.REPLACE_ONE
+    counted = test is not None and test.accuracy == "counted"
+    said = {_SAME_IDS: by_id, _APART: disjoint or counted}
+    return [text for text, holds in said.items() if holds and privacy.person]
 
 
 def ledger_of(config: Config) -> Ledger:
@@ -172,26 +194,28 @@ def evaluate(
         otherwise `noisy_score`.
     """
     held_out, label = _described(config)
-    tree = {"features": records.features, "label": records.label}
     of = f"log1p({label.column})" if label.transform == "log1p" else label.column
     fields: dict[str, Any] = {"file": held_out.path, "kind": held_out.accuracy}
     fields["metric"] = f"root mean squared error of {of}"
-    if label.positive:
+    if label.numbers:
         fields["metric"] = "accuracy"
-    fields["records"] = len(records)
+    unit = config.privacy.unit
+    people = rows_of_people(records, unit)
+    fields["records"] = _checks.leading_axis("records", people)
     if held_out.accuracy == "counted":
-        mean = np.clip(float(noisy_score(config, model, tree, key=key)), 0.0, 1.0)
+        mean = np.clip(float(noisy_score(config, model, people, key=key)), 0.0, 1.0)
         value, std = _metric(label, mean), _release(config).noise_std
         more = _metric(label, min(mean + std, 1.0)) - value
         return Evaluation(value=value, noise_std=more, **fields)
-    scores = np.asarray(_score(label, jnp.asarray(model, jnp.float32), tree))
+    coefficients = jnp.asarray(model, jnp.float32)
+    scores = values(lambda row: _score(label, coefficients, row), records, unit)
     used = np.isfinite(scores)
     if not used.any():
         return Evaluation(value=None, left_out=len(scores), **fields)
     return Evaluation(
         value=_metric(label, float(np.mean(scores[used]))),
         left_out=int(np.sum(~used)),
-        trivial=_metric(label, _trivial(label, records.label[used])),
+        trivial=_metric(label, _trivial(label, records, unit, used)),
         **fields,
     )
 
@@ -204,7 +228,8 @@ def noisy_score(
     Args:
         config: The config, with a test file whose accuracy is counted.
         model: The released coefficients.
-        records: As many records as the config says, with `features` and `label`.
+        records: As many records or people as the config says, with `features` and
+            `label`.
         key: A typed key for this release alone.
 
     Privacy:
@@ -213,8 +238,12 @@ def noisy_score(
     """
     _, label = _described(config)
     coefficients = jnp.asarray(model, jnp.float32)
-    centered = {RECORDS: lambda record: _score(label, coefficients, record) - _HALF}
-    return _release(config).apply(centered, records, key=key) + _HALF
+
+    def centered(row: PyTree) -> Array:
+        return _score(label, coefficients, row) - _HALF
+
+    of_record = {RECORDS: mean_of(centered, config.privacy.unit)}
+    return _release(config).apply(of_record, records, key=key) + _HALF
 
 
 def _release(config: Config) -> Release:
@@ -235,27 +264,38 @@ def _described(config: Config) -> tuple[HeldOut, Label]:
 
 def _metric(label: Label, mean: float) -> float:
     """Return the accuracy or root mean squared error that a mean score stands for."""
-    if label.positive or label.scale is None:
+    if label.scale is None:
         return float(mean)
     return 2 * label.clip * label.scale * math.sqrt(mean)  # times the range of labels
 
 
-def _score(label: Label, model: Float[Array, " d"], record: PyTree) -> Array:
+def _score(label: Label, model: PyTree, record: PyTree) -> Array:
     """Return a record's score in [0, 1]; NaN if a feature or the label is NaN.
 
-    It is 1 if the signs of margin and label agree, else 0; for a numeric label the
-    squared error, in units of the largest one.
+    It is 1 if the class of the largest score is that of the label, else 0; for a
+    numeric label the squared error, in units of the largest one.
     """
-    margin = record["features"] @ model
-    if not label.positive:
-        return ((jnp.clip(margin, -1.0, 1.0) - record["label"]) / 2) ** 2
-    right = jnp.asarray((margin >= 0) == (record["label"] > 0), jnp.float32)
-    return jnp.where(jnp.isfinite(margin + record["label"]), right, jnp.nan)
+    margin, truth = record["features"] @ model, record["label"]
+    if not label.numbers:
+        return ((jnp.clip(margin, -1.0, 1.0) - truth) / 2) ** 2
+    if label.classes:
+        right = jnp.argmax(margin, -1).astype(jnp.float32) == truth
+        margin = jnp.sum(margin, -1)
+    else:
+        right = (margin >= 0) == (truth > 0)
+    return jnp.where(jnp.isfinite(margin + truth), right.astype(jnp.float32), jnp.nan)
 
 
-def _trivial(label: Label, labels: np.ndarray) -> float:
+def _trivial(
+    label: Label, records: Records, unit: PersonUnit | None, used: np.ndarray
+) -> float:
     """Return the mean score if the answer is always the larger class or the mean."""
-    if label.positive:
-        share = float(np.mean(labels > 0))
-        return max(share, 1 - share)
-    return float(np.mean((labels / 2) ** 2))
+
+    def right(row: PyTree) -> Array:
+        if not label.numbers:
+            return (row["label"] / 2) ** 2
+        matches = [row["label"] == number for number in label.numbers]
+        return jnp.stack(matches, -1).astype(jnp.float32)
+
+    scores = values(right, records, unit)[used]
+    return float(np.max(np.mean(scores, axis=0, dtype=float)))

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -11,14 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import environment, plans
-from .columns import Value, number
-from .csv_files import MALFORMED, SEPARATORS, existing, opened, read_csv, read_header
+from .cells import number
+from .columns import Value
+from .csv_files import MALFORMED, SEPARATORS, existing, opened
+from .people import ids_of, is_id
+from .table_files import is_parquet, read_names, read_table
 from .tasks import TASKS
 from .toml_tables import Location
 
 OFFERED = {name: task.summary for name, task in TASKS.items() if task.template}
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+[.,]?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*([^\s\d.,].*?)?\s*")
+_DAY = r"(\d{4}-\d\d-\d\d)"
+_DATES = re.compile(rf"\s*{_DAY}\s*\.\.\s*{_DAY}\s*(.*?)\s*")
+_LOSSES = '"logistic" for two classes, "softmax" for more, "squared" for a number'
 # A public column with more values is a number, or has no use as a category.
 _MOST_CATEGORIES, _FEW_NUMBERS = 30, 10
 
@@ -30,12 +37,16 @@ class Range:
     Args:
         low: The smallest value.
         high: The largest value.
-        unit: Text that may stand before or after a number.
+        unit: Text that may stand before or after a number; of dates their format.
+        origin: Day 0 of dates, whose ends are days; empty for numbers.
+        decimal: Decimal sign, if it is no point.
     """
 
     low: float
     high: float
     unit: str = ""
+    origin: str = ""
+    decimal: str = ""
 
     def __post_init__(self):
         if not (self.low < self.high and math.isfinite(self.high - self.low)):
@@ -73,7 +84,7 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     given = getattr(flags, task.places) if task.places else None
     place, places = _pair(given, f"--{task.places}") if given else ("", ())
     pairs = [_pair(text, "--column") for text in flags.column or ()]
-    used = [name for name in (flags.label, place) if name]
+    used = [name for name in (flags.person, flags.label, place) if name]
     columns = {name: content_of(text) for name, text in pairs} or {
         name: found for name, found in hints.items() if name not in used
     }
@@ -99,6 +110,7 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
         "validation": validation,
         "test_records": _rows(flags, "test_records", flags.test),
         "is_tested": flags.test not in (None, "-"),
+        "person": next(filter(is_id, header.names), "patient_id"),
     }
     missing = _missing(facts)
     text = _rendered(facts | {"missing": missing})
@@ -113,7 +125,7 @@ def _missing(facts: dict[str, Any]) -> list[str]:
     flags, task = facts["flags"], facts["task"]
     found = {
         "label": flags.label,
-        "label-range, or --positive and --negative": facts["classes"],
+        "label-range, or --positive and --negative, or --classes": facts["classes"],
         "column": facts["columns"],
         "records": facts["training"] is not None,
         "validation": facts["validation"] is not None or not task.two_levels,
@@ -135,12 +147,18 @@ def _rendered(facts: dict[str, Any]) -> str:
     }
     count = len(facts["places"]) or 2
     shares = flags.shares or ",".join([f"{1 / count:.4g}"] * count)
-    is_number = isinstance(facts["classes"], Range)
+    is_number, classes = isinstance(facts["classes"], Range), facts["classes"]
+    several = 0 if is_number or len(classes or ()) < 3 else len(classes)
+    loss = "softmax" if several else "squared" if is_number else "logistic"
+    loss = f'loss = "{loss}"  # {_LOSSES}'
+    if several:
+        loss += f"\nnum_classes = {several}  # number of classes"
     facts |= {
         "offered": OFFERED,
+        "whom": "people" if flags.person else "records",
         "delta": flags.delta or _delta(facts["training"], facts["validation"]),
         "is_number": is_number,
-        "loss": "squared" if is_number else "logistic",
+        "loss": loss,
         "shares": [float(share) for share in shares.split(",")],
         "unplanned": () if task.is_game else plans.UNPLANNED,
     }
@@ -160,13 +178,21 @@ def header_of(file: Path) -> Header:
         raise ValueError(f"there is no file {file}; give the path of a CSV file.")
     if file.suffix == ".toml":
         raise ValueError(f"{file} is a config; give the CSV file of the records.")
-    with opened(file) as lines:
-        first = lines.readline()
+    first = ""
+    if not is_parquet(file):
+        with opened(file) as lines:
+            first = lines.readline()
     separator = max(SEPARATORS, key=first.count)  # commas if there is none
-    names = tuple(read_header(file, separator))
+    names = tuple(read_names(file, separator))
     if any(isinstance(_value(name), int | float) or not name for name in names):
         raise ValueError(f"a name in the first row of {file} is a number or empty.")
     return Header(file, separator, names)
+
+
+def id_of(flags: argparse.Namespace) -> str | None:
+    """Return a column that may hold ids of people, if the flags name none."""
+    names = header_of(flags.data).names
+    return None if flags.person else next(filter(is_id, names), None)
 
 
 def content_of(text: str) -> Range | Values:
@@ -175,12 +201,19 @@ def content_of(text: str) -> Range | Values:
     Raises:
         ValueError: The text is neither `LOW..HIGH` nor two values or more.
     """
+    found = _DATES.fullmatch(text)
+    if found is not None:
+        first, last = (datetime.date.fromisoformat(found[i]) for i in (1, 2))
+        return Range(0, (last - first).days, found[3], found[1])
     found = _RANGE.fullmatch(text)
     if found is not None:
-        return Range(float(found[1]), float(found[2]), found[3] or "")
+        low, high = (float(found[i].replace(",", ".")) for i in (1, 2))
+        comma = "," in f"{found[1]}{found[2]}"
+        return Range(low, high, found[3] or "", decimal="," if comma else "")
     if "," not in text:
         raise ValueError(
-            f"cannot read {text!r}; give LOW..HIGH, or values separated by commas."
+            f"cannot read {text!r}; give LOW..HIGH, of numbers or of dates such as "
+            "2000-12-31, or values separated by commas."
         )
     return values_of(text)
 
@@ -204,7 +237,7 @@ def proposed(header: Header) -> dict[str, Range | Values]:
     Privacy:
         NON-PRIVATE: reads all values. For files that are public.
     """
-    found, table = {}, read_csv(header.file, header.separator)
+    found, table = {}, read_table(header.file, header.separator)
     for name in header.names:
         cells = {*table.columns[name]} - {"", MALFORMED}
         numbers, values = [*map(number, cells)], {*map(_value, cells)}
@@ -245,14 +278,27 @@ def _check_names(names: list[str], header: Header) -> None:
 
 def _classes(
     flags: argparse.Namespace, hint: Range | Values | None
-) -> Range | tuple[Values, Values] | None:
-    """Return both classes' values, or the label's `Range`; `None` if not known."""
+) -> Range | tuple[Values, ...] | None:
+    """Return the values of each class, or the label's `Range`; `None` if not known.
+
+    Of two classes the positive one comes first.
+    """
     is_game = TASKS[flags.task].is_game
     if flags.label_range and is_game:
         raise ValueError(f"--task {flags.task} has classes; leave out --label-range.")
+    several = values_of(flags.classes) if flags.classes else ()
+    if not flags.positive and not is_game and isinstance(hint, tuple):
+        several = several or (hint if len(hint) > 2 else ())
+    if is_game and len(several) > 2:
+        raise ValueError(
+            f"--task {flags.task} has two classes; give --positive and --negative, "
+            "each with the values of one class or several."
+        )
+    if len(several) > 1:
+        return tuple((value,) for value in several)
     if flags.label_range:
         found = content_of(flags.label_range)
-        if not isinstance(found, Range):
+        if not isinstance(found, Range) or found.origin:
             raise ValueError(f"--label-range {flags.label_range} is not LOW..HIGH.")
         return found
     if isinstance(hint, Range) and not (flags.positive or is_game):
@@ -286,7 +332,9 @@ def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int 
         if flags.neighbours != "replace_one":
             raise ValueError(f"{flag} count publishes the size; give a number.")
         header = header_of(Path(file))
-        return read_csv(header.file, header.separator).rows
+        table = read_table(header.file, header.separator)
+        people = {*ids_of(table, flags.person)} - {""} if flags.person else ()
+        return len(people) if flags.person else table.rows
     try:
         return int(text)
     except ValueError as error:

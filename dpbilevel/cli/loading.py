@@ -12,11 +12,13 @@ from ..bilevel.problem import Levels
 from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
 from ..privacy.queries import RECORDS
+from ..privacy.records.people import PersonUnit
 from ..privacy.records.stores import copies
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
 from .csv_files import existing
 from .data import AbstractData, CsvData, CsvFile
+from .people import check_apart, hashes_of, means, people_of, rows_of_people
 
 
 def find_files(
@@ -81,17 +83,22 @@ def load(
         OSError: A file cannot be read or downloaded.
 
     Privacy:
-        No cell's content raises, warns or prints. Under replace-one the split is a
-        fixed permutation of the row numbers. Under add-or-remove-one the number of
-        rows is private. A hash of each record then decides its level, so that no
-        record's level depends on another record.
+        No cell's content raises, warns or prints, except that ids of disjoint people
+        must not be in both files. Under replace-one the split is a fixed permutation of
+        the row numbers; people who have ids are split in the order of the hashes of
+        their ids. Under add-or-remove-one the number of records is private. A hash of
+        each record, or id, then decides its level, so that no record's level depends on
+        another record.
     """
     data, people = config.data, config.privacy.people
     two = people not in (None, People.SHARED) and other is None
     levels = ("training", "validation") if two else ("training",)
-    training, *rest = _split(data.load(file), config, *levels)
+    person = config.privacy.person
+    training, *rest = _split(data.load(file, person), config, *levels)
     if other is not None:
-        rest = _split(without_sources(data).load(other), config, "validation")
+        rest = _split(without_sources(data).load(other, person), config, "validation")
+    if people is People.DISJOINT:
+        check_apart(training, rest[0], 'Set people = "overlapping", or correct them.')
     if people is None:
         return {RECORDS: training}
     if data.sources is not None and data.sources.flip:
@@ -126,13 +133,13 @@ def load_test(config: Config, *others: Path | None) -> Records | None:
             f"[data.test]: {file} holds training or validation records; give others."
         )
     plain = without_sources(config.data)
-    records = plain.load(file)
+    records = plain.load(file, config.privacy.person)
     if test.accuracy == "public":
         _check_classes(plain.label, records, file)
     if not test.records:
         return records
-    (rows,) = _chosen(len(records), plain, {"test.records": test.records})
-    return records.take(rows)
+    (chosen,) = _chosen(records, plain.split_seed, {"test.records": test.records})
+    return chosen
 
 
 def test_file(config: Config) -> Path | None:
@@ -143,31 +150,43 @@ def test_file(config: Config) -> Path | None:
     return existing(file, "test records", "correct path in [data.test]")
 
 
-def as_levels(records: Mapping[str, Records]) -> PyTree:
-    """Return the arrays of one level, or `Levels` of arrays if there are two."""
-    trees = {role: level.tree() for role, level in records.items()}
+def as_levels(records: Mapping[str, Records], unit: PersonUnit | None = None) -> PyTree:
+    """Return the arrays of one level, or `Levels` of arrays if there are two.
+
+    Args:
+        records: The records by role.
+        unit: The unit of privacy if it is a person; arrays are then `PersonRows`.
+    """
+    trees = {role: rows_of_people(level, unit) for role, level in records.items()}
     if RECORDS in trees:
         return trees[RECORDS]
     return Levels(**trees) if "lower" in trees else Levels.shared(trees["upper"])
 
 
-def indicators(columns: Columns, records: Records) -> np.ndarray:
+def indicators(
+    columns: Columns, records: Records, numbers: tuple[float, ...] = (-1.0, 1.0)
+) -> np.ndarray:
     """Return an array, a row per record: how it fits the config.
+
+    The row of a person is the mean of those of all rows.
 
     Args:
         columns: The checked columns of the level.
         records: The records of a file.
+        numbers: The label of each class.
 
     Privacy:
-        NON-PRIVATE, row by row: for `RecordsCheck.release`.
+        NON-PRIVATE, record by record: for `RecordsCheck.release`.
     """
     assert records.marks is not None
     marks, label, place = records.marks[:, : len(columns.names)], None, None
     if columns.classes:
-        label = np.where(np.isnan(records.label), -1, records.label > 0)
+        matches = records.label[:, None] == np.asarray(numbers)
+        label = np.where(matches.any(axis=1), matches.argmax(axis=1), -1)
     if columns.places:
         place = records.source if records.group is None else records.group
-    return columns.indicators(marks == UNUSABLE, marks == CUT, label, place)
+    rows = columns.indicators(marks == UNUSABLE, marks == CUT, label, place)
+    return means(rows, records)
 
 
 def without_sources(data: AbstractData) -> CsvData:
@@ -184,23 +203,33 @@ def _same(file: Path, other: Path) -> bool:
 def _check_classes(label: Label, records: Records, file: Path) -> None:
     """Refuse public labels if a class is in no record: it may be misspelt."""
     unlisted = int(np.isnan(records.label).sum())
-    for name, sign in {"positive": 1, "negative": -1}.items():
-        if label.positive and unlisted and not np.any(records.label == sign):
+    for name, number in zip(label.class_names, label.numbers, strict=True):
+        if unlisted and not np.any(records.label == number):
             raise ValueError(
-                f"no record of {file} has a {label.column!r} that is listed as {name}, "
-                f"and {unlisted} have an unlisted one. Correct [data.label]."
+                f"no record of {file} has the class {name!r} of {label.column!r}, and "
+                f"{unlisted} have an unlisted one. Correct [data.label]."
             )
 
 
-def _chosen(rows: int, data: AbstractData, counts: dict[str, int]) -> list[np.ndarray]:
-    """Return a list of disjoint arrays of row numbers, one for each of `counts`."""
-    if rows < sum(counts.values()):
+def _chosen(records: Records, seed: int, counts: dict[str, int]) -> list[Records]:
+    """Return disjoint parts with so many records, or people, each in a public order."""
+    person, what = np.arange(len(records)), "records"
+    if records.ids is None:
+        order = np.random.default_rng(seed).permutation(len(records))  # public
+    else:
+        (ids, person), what = people_of(records), "people"
+        rank = hashes_of(ids, seed).__getitem__
+        order = np.asarray(sorted(range(len(ids)), key=rank), int)
+    if len(order) < sum(counts.values()):
         asked = " and ".join(f"{name} = {count}" for name, count in counts.items())
         raise ValueError(
-            f"there are {rows} records, but [data] asks for {asked}; ask for fewer."
+            f"there are {len(order)} {what}, but [data] asks for {asked}; "
+            "ask for fewer."
         )
-    order = np.random.default_rng(data.split_seed).permutation(rows)  # public
-    return np.split(order, np.cumsum([*counts.values()]))[:-1]
+    parts = np.split(order, np.cumsum([*counts.values()]))[:-1]
+    if records.ids is None:  # in the order of the parts
+        return [records.take(rows) for rows in parts]
+    return [records.take(np.isin(person, part)) for part in parts]
 
 
 def _split(records: Records, config: Config, *levels: str) -> list[Records]:
@@ -208,10 +237,13 @@ def _split(records: Records, config: Config, *levels: str) -> list[Records]:
     data = config.data
     counts = {level: getattr(data, level) for level in levels}
     if config.privacy.neighbours is Neighbours.REPLACE_ONE:
-        return [records.take(rows) for rows in _chosen(len(records), data, counts)]
+        return _chosen(records, data.split_seed, counts)
     bound = 2**64 * counts[levels[0]] // sum(counts.values())
-    seed = str(data.split_seed).encode()
-    # Each record by itself, so that one more moves no other.
-    hashes = (hashlib.sha256(seed + r).digest()[:8] for r in records.as_bytes())
-    first = np.asarray([int.from_bytes(value) < bound for value in hashes], bool)
+    # Each record or person by itself, so that one more moves no other.
+    if records.ids is None:
+        seed = str(data.split_seed).encode()
+        hashes = (hashlib.sha256(seed + r).digest() for r in records.as_bytes())
+    else:
+        hashes = hashes_of(records.ids, data.split_seed)
+    first = np.asarray([int.from_bytes(v[:8]) < bound for v in hashes], bool)
     return [records.take(first), records.take(~first)][: len(levels)]

@@ -19,7 +19,7 @@ from .._extras import check_installed
 from ..audit.device import device_arithmetic
 from ..privacy.budget import Neighbours
 from ..runs import checkpoint, interrupts, spending
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from . import audit, check, init, plans, predictions, results, run
 from .config import Config
 from .tasks import TASKS
@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         add("folder", **_FOLDER, help="a result folder")
     report("--html", **_FILE, help="write a page of HTML that explains all of it")
     predict("data", metavar="DATA.csv", type=Path, help="the new people")
+    predict("--id", metavar="COLUMN", help="a column to copy beside the answers")
     predict("--out", **_FILE, required=True, help="a new CSV file")
     command(_device)
     return parser
@@ -121,12 +122,16 @@ def _add_flags_of_init(add: Any) -> None:
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
     public = "the values of the file are public: propose from them"
     add("--public", **_FLAG, help=public)
+    people = "the id of the person of each row, if people have several rows"
+    add("--person", metavar="COLUMN", help=people)
+    add("--most-rows", metavar="N", type=int, default=8, help="of a person (8)")
     add("--task", choices=init.OFFERED, default="training", help="training by default")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--positive", metavar="VALUES", help="values of the positive class, by commas")
     add("--negative", metavar="VALUES", help="values of the negative class, by commas")
+    add("--classes", metavar="VALUES", help="three values or more, one per class")
     add("--label-range", metavar="LOW..HIGH", help="of a numeric label, instead")
-    feature = "a feature: LOW..HIGH, or values by commas; repeat it"
+    feature = "a feature: LOW..HIGH, dates as well, or values by commas; repeat it"
     add("--column", action="append", metavar="NAME=CONTENT", help=feature)
     add("--sources", metavar="COLUMN=VALUES", help="of source_weighting")
     add("--clean", metavar="FILE", help="of source_weighting: clean records, or -")
@@ -164,6 +169,13 @@ def _init(arguments: argparse.Namespace) -> int:
     with interrupts.uninterruptible():
         out.write_text(text, encoding="utf-8")
     print(f"config: {out} (read it, and correct mistakes)")
+    found = init.id_of(arguments)
+    if found:
+        flag = f"--person {shlex.quote(found)}"
+        print(
+            f"  {found!r} may be the id of a person. If people have several rows, give"
+        )
+        print(f"  {flag}; otherwise each row is protected as a person")
     if results is not None:
         return main(["run", str(out), "--out", str(results)])
     if missing:
@@ -285,7 +297,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     columns; the label may be missing. The predictions are as private as that file.
     """
     predictions.check_new(arguments.out)
-    found = predictions.predict(arguments.folder, arguments.data)
+    found = predictions.predict(arguments.folder, arguments.data, arguments.id)
     predictions.write(arguments.out, found)
     print(f"predictions: {arguments.out} ({found.rows} rows{found.remarks()})")
 

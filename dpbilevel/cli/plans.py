@@ -12,15 +12,16 @@ from jaxtyping import PyTree
 
 from ..audit.claims import TradeOffCurve, ledger_claims
 from ..core.plan import calibrate
+from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
+from ..planning.candidates import toml_value
 from ..planning.race import Effort
-from ..planning.settings import toml_value
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from . import evaluation
 from .config import Config, parse_config, read_tables
 from .task import Problem
@@ -126,17 +127,22 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
     """
     privacy = config.privacy
     with step_bar(0, "dry runs") as bar, config.place.named_in_errors():
-        return auto(
-            config.problem,
+        found = auto(
+            config.model.problem(config.data.blocks),
             privacy.budget,
             sizes=config.sizes,
-            w0=config.model.start(config.data.blocks),
+            w0=_start(config),
             effort=effort,
             neighbours=privacy.neighbours,
             precision=privacy.precision,
             progress=bar,
             before=config.check.releases,
         )
+    if privacy.unit is None:
+        return found
+    # Dry runs have one row for each person; the guarantee is that of people.
+    plan = _calibrated(config, found.trials[0].solver)
+    return dataclasses.replace(found, solver=plan.solver, report=plan.report)
 
 
 def written(text: str, found: AutoPlan) -> str:
@@ -194,7 +200,8 @@ class Prepared:
             return None
         ledger = dataclasses.replace(self.ledger, releases=self.check.releases)
         two = self.config.privacy.people is not None
-        return describe(ledger, self.config.privacy.budget, levels=two)
+        privacy = self.config.privacy
+        return describe(ledger, privacy.budget, levels=two, unit=privacy.unit)
 
 
 def largest_power(*ledgers: Ledger) -> float:
@@ -218,17 +225,23 @@ def prepare(config: Config) -> Prepared:
     Privacy:
         Touches no data.
     """
-    problem, w0 = config.problem, config.model.start(config.data.blocks)
-    check, privacy = config.check, config.privacy
+    plan = _calibrated(config, config.solver)
+    w0, report = _start(config), evaluation.reported(plan.report, config)
+    return Prepared(config, config.problem, plan.solver, w0, report, config.check)
+
+
+def _start(config: Config) -> PyTree:
+    return config.model.start(config.data.blocks)
+
+
+def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
     with config.place.named_in_errors():
-        plan = calibrate(
-            problem,
-            config.solver,
-            privacy.budget,
+        return calibrate(
+            config.problem,
+            solver,
+            config.privacy.budget,
             sizes=config.sizes,
-            w0=w0,
-            precision=privacy.precision,
-            before=check.releases,
+            w0=_start(config),
+            precision=config.privacy.precision,
+            before=config.check.releases,
         )
-    report = evaluation.reported(plan.report, config)
-    return Prepared(config, problem, plan.solver, w0, report, check)

@@ -6,12 +6,14 @@ import io
 from pathlib import Path
 
 import numpy as np
+import scipy.special
 
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
-from .csv_files import existing, read_csv
+from .csv_files import existing
 from .data import CsvFile, TableData
+from .table_files import read_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +47,14 @@ class Predictions:
         return text
 
 
-def predict(folder: Path, file: Path) -> Predictions:
+def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
     """Return the `Predictions` of a result folder's model for the rows of a file.
 
     Args:
         folder: The folder of a finished run.
         file: A file with the columns of the features; it needs no label.
+        person: A column that is copied beside the answers, by default that of the
+            people of the config if the file has it.
 
     Raises:
         ValueError: There is no finished run, its model is not for tables, or a column
@@ -65,15 +69,18 @@ def predict(folder: Path, file: Path) -> Predictions:
     data = result.config.data
     if result.model is None or not isinstance(data, TableData):
         raise ValueError(f"{folder} has no model of the columns of a table.")
-    separator = data.separator if isinstance(data, CsvFile) else ","
-    table = read_csv(existing(file, "new records", "give its path"), separator)
+    existing(file, "new records", "give its path")
+    table = data.table(file) if isinstance(data, CsvFile) else read_table(file)
     numeric = [name for block in data.numeric for name in block.columns]
     needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]
     if lacking:
         raise ValueError(f"{file} lacks columns of the training records: {lacking}.")
-    margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
+    margin = data.design(table).astype(np.float64) @ np.asarray(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
+    own = result.config.privacy.person
+    if person or own in table.columns:
+        columns[person or own] = list(table.column(person or own))
     columns |= _answers(
         margin, data.label, getattr(result.config.model, "loss", "logistic")
     )
@@ -83,7 +90,7 @@ def predict(folder: Path, file: Path) -> Predictions:
         found = positions(table.column(block.column), block.values)
         if np.any(found < 0):
             unlisted[block.column] = int(np.sum(found < 0))
-    empty = int(np.sum(np.isnan(margin)))
+    empty = int(np.sum(np.isnan(margin.reshape(table.rows, -1)).any(axis=1)))
     return Predictions(columns, table.rows, empty, missing, unlisted)
 
 
@@ -116,14 +123,17 @@ def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]
         values = label.mean + label.scale * label.clip * np.clip(margin, -1, 1)
         values = np.expm1(values) if label.transform == "log1p" else values
         return {label.column: _texts(values, known)}
-    classes = named(label.positive[0]), named(label.negative[0])
-    found = np.where(margin >= 0, *classes)
-    columns = {
-        label.column: [str(v) if k else "" for v, k in zip(found, known, strict=True)]
-    }
-    if loss == "logistic":
-        chance = 0.5 * (1 + np.tanh(margin / 2))  # logistic; never overflows
-        columns[f"probability of {classes[0]}"] = _texts(chance, known)
+    classes = [named(values[0]) for values in label.of_classes]
+    if label.classes:
+        known, best = known.all(axis=1), np.argmax(margin, axis=1)
+        chances = scipy.special.softmax(margin, axis=1).T
+    else:
+        best, chances = (margin >= 0).astype(int), [scipy.special.expit(margin)]
+    found = [classes[i] if k else "" for i, k in zip(best, known, strict=True)]
+    columns = {label.column: found}
+    if loss != "squared":
+        pairs = zip(classes[-len(chances) :], chances, strict=True)
+        columns |= {f"probability of {c}": _texts(v, known) for c, v in pairs}
     return columns
 
 

@@ -71,8 +71,8 @@ class Result:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Name of the feature of each coefficient."""
-        return self.config.data.features
+        """Name of each coefficient of the model: its feature."""
+        return self.config.data.coefficients
 
     @property
     def model(self) -> np.ndarray | None:
@@ -100,6 +100,8 @@ class Result:
         for role, level in levels.items():
             usable = f"{100 * min(max(level.usable, 0.0), 1.0):.0f} %"
             text = f"usable {LEVELS[role]}: {usable} +- {100 * level.noise_std:.0f} %"
+            if self.config.privacy.person:
+                text += " (of a person's rows, in the mean)"
             if level.constant_accuracy is not None:
                 text += f"; the most frequent class: {level.constant_accuracy:.2g}"
             lines.append(text)

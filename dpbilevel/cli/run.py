@@ -25,6 +25,7 @@ from ..runs.interrupts import uninterruptible
 from . import evaluation, loading, results
 from .columns import Records
 from .config import Config
+from .people import check_apart
 from .plans import Prepared
 from .results import Result
 
@@ -89,7 +90,7 @@ def run(
     with _opened(out, given) as still_locked:
         before = checkpoint.read(out) if given.resume else None
         levels, rows, test = _load(prepared, given)
-        read = levels, rows, None if test is None else test.tree()
+        read = levels, rows, None if test is None else (test.tree(), test.ids)
         first = checkpoint.first_checkpoint(
             prepared.problem,
             prepared.solver,
@@ -298,7 +299,12 @@ def _read(
 ) -> tuple[dict[str, Records], Records | None]:
     """Return the records by role, and those of the test file or `None`."""
     files = loading.find_files(config, options.data, options.validation)
-    return loading.load(config, *files), loading.load_test(config, *files)
+    records, test = loading.load(config, *files), loading.load_test(config, *files)
+    held_out = config.data.test
+    if held_out is not None and held_out.accuracy == "counted":
+        for level in records.values():  # their people are in no other file
+            check_apart(test, level, "Correct the test file, or its accuracy.")
+    return records, test
 
 
 def _load(
@@ -308,12 +314,15 @@ def _load(
 
     The indicators say by role how the cells of each record fit the config.
     """
-    problem, solver = prepared.problem, prepared.solver
-    with _data_errors(prepared.config):
-        records, test = _read(prepared.config, options)
+    problem, solver, config = prepared.problem, prepared.solver, prepared.config
+    with _data_errors(config):
+        records, test = _read(config, options)
         columns = dict(prepared.check.columns)
-        rows = {r: loading.indicators(columns[r], records[r]) for r in columns}
-        levels = loading.as_levels(records)
+        numbers = getattr(getattr(config.data, "label", None), "numbers", ())
+        rows = {
+            r: loading.indicators(v, records[r], numbers) for r, v in columns.items()
+        }
+        levels = loading.as_levels(records, problem.unit)
         problem.check(prepared.w0, levels)
         bound_to(problem, solver, levels)
         levels = planned_rows(solver, levels)  # no shape tells their number

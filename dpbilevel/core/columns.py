@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, PyTree, Shaped
 
 # Beginnings of the names of types in data frames and Arrow tables, in lower case.
 _TEXTS = "string", "large_string", "utf8", "large_utf8", "categor", "enum"
@@ -22,6 +23,8 @@ _OBJECTS = "object", "null", "unknown"
 # Every array and data frame has one of these methods.
 _ARRAYS = "__array__", "__array_interface__", "__array_struct__"
 _ARRAYS += "to_pylist", "to_list", "tocsr"
+# Tables and their columns have one of these, and arrays of NumPy and JAX none.
+_TABLES = "to_numpy", "to_pylist"
 # Meanings of NumPy's kinds of types.
 _OF_NUMPY = dict.fromkeys("biuf", "numbers") | {"U": "texts", "S": "texts"}
 _OF_NUMPY |= {"O": "objects"}
@@ -124,6 +127,112 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
         if row is not None and len(row) == width:
             table[place] = separate(map(_entry, row), width)
     return table
+
+
+def arrays(records: PyTree) -> PyTree:
+    """Return records in which data frames and their columns are float64 arrays.
+
+    A table becomes a matrix with a row for each record, a column a vector; a missing
+    number is NaN. Types do not depend on which are missing. Other arrays stay as they
+    are.
+
+    Args:
+        records: A pytree; its leaves may be tables and columns of pandas, polars and
+            pyarrow.
+
+    Raises:
+        ValueError: A column stands for no numbers, by its type; it is named.
+
+    Privacy:
+        Each entry is read alone. Errors depend on types.
+    """
+    made: dict[int, Any] = {}  # the same table in both levels must stay the same array
+
+    def array(path: Any, leaf: Any) -> Any:
+        if not any(hasattr(leaf, name) for name in _TABLES):
+            return leaf
+        if id(leaf) not in made:
+            name = f"data{jax.tree_util.keystr(path)}"
+            whole = len(getattr(leaf, "shape", ())) == 2
+            try:
+                column = None if whole else Column.of(leaf)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if column is None:
+                made[id(leaf)] = numbers(leaf, name)
+            else:
+                made[id(leaf)] = as_numbers(name, column)
+        return made[id(leaf)]
+
+    return jax.tree_util.tree_map_with_path(array, records)
+
+
+def numbers(table: Any, name: str = "X") -> Any:
+    """Return a table as an array of numbers; NaN for objects that are none.
+
+    Sparse matrices are returned as they are.
+
+    Raises:
+        ValueError: The type of the entries stands for no number, the array or a column
+            of a data frame has texts by its type, or it is no table. Messages of
+            scikit-learn would contain the records.
+    """
+    if hasattr(table, "tocsr"):
+        return table
+    if not (hasattr(table, "__len__") or hasattr(table, "__array__")):
+        kind = type(table).__name__
+        raise ValueError(f"Expected 2D array, got {kind} instead. Give a table.")
+    _refuse_types(table, name)
+    rows = elements(table)
+    if rows is not None:
+        found = table_of(rows)
+        found = np.empty(len(rows), object) if found is None else found
+        column = Column(found, "objects")
+    elif isinstance(table, np.ma.MaskedArray):
+        column = Column.of(table)
+    else:
+        array = np.asarray(table)
+        column = Column(array, kind_of(array.dtype))
+    count = column.entries.ndim
+    if count != 2:
+        raise ValueError(
+            f"Expected 2D array, got {count}D array instead. Reshape your data."
+        )
+    return as_numbers(name, column)
+
+
+def as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
+    """Return a column, or several, as numbers; NaN for objects that are none.
+
+    Raises:
+        ValueError: The entries are texts, by their type.
+    """
+    if column.kind == "texts":
+        raise ValueError(f"{name} has texts, by its type; encode declared categories.")
+    return column.numbers()
+
+
+def _refuse_types(table: Any, of: str) -> None:
+    """Refuse columns that stand for no numbers, by their types."""
+    schema = getattr(table, "schema", None)
+    types = getattr(table, "dtypes", getattr(schema, "types", ()))
+    names = getattr(table, "column_names", getattr(table, "columns", ()))
+    if not isinstance(types, Iterable):
+        return
+    texts = []
+    for name, kind in zip(names, types, strict=False):
+        try:
+            found = kind_of(kind)
+        except ValueError as error:
+            raise ValueError(f"column {str(name)!r} of {of}: {error}") from None
+        # Categories are refused even if they are numbers, which have no order.
+        if found == "texts" or str(kind).lower().startswith("categor"):
+            texts.append(str(name))
+    if texts:
+        raise ValueError(
+            f"the columns {texts} of {of} hold texts, by their types. Encode them by "
+            "OneHotEncoder(categories=[[...]], handle_unknown='ignore')."
+        )
 
 
 def _cells(row: Any) -> list[Any] | None:

@@ -244,9 +244,16 @@ class LastStep(eqx.Module):
         return jax.tree.map(either, back, new), last
 
 
-def scaled(factor: Array, tree: PyTree) -> PyTree:
+def scaled(factor: Any, tree: PyTree) -> PyTree:
     """Return a pytree times a scalar, each leaf in its own dtype."""
-    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
+    return jax.tree.map(lambda v: jnp.asarray(factor, v.dtype) * v, tree)
+
+
+def add_scaled(tree: PyTree, factor: Any, direction: PyTree) -> PyTree:
+    """Return `tree + factor * direction`, each leaf in the dtype of `direction`."""
+    return jax.tree.map(
+        lambda u, v: u + jnp.asarray(factor, v.dtype) * v, tree, direction
+    )
 
 
 def finite_or(

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..privacy.budget import People
 from ..privacy.records.disk import OnDisk, shapes_of
-from ..privacy.records.people import numbered
+from ..privacy.records.people import words
 from ..privacy.records.stores import AbstractStore, copies
 
 
@@ -131,10 +131,8 @@ def check_disjoint_ids(owner: str, upper: Any, lower: Any) -> None:
     """
     if upper is None or lower is None:
         return
-    names, people = numbered([*np.ravel(upper), *np.ravel(lower)])
-    count = len(np.ravel(upper))
-    above, below = (np.unique(part[part >= 0]) for part in np.split(names, [count]))
-    if len(above) + len(below) > people:
+    above, below = (set(words(ids).tolist()) - {""} for ids in (upper, lower))
+    if above & below:
         raise ValueError(
             f'{owner}: people="disjoint", but an id is in both levels. Leave such '
             'people out of one level, or give "overlapping".'

@@ -16,6 +16,7 @@ from ..privacy.per_example.mixing import check_jax
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
 from . import process_spending
+from .columns import arrays
 from .descent import Rule, rejected_updates
 from .levels import Levels, people_of
 from .modules import arrays_of
@@ -46,7 +47,7 @@ def solve(
     Args:
         problem: A `BilevelProblem` or a `FiniteSum`.
         solver: A calibrated solver of that problem.
-        data: `Levels` for two levels, a pytree of records for one.
+        data: `Levels` for two levels, a pytree of records for one; tables as in `fit`.
         w0: The initial point, public or already private: `(x, y)` for two levels. Of
             an Equinox module the arrays are the variables, and the answer is a module.
         key: One typed key; consumed by this run.
@@ -73,6 +74,7 @@ def solve(
         that of a plan, the cost of the run is printed to the standard error.
     """
     problem, w0, leaves = arrays_of("solve", problem, w0)
+    data = arrays(data)
     bound = check_run("solve", problem, solver, data, w0, key)
     run = problem, bound, data, w0
     given = problem, solver, data, w0, key

@@ -14,7 +14,7 @@ import scipy
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy import Gaussian, Ledger, PrivacyBudget, Query, Release
+from ..privacy import Gaussian, Ledger, Neighbours, PrivacyBudget, Query, Release
 from ..privacy.accounting import profiles
 from ..privacy.exact.floats import check_rounding
 from ..privacy.ledger import AbstractRelease
@@ -152,22 +152,30 @@ def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
 
 
 def least_multiplier(
-    sampling: AbstractSampling, count: int, size: int, budget: PrivacyBudget
+    sampling: AbstractSampling,
+    count: int,
+    size: int,
+    budget: PrivacyBudget,
+    neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> float:
     """Return the least noise multiplier at which Gaussian releases meet a budget.
 
-    The relation is replace-one. `calibrate` finds this multiplier for a solver that
-    makes only `count` such releases from `size` records.
+    `calibrate` finds this multiplier for a solver that makes only `count` such releases
+    from `size` records.
 
     Raises:
         ValueError: No noise reaches the budget.
     """
-
-    def ledger(multiplier: float) -> Ledger:
-        query = Query(RECORDS, size, 1.0, sampling)
-        return Ledger((Release("query", count, (query,), Gaussian(multiplier)),))
-
+    ledger = functools.partial(
+        gaussian_ledger, sampling, count, size, neighbours=neighbours
+    )
     return _least_scale(ledger, budget)
+
+
+def gaussian_ledger(sampling, count: int, size: int, multiplier, neighbours) -> Ledger:
+    """Return the `Ledger` of `count` Gaussian releases, each from a batch."""
+    query, noise = Query(RECORDS, size, 1.0, sampling), Gaussian(multiplier, neighbours)
+    return Ledger((Release("query", count, (query,), noise),))
 
 
 def check_promise(
@@ -254,13 +262,13 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
         return ledger(scale).delta_if_proved(budget.epsilon, rough=rough)
 
     if exact:
-        return _least_safe(delta, budget.delta, 1.0, 1e-12)
+        return least_safe(delta, budget.delta, 1.0, 1e-12)
     estimate = functools.partial(delta, rough=True)
-    start = _least_safe(estimate, budget.delta, 1.0, 2e-3)
-    return _least_safe(delta, budget.delta, start, 5e-4, step=1.005)
+    start = least_safe(estimate, budget.delta, 1.0, 2e-3)
+    return least_safe(delta, budget.delta, start, 5e-4, step=1.005)
 
 
-def _least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> float:
+def least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> float:
     """Return the least argument, to a tolerance, with `delta` at most `allowed`."""
     delta = functools.cache(delta)  # with sampled batches one takes a second
 

@@ -63,13 +63,6 @@ class AbstractProblem(eqx.Module):
         }
         return self.with_functions(functions, unit)
 
-    def of_rows(self) -> Self:
-        """Return the problem on rows that `per_person` was called on."""
-        if self.unit is None:
-            return self
-        functions = {name: getattr(self, name).fun for name in self.record_functions}
-        return self.with_functions(functions, None)
-
     def with_functions(
         self, functions: dict[str, Any], unit: PersonUnit | None
     ) -> Self:

@@ -1,6 +1,7 @@
 """The private runs of this process, and their total cost."""
 
 import dataclasses
+import html
 import math
 import sys
 import threading
@@ -13,7 +14,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.records.disk import shapes_of
+from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.people import PersonRows
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from .levels import people_of
 
@@ -35,6 +37,7 @@ class ProcessRun:
         relation: The neighbouring relation.
         people: Relation of the people in the levels; empty for one level.
         records: The public number of records, and the shapes of their parts.
+        unit: What is protected: `"rows"` or `"people"`.
         times: Number of such runs without another run in between.
     """
 
@@ -44,12 +47,14 @@ class ProcessRun:
     relation: str
     people: str
     records: str
+    unit: str = "rows"
     times: int = 1
 
     def __str__(self) -> str:
         """Return the run as one line of text."""
         times = f"{self.times} times, each " if self.times > 1 else ""
         people = f", people {self.people}" if self.people else ""
+        people += f", {self.unit}" if self.unit != "rows" else ""
         return (
             f"{self.method}: {times}{cost_of([self])} ({self.relation}{people}), "
             f"{self.records}"
@@ -78,8 +83,8 @@ class ProcessSpending:
 
     @property
     def epsilon(self) -> float:
-        """The sum of epsilons; infinite for runs whose relations or people differ."""
-        if len({(run.relation, run.people) for run in self.runs}) > 1:
+        """The sum of epsilons; infinite if relations, people or units differ."""
+        if len({(run.relation, run.people, run.unit) for run in self.runs}) > 1:
             return math.inf
         return total(run.times * run.epsilon for run in self.runs)
 
@@ -105,6 +110,9 @@ class ProcessSpending:
         square = total(times * e**2 for times, e in runs)
         spread = math.sqrt(2 * max(-math.log(slack), 0.0) * square)
         return drift + spread, min(1.0, 2 * slack)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """Return the totals, and one line for each run."""
@@ -194,7 +202,12 @@ def begun(
         shapes = f"{sizes.upper} upper records, {sizes.lower} lower records"
     shapes += f" (shapes of one record: {widths})" if widths else ""
     whose = "" if people is None else str(people.value)
-    run = ProcessRun(method, *costs, relation, whose, shapes)
+    kinds = jax.tree.leaves(
+        records, is_leaf=lambda v: isinstance(v, PersonRows | OnDisk)
+    )
+    of_people = any(isinstance(shapes_of(v), PersonRows) for v in kinds)
+    unit = "people" if of_people else "rows"
+    run = ProcessRun(method, *costs, relation, whose, shapes, unit)
     with _process.lock:
         again = _process.shapes.get(shapes) is False
         earlier = [r for r in _process.runs if r.records == shapes]
@@ -263,16 +276,21 @@ def _remember(solver: Any, sizes: Any, costs: Costs) -> None:
 def totals(runs: Sequence[Any]) -> list[str]:
     """Return a list of lines of text on the total cost of runs, by relation."""
     lines, groups = [], {}
-    for run in sorted(runs, key=lambda run: (run.relation, run.people)):
-        groups.setdefault((run.relation, run.people), []).append(run)
-    for (relation, people), group in groups.items():
+
+    def kind(run: Any) -> tuple[str, str, str]:
+        return run.relation, run.people, getattr(run, "unit", "rows")
+
+    for run in sorted(runs, key=kind):
+        groups.setdefault(kind(run), []).append(run)
+    for (relation, people, unit), group in groups.items():
         count = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
         whose = f", people {people}" if people else ""
+        whose += f", {unit}" if unit != "rows" else ""
         lines += [f"spending: {count} {cost_of(group)} ({relation}{whose})"]
     if len(runs) > 1:
         lines += ["  by basic composition, if they read the same records"]
     if len(groups) > 1:
-        lines += ["  under different relations or people no total is stated"]
+        lines += ["  under different relations, people or units no total is stated"]
     return lines
 
 

@@ -1,14 +1,18 @@
 """Plans and solutions: a calibrated solver, a released answer, and its guarantee."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
+from .._version import __version__
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import html_table
+from . import saved
 from .modules import StaticLeaves
 from .solver import Solver
 
@@ -104,6 +108,31 @@ class Solution(eqx.Module, Generic[Report]):
         if not _checks.concrete(rejected) or int(rejected):
             shown["rejected_updates"] = rejected
         return shown
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write the solution into a folder, from which `dpbilevel.load` restores it.
+
+        `solution.json` has the report and the structure, `arrays.safetensors` the
+        arrays; neither can run code. The folder appears at once, or not at all.
+
+        Args:
+            folder: The folder; new or empty.
+            overwrite: Whether to replace an earlier solution in it.
+
+        Raises:
+            ValueError: The folder holds something, or the solution holds a key, or
+                dictionaries with other keys than texts and integers.
+            OSError: The disk refuses.
+
+        Privacy:
+            Released values and the report alone: as private as the solution.
+        """
+        report: Any = self.report  # its type depends on the call
+        parts = {"value": self.value, "trajectory": self.trajectory}
+        facts: dict[str, Any] = {"dpbilevel": __version__}
+        facts["rejected_updates"] = int(self.rejected_updates)
+        facts["report"] = json.loads(report.to_json()) if report else None
+        saved.write(Path(folder), parts, facts, overwrite=overwrite)
 
     @property
     def x(self) -> PyTree:

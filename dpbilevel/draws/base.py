@@ -24,10 +24,10 @@ from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS, RECORDS, Query, check_rows, of_role
 from ..sets import AbstractSet
+from .mean_loss import AbstractScore, DrawProblem
 from .mechanisms import AbstractDrawMechanism, Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
-from .scores.mean_loss import AbstractScore, DrawProblem
 
 DRAW = "draw of x"
 

@@ -16,11 +16,11 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
 from ..privacy.per_example.clipping import Basis
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
+from .hyper import GradientNorm, HyperObjective
+from .mean_loss import AbstractScore, DrawProblem, MeanLoss
 from .mechanisms import Exponential, RegularizedExponential
 from .samplers.base import AbstractSampler
 from .samplers.grid import Grid
-from .scores.hyper import GradientNorm, HyperObjective
-from .scores.mean_loss import AbstractScore, DrawProblem, MeanLoss
 
 
 class ExponentialMechanism(AbstractDrawSolver):

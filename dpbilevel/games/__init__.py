@@ -1,14 +1,12 @@
 """Saddle points and variational inequalities: group games, matrix games, solvers."""
 
 from . import zoo
-from .bilinear import BilinearGame, matrix_game
-from .extragradient import NoisyExtragradient
+from .bilinear import BilinearGame, NoisyPayoff, matrix_game
+from .extragradient import NoisyExtragradient, RecursiveRegularization
 from .group_descent import GroupDescent
 from .groups import GroupGame, group_fair, group_robust, group_start, group_weights
-from .noisy_payoff import NoisyPayoff
 from .problem import SaddleProblem, VariationalInequality
 from .proximal_point import InexactProximalPoint
-from .recursive import RecursiveRegularization
 from .zoo import saddle_gap, variational_gap
 
 __all__ = [

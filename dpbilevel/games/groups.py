@@ -31,8 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from .._checks import Positive
-from ..onelevel.linear_models import AbstractLinearModel
-from ..onelevel.losses import Record, bounded, score
+from ..onelevel.losses import AbstractLinearModel, Record, bounded, score
 from ..onelevel.problem import check_start
 from ..sets import AbstractSet, Ball, Euclidean, Simplex
 from .problem import AbstractSaddleProblem, Scalar

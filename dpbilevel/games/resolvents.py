@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 
 from .. import _checks
 from .._checks import Number
-from ..bilevel.certificates.sensitivities import UNITS
-from ..privacy.exact.floats import check_rounding
+from ..bilevel.certificates.sensitivities import UNITS, units_of
+from ..privacy.exact.floats import check_rounding, unit_roundoff
 from ..privacy.exact.grid import ROUNDED_BITS
 from ..privacy.per_example.clipping import Basis, Precision
 from ..privacy.per_example.factored import GROUP
@@ -152,7 +152,7 @@ class Resolvent:
         root of the method's potential is a norm up to constants and contracts by
         $\sqrt\theta$.
         """
-        unit = _unit(dtype)
+        unit = unit_roundoff(dtype)
         smoothness = self.lipschitz + self.strength
         step = 1 / (2 * smoothness)
         pull = self.strength * self.problem.w_set.diameter
@@ -184,11 +184,11 @@ class Resolvent:
         Neighbours of a single step read the same point, where all records but one have
         the same computed operators: then only sums and means differ by their rounding.
         """
-        unit, public = _unit(dtype), self.problem.constant("public_bound")
+        unit, public = unit_roundoff(dtype), self.problem.constant("public_bound")
         records = self._largest - public
         if self._one_step:
             return unit * (2 * records + 3 * self._largest)
-        mean = 2 * UNITS + self.dimension + 32 + GROUP + 8
+        mean = 2 * units_of(self.problem) + self.dimension + 32 + GROUP + 8
         return unit * (mean * records + UNITS * public + 3 * self._largest)
 
     def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:
@@ -197,7 +197,7 @@ class Resolvent:
         The threshold of a simplex is a sum over all coordinates.
         """
         units = UNITS + self.dimension**1.5
-        return _unit(dtype) * units * (2 * self.problem.w_set.reach + moved)
+        return unit_roundoff(dtype) * units * (2 * self.problem.w_set.reach + moved)
 
     def check(self) -> None:
         """Refuse problems without a known sensitivity; reads no number of the solver.
@@ -304,7 +304,3 @@ def _series(ratio: Number, count: int) -> Number:
     for _ in range(count):
         total = 1 + ratio * total
     return total
-
-
-def _unit(dtype: DTypeLike) -> float:
-    return float(jnp.finfo(dtype).eps) / 2

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ _exact = jax.default_matmul_precision("highest")
 
 # A linear objective has no curvature to take a step size from.
 _LEAST_CURVATURE = 1e-3
+_STEPS = 300  # of gradients, to maximize a concave function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,8 @@ def bilinear_saddle(
 
     lipschitz = _largest_singular(matrices)
     along = [lipschitz * radius + _longest(v) for v in (linear_x, linear_y)]
-    terms = {"public_lipschitz": convexity, "public_bound": convexity * radius * 2**0.5}
+    most = convexity * radius * 2**0.5
+    terms: Any = {"public_lipschitz": convexity, "public_bound": most}
     problem = BilinearGame(
         lambda z: z["matrix"],
         lambda z: z["x"],
@@ -190,9 +193,7 @@ def mean_operator(
         return optax.tree.add(mean, problem.public_operator(w))
 
 
-def saddle_gap(
-    problem: AbstractSaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
-) -> Gap:
+def saddle_gap(problem: AbstractSaddleProblem, w: PyTree, data: PyTree) -> Gap:
     r"""NON-PRIVATE. Return a `Gap` of $\max_y f(\hat x, y) - \min_x f(x, \hat y)$.
 
     Both problems are convex and are solved by accelerated projected gradients. By
@@ -204,7 +205,6 @@ def saddle_gap(
         problem: A problem with a declared `lipschitz` on bounded sets.
         w: $(\hat x, \hat y)$.
         data: The records.
-        num_steps: Gradient steps of either problem.
 
     Raises:
         TypeError: The problem is no `SaddleProblem`.
@@ -226,8 +226,8 @@ def saddle_gap(
         return -value(x, y_hat)
 
     most = functools.partial(value, x_hat)
-    best = _maximum(most, problem.y_set, y_hat, smoothness, num_steps)
-    worst = _maximum(least, problem.x_set, x_hat, smoothness, num_steps)
+    best = _maximum(most, problem.y_set, y_hat, smoothness)
+    worst = _maximum(least, problem.x_set, x_hat, smoothness)
     return Gap(best.lower + worst.lower, best.upper + worst.upper)
 
 
@@ -235,8 +235,6 @@ def variational_gap(
     problem: AbstractVariationalInequality,
     w: PyTree,
     data: PyTree,
-    *,
-    num_steps: int = 300,
 ) -> Gap:
     r"""NON-PRIVATE. Return a `Gap` of $\sup_u F(u)^\top (\hat w - u)$, for affine $F$.
 
@@ -250,7 +248,6 @@ def variational_gap(
             operators.
         w: $\hat w$.
         data: The records.
-        num_steps: Gradient steps.
 
     Raises:
         TypeError: The problem is no variational inequality or saddle problem.
@@ -265,7 +262,7 @@ def variational_gap(
         operator = mean_operator(problem, u, data)
         return jnp.asarray(optax.tree.vdot(operator, optax.tree.sub(w, u)))
 
-    return _maximum(value, problem.w_set, w, smoothness, num_steps)
+    return _maximum(value, problem.w_set, w, smoothness)
 
 
 def _smoothness(problem: AbstractVariationalInequality) -> float:
@@ -273,9 +270,8 @@ def _smoothness(problem: AbstractVariationalInequality) -> float:
     return max(declared, _LEAST_CURVATURE)
 
 
-def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
+def _maximum(value, feasible: AbstractSet, start, smoothness) -> Gap:
     """Maximize a concave function; return a `Gap`: attained value and upper bound."""
-    _checks.count("gap", num_steps=num_steps)
     gradient = jax.grad(value)
 
     def step(state, t):
@@ -287,7 +283,7 @@ def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
         return (new, ahead), None
 
     u = feasible.project(start)
-    times = jnp.arange(num_steps, dtype=jnp.result_type(float))
+    times = jnp.arange(_STEPS, dtype=jnp.result_type(float))
     (u, _), _ = jax.lax.scan(step, (u, u), times)
     slope = gradient(u)
     attained = value(u)

@@ -1,11 +1,17 @@
 """Means of losses and private descent on them."""
 
 from .adaptive_clip import AdaptiveClipGD
-from .allocated import AllocatedGD
-from .linear_models import Logistic, PseudoHuber, linear_risk
 from .localized import LocalizedGD
-from .losses import absolute_loss, hinge_loss, logistic_loss, squared_loss
-from .noisy_gd import NoisyGD
+from .losses import (
+    Logistic,
+    PseudoHuber,
+    absolute_loss,
+    hinge_loss,
+    linear_risk,
+    logistic_loss,
+    squared_loss,
+)
+from .noisy_gd import AllocatedGD, NoisyGD
 from .problem import FiniteSum
 
 __all__ = [

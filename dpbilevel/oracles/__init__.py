@@ -19,8 +19,13 @@ from .linear import (
     extrapolate,
 )
 from .lower import lower_solution, lower_solve
-from .minimizers import LBFGS, AbstractLowerSolver, AcceleratedGradient, LowerInfo
-from .newton import NewtonCG
+from .minimizers import (
+    LBFGS,
+    AbstractLowerSolver,
+    AcceleratedGradient,
+    LowerInfo,
+    NewtonCG,
+)
 
 __all__ = [
     "LBFGS",

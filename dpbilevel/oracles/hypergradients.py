@@ -8,13 +8,15 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
 from . import objectives
-from .active_set import free_entries, linearized, select
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
 from .lower import (
     DEFAULT_LINEAR_SOLVER,
     check_arguments,
     check_interior,
+    free_entries,
+    linearized,
     minimize_or_nan,
+    select,
 )
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
 

@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._checks import Checked, Count, positive
+from ..core.descent import add_scaled, scaled
 
 Scalar = Float[Array, ""]
 Matvec = Callable[[PyTree], PyTree]
@@ -101,7 +102,7 @@ class ConjugateGradient(AbstractLinearSolver):
         unit = _unit_square(b, scale)
         value, products, solves = self._iterated(matvec, start, unit, b)
         value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), value)
-        value = _scaled(scale, value)
+        value = scaled(scale, value)
         products = products + (0 if x0 is None else 1)
         return LinearSolution(value, _residual_norm(matvec, value, b), products)
 
@@ -163,10 +164,10 @@ class Neumann(AbstractLinearSolver):
         rate = jnp.asarray(self.step_size)
 
         def step(_, value):
-            return _add_scaled(value, rate, optax.tree.sub(b, matvec(value)))
+            return add_scaled(value, rate, optax.tree.sub(b, matvec(value)))
 
         products = self.num_steps - (x0 is None)  # the first one from zero is free
-        start = _scaled(rate, b) if x0 is None else x0
+        start = scaled(rate, b) if x0 is None else x0
         value = jax.lax.fori_loop(0, products, step, start)
         norm = _residual_norm(matvec, value, b)
         return LinearSolution(value, norm, jnp.asarray(products, jnp.int32))
@@ -253,8 +254,8 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
     residual = b if x0 is None else optax.tree.sub(b, matvec(x0))
     largest = jnp.maximum(_largest(b), _largest(residual))
     scale = jnp.where(largest > 0, largest, 1)
-    residual = _scaled(1 / scale, residual)
-    value = jax.tree.map(jnp.zeros_like, b) if x0 is None else _scaled(1 / scale, x0)
+    residual = scaled(1 / scale, residual)
+    value = jax.tree.map(jnp.zeros_like, b) if x0 is None else scaled(1 / scale, x0)
     square = _dot(residual, residual)
     return _Conjugate(value, residual, residual, square), scale
 
@@ -272,11 +273,11 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conju
     length = jnp.where(moves, state.square, jnp.where(is_curved, 0.0, -1.0))
     length = length / jnp.where(moves, curvature, 1)
     step = jnp.maximum(length, 0)  # alpha
-    residual = _add_scaled(state.residual, -step, product)  # b - A v
+    residual = add_scaled(state.residual, -step, product)  # b - A v
     square = jnp.where(length < 0, -1.0, 1.0) * _dot(residual, residual)
     ratio = jnp.where(step > 0, square, 0) / jnp.where(step > 0, state.square, 1)
-    value = _add_scaled(state.value, step, state.direction)
-    direction = _add_scaled(residual, ratio, state.direction)
+    value = add_scaled(state.value, step, state.direction)
+    direction = add_scaled(residual, ratio, state.direction)
     return _Conjugate(value, residual, direction, square)
 
 
@@ -290,7 +291,7 @@ def _epsilon(b: PyTree, among: Callable) -> float:
 
 
 def _unit_square(b: PyTree, scale: Scalar) -> Scalar:
-    unit = _scaled(1 / scale, b)
+    unit = scaled(1 / scale, b)
     return _dot(unit, unit)
 
 
@@ -316,12 +317,3 @@ def _dot(one: PyTree, other: PyTree) -> Scalar:
 def _wide(leaf: Array) -> Array:
     """Return the leaf in at least single precision, for norms and inner products."""
     return leaf if jnp.finfo(leaf.dtype).bits > 32 else leaf.astype(jnp.float32)
-
-
-def _scaled(factor: Scalar, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
-
-
-def _add_scaled(tree: PyTree, factor: Scalar, direction: PyTree) -> PyTree:
-    """Return `tree + factor * direction`, in the dtypes of `tree`."""
-    return jax.tree.map(lambda u, v: u + factor.astype(u.dtype) * v, tree, direction)

@@ -22,12 +22,11 @@ from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
-from .candidates import candidates
+from .candidates import candidates, toml_of
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
-from .models import constant_feature, is_linear, model_of
+from .methods import constant_feature, is_linear, model_of
 from .populations import populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
-from .settings import toml_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 
 # If a step reads more numbers than these, in records times parameters, every second
@@ -214,7 +213,7 @@ def auto(
         check_pair(owner, w0)
     # A person of one row is as likely as any, and the rows of dry runs are generated.
     records_problem, _, _ = arrays_of(owner, problem, w0)
-    problem, w0, _ = arrays_of(owner, problem.of_rows(), w0)
+    problem, w0, _ = arrays_of(owner, _of_rows(problem), w0)
     drawn_from = _populations(problem, w0, clip_norm, records, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
     intercept = constant_feature(owner, model_of(problem, w0), intercept)
@@ -241,6 +240,17 @@ def auto(
     assumed = _assumptions(model_of(problem, w0), clip_norm, intercept)
     found = reason, trials, names, starts, assumed, left_out
     return AutoPlan(plan.solver, plan.report, *found)
+
+
+def _of_rows(problem: Any) -> Any:
+    """Return the problem on rows that `per_person` was called on, for dry runs alone.
+
+    Declared constants stay; for sums over rows they need not hold.
+    """
+    if problem.unit is None:
+        return problem
+    fields = {name: getattr(problem, name).fun for name in problem.record_functions}
+    return problem.with_functions(fields, None)
 
 
 def _trials(

@@ -18,7 +18,7 @@ from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
 from . import synthetic
-from .models import model_of
+from .methods import model_of
 
 # Scores of several classes vary more: by this factor times the 0.9th power of log2 of
 # the number of classes.

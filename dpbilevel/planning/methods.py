@@ -1,4 +1,4 @@
-"""The methods that `auto` compares, each with its settings."""
+"""The methods that `auto` compares, each with its settings, and the model they fit."""
 
 import dataclasses
 import functools
@@ -8,27 +8,111 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jax.scipy.optimize import minimize
+from jaxtyping import Array, Float, PyTree
 
 from ..applications.mixed_sources import MixedSources
-from ..applications.recalibration import Recalibration, is_array
-from ..applications.scaled_groups import ScaledGroups
+from ..applications.penalties import ScaledGroups
+from ..applications.recalibration import Recalibration, constants_of, is_array
 from ..applications.selected_sources import ScoringModel, SelectedSources
 from ..applications.warm_start import WarmStarted
 from ..bilevel.certificates.certified import certificate_of
 from ..bilevel.implicit import ImplicitBilevel
-from ..bilevel.lower_first import LowerFirst
-from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
+from ..bilevel.pipeline import OneLevel
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.refitted import Refitted
+from ..bilevel.refitted import LowerFirst, Refitted
 from ..core.outputs import TailMean
+from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
 from ..draws.samplers.grid import Grid
 from ..onelevel.noisy_gd import NoisyGD
 from ..sets import AbstractSet, Box
-from .models import is_linear, is_vector
+
+
+def model_of(problem: AbstractProblem, w0: PyTree) -> PyTree:
+    """Return the model among the variables: y of two levels, else all of them."""
+    return w0[1] if isinstance(problem, BilevelProblem) else w0
+
+
+def is_linear(model: PyTree) -> bool:
+    """Return whether a model is one array, the coefficients of features."""
+    return len(jax.tree.leaves(model)) == 1
+
+
+def is_vector(model: PyTree) -> bool:
+    """Return whether a model is one vector, and so has one score."""
+    return is_array(model) and jnp.ndim(model) == 1
+
+
+def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
+    """Return `intercept`, checked to be a feature; `None` if a model is not linear.
+
+    Raises:
+        ValueError: The model has no feature at this index.
+    """
+    if intercept is None or not is_array(model) or jnp.ndim(model) not in (1, 2):
+        return None
+    constants_of(owner, model, intercept)
+    return intercept
+
+
+@jax.jit
+def mean_loss(problem: Any, value: PyTree, test: PyTree) -> Float[Array, ""]:
+    """Return the mean loss of a released model on test records."""
+    if isinstance(problem, BilevelProblem):
+        x, y = value
+        losses = jax.vmap(functools.partial(problem.upper, x), (None, 0))(y, test)
+    else:
+        losses = jax.vmap(problem.loss, (None, 0))(value, test)
+    return jnp.mean(losses)
+
+
+def constant_loss(
+    problem: Any, w0: PyTree, test: PyTree, intercept: int | None
+) -> float:
+    """Return the loss of the best constant answer, or of the initial point if less.
+
+    Args:
+        problem: The problem.
+        w0: The initial point.
+        test: Synthetic test records.
+        intercept: The index of the constant feature, or `None`.
+
+    Raises:
+        ValueError: The loss cannot read the records.
+    """
+    try:
+        initial = float(mean_loss(problem, w0, test))
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
+        raise ValueError(
+            f"auto: the loss cannot read synthetic records of shapes {shapes} "
+            f"({type(error).__name__}: {error}). Pass records=, their description, or "
+            "synthetic=, a function that draws some (docs/auto.md)."
+        ) from error
+    if intercept is None:
+        return initial
+    fitted = float(_fitted_constant_loss(problem, w0, test, intercept))
+    return min(initial, fitted) if np.isfinite(fitted) else initial
+
+
+# Jitted, because every draw of synthetic data has a constant answer of its own.
+@functools.partial(jax.jit, static_argnames="intercept")
+def _fitted_constant_loss(
+    problem: Any, w0: PyTree, test: PyTree, intercept: int
+) -> Float[Array, ""]:
+    zero = jnp.zeros_like(model_of(problem, w0))
+
+    def loss(constant):
+        y = zero.at[intercept].set(constant.reshape(zero.shape[1:]))
+        two = isinstance(problem, BilevelProblem)
+        return mean_loss(problem, (w0[0], y) if two else y, test)
+
+    initial = jnp.zeros(zero[intercept].size, zero.dtype)
+    return minimize(loss, initial, method="BFGS").fun
+
 
 # Norm of a record's gradients in the model of its source and, at the default weight of
 # one half, in the common one: the root of 1 + 1/4.

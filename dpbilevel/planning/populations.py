@@ -23,20 +23,22 @@ _GROUP_MARGIN, _TABLE_MARGIN, _SOURCE_MARGIN = 4.0, 1.0, 1.5
 
 
 class GoodOrBad(AbstractLinearPopulation):
-    """Five sources: two follow the population, two are opposite, one is random.
+    """Sources of which two in five are good, two opposite, and one random.
 
-    The five together carry no information about the model. Labels are balanced, so that
-    a model of the more frequent label finds no source. They follow the features that
-    vary most.
+    All sources together carry no information about the model. Labels are balanced, so
+    that a model of the more frequent label finds no source. They follow the features
+    that vary most.
     """
 
     @override
     def models(self, problem, shape, key):
         (target,) = self.teachers(key, 1, shape, aligned=True)
+        count = _num_sources(problem)
         # In this order, so that of two sources one is opposite.
-        kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, -1.0])
-        kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
-        return target, expand(kinds, target) * target[None]
+        kinds = np.tile([1.0, -1.0, 0.0, 1.0, -1.0], count // 5 + 1)[:count]
+        if count > 1:
+            kinds[-2 if count % 5 == 4 else -1] -= kinds.sum()
+        return target, expand(jnp.asarray(kinds), target) * target[None]
 
 
 class Shifted(AbstractLinearPopulation):

@@ -14,8 +14,7 @@ from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from .methods import Candidate
-from .models import constant_loss, mean_loss
+from .methods import Candidate, constant_loss, mean_loss
 from .synthetic import AbstractPopulation, SyntheticData
 
 Effort = Literal["fast", "thorough"]

@@ -40,7 +40,8 @@ IDEALISED = {
 }
 ROW = "one row"
 ONE_ID = (
-    "all rows of a person have one id, spelt alike, and what a row says was computed "
+    "all rows of a person have one id, spelt alike; neighbouring data have the same "
+    "ids but for a person who is added or removed; and what a row says was computed "
     "from no row of another person"
 )
 TRUSTED = (
@@ -141,6 +142,7 @@ class PrivacyReport:
             "guarantee": self.claim,
             "protects": self.unit,
             "releases": sum(row.count for row in self.ledger),
+            "noise against signal": "; ".join(map(str, self.forecast)),
             "accountant": self.accountant,
             "assumptions": "; ".join(self.assumptions),
         }

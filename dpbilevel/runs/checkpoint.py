@@ -32,6 +32,7 @@ from .interrupts import uninterruptible
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
 RESULT = "result.json"  # the result of a run of the command line
+ARRAYS = "solution.npz"  # its arrays
 SEARCH = "search.json"  # the result of a search
 LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 CHECK = "usability"  # in a fingerprint: the released check of the records

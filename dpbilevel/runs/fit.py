@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..core.columns import arrays
 from ..core.loop import check_method, run_checked
 from ..core.modules import arrays_of
 from ..core.plan import calibrated
@@ -45,7 +46,8 @@ def fit(
     Args:
         problem: A `BilevelProblem` or a `FiniteSum`.
         solver: A solver of that problem; its own noise is replaced.
-        data: The records.
+        data: The records; arrays, or tables and columns of pandas, polars and pyarrow,
+            which are read as float64 matrices and vectors.
         w0: The initial point.
         budget: The guarantee to reach.
         people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
@@ -83,6 +85,7 @@ def fit(
             "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
         )
     problem, w0, leaves = arrays_of("fit", problem, w0)
+    data = arrays(data)
     problem.check_unit(data)
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM on the command line: the process ends at once, its files intact.
+"""Ctrl-C and SIGTERM, at which the process ends at once, and a bar of the steps.
 
 Python's `KeyboardInterrupt` is not enough. Raised in an import, a callback or a
 destructor it is lost or leaves something half done. While compiled code runs it has to
@@ -114,3 +114,42 @@ def _leave(numbers: list[signal.Signals]) -> None:
             os._exit(_code[0])
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def step_bar(
+    num_steps: int, what: str, *, shown: bool = True
+) -> Iterator[Callable[..., None]]:
+    """Yield a function that sets a progress bar; a shown bar needs tqdm.
+
+    The bar appears when it is first set.
+
+    Args:
+        num_steps: Number of steps, or 0 if it is not known yet.
+        what: Label of the bar.
+        shown: Whether to show it.
+
+    Yields:
+        A function `at(done, total=None, **numbers)` that sets the steps done, the
+        number of all steps if it was not known, and numbers to show beside the bar.
+    """
+    if not shown:
+        yield lambda done, total=None, **numbers: None
+        return
+    from tqdm import tqdm
+
+    with contextlib.ExitStack() as end:
+        bars: list[tqdm] = []
+
+        def at(done: int, total: int | None = None, **numbers: int) -> None:
+            with uninterruptible():  # nothing is drawn after the line of an interrupt
+                if not bars:
+                    bar = tqdm(None, what, num_steps, initial=done, unit="step")
+                    bars.append(end.enter_context(bar))
+                if total is not None:
+                    bars[0].total = total
+                if numbers:
+                    bars[0].set_postfix(numbers)
+                bars[0].update(done - bars[0].n)
+
+        yield at

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from .._extras import check_installed
 from ..core import process_spending
+from ..core.columns import arrays
 from ..core.descent import rejected_updates
 from ..core.loop import check_run, rows_of
 from ..core.modules import StaticLeaves, arrays_of
@@ -26,7 +27,7 @@ from ..privacy.noise import PRNGKey, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .progress import step_bar
+from .interrupts import step_bar
 
 _NAME = "first key"  # in a fingerprint: a hash that identifies the run
 
@@ -180,6 +181,7 @@ def start(
         5 0.68
         10 1.0
     """
+    data = arrays(data)
     run = _checked("start", problem, plan, data, w0, key, trajectory)
     name, report = f"start: {type(plan.solver).__name__}", plan.report
     costs, sizes = process_spending.costs_by(report), plan.solver.sizes
@@ -294,6 +296,7 @@ def resume(
     saved = checkpoint.read(Path(folder))
     # This continues a release that was counted when it began.
     has_path = len(saved.path) > 0
+    data = arrays(data)
     run = _checked("resume", problem, plan, data, w0, saved.key, has_path)
     name = saved.fingerprint.setdefault(_NAME, run.name)
     run = dataclasses.replace(run, name=name)

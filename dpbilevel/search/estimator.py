@@ -18,9 +18,8 @@ except ImportError as error:
     raise ImportError(missing("dpbilevel.PrivateSearch", "sklearn")) from error
 
 from .. import _checks
-from ..core.seeds import Seedless, refuse
 from ..privacy.budget import PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, root_key
+from ..privacy.noise import PRNGKey, Seedless, check_key, refuse, root_key
 from ..privacy.records.people import PersonRows, PersonUnit, by_person
 from ..sets import Box
 from .ask_tell import AskTell
@@ -189,6 +188,11 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         key = root_key() if key is None else check_key(key)
         self._check()
         validation, people = self._by_person(validation)
+        if people is not None and self.training is not None:
+            raise ValueError(
+                "PrivateSearch.fit: training= is declared for records, so validation "
+                "takes no ids of people. Leave one of them out."
+            )
         check_validation(X, y, validation)
         rows, space = self._rows(X, y), Space(self.space)
         if self.training is None:
@@ -202,7 +206,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             starts = [space.position(v) for v in (*self.starts, self._own_parameters())]
             starts = np.stack(starts)
             solver = default_solver(space, self.budget, rows, starts, self.n_jobs)
-        losses = rows.black_box(*validation, people)
+        losses = rows.black_box(*validation, people=people)
         records = "" if folder is None else self._identity(X, y, (*validation, people))
         evaluates = f"{type(self.estimator).__name__} in {self.space}"
         trains = self.training, 1  # 1 for `best_estimator_`
@@ -223,7 +227,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         self.best_estimator_ = rows.fit(result.value)
         return self
 
-    def _by_person(self, validation: Any) -> tuple[tuple[Any, Any], PersonRows | None]:
+    def _by_person(self, validation: Any) -> tuple[Any, PersonRows | None]:
         """Return the pair of validation, and the numbers of the rows of each person."""
         if not isinstance(validation, tuple | list) or len(validation) != 3:
             return validation, None

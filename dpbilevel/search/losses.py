@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._checks import Number
+from ..draws.mean_loss import public_part, spread_of
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
-from ..draws.scores.mean_loss import public_part, spread_of
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example import clipping
 from ..privacy.queries import RECORDS, Query

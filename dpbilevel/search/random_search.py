@@ -13,10 +13,10 @@ from typing_extensions import override
 from .. import _checks
 from .._checks import Checked, Count, Fraction, Number, Positive, check_fields
 from ..draws.base import DRAW
+from ..draws.mean_loss import spread_of
 from ..draws.mechanisms import Draw, Exponential
 from ..draws.samplers.base import SamplerGuarantee
 from ..draws.samplers.grid import Grid
-from ..draws.scores.mean_loss import spread_of
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey, derive

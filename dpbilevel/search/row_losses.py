@@ -38,10 +38,6 @@ class RowLosses:
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
         bound: A public bound on the losses, or `None`.
-
-    Attributes:
-        unit: Number by which losses are divided.
-        quiet: Whether output and warnings about training rows are suppressed.
     """
 
     def __init__(
@@ -53,7 +49,8 @@ class RowLosses:
         bound: float | None = None,
     ):
         self.make, self.losses, self.bound = make, losses, bound
-        self.unit, self.quiet = 1.0, False
+        self.unit = 1.0  # losses are divided by it
+        self.quiet = False  # output and warnings about training rows are shown
         self.training = _sliceable(X), _sliceable(y)
 
     def fit(self, point: Float[np.ndarray, " d"]) -> Any:
@@ -65,9 +62,7 @@ class RowLosses:
     def black_box(
         self, X: Any, y: Any, people: PersonRows | None = None
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from a point to the losses of private rows, or of people.
-
-        `people` has the numbers of the rows of each; the loss of a person is the mean.
+        """Return a function from a point to the losses of private rows, or of `people`.
 
         The function never raises. If the estimator or the losses raise on a row, its
         loss is NaN; if the estimator cannot be fitted, all losses are NaN. Neither
@@ -75,16 +70,17 @@ class RowLosses:
         place, with a fresh copy of the estimator. Privacy: the number of predictions
         depends on the rows, so the time is unprotected.
         """
-        return functools.partial(
-            self._losses_at, (_sliceable(X), _sliceable(y)), people
-        )
+        private = _sliceable(X), _sliceable(y)
+        if people is not None:  # as many rows, in their places, whoever has how many
+            private = _rows(private, people.rows.ravel())
+        return functools.partial(self._losses_at, private, people)
 
     def _losses_at(self, private, people, point):
         losses = self._row_losses(private, point)
         if people is None:
             return losses
         unit = PersonUnit(people.present.shape[1])
-        return combined(lambda rows: losses[rows], people, unit)[:, 0]
+        return combined(lambda _: losses, people, unit)[:, 0]
 
     def _row_losses(self, private, point):
         losses = np.full(count(private[-1]), np.nan)
@@ -321,8 +317,8 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
     """
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         got = _checks.shown(validation)
-        text = f"validation must be (X, y) or (X, y, groups), got {got}."
-        raise TypeError(f"PrivateSearch.fit: {text}")
+        what = f"(X, y) or (X, y, groups), got {got}"
+        raise TypeError(f"PrivateSearch.fit: validation must be {what}.")
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
         raise ValueError(f"PrivateSearch.fit: validation X, y have {counts} rows.")

@@ -26,9 +26,8 @@ from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from ..privacy.queries import Query
 from ..privacy.sampling.base import FullBatch
-from ..privacy.selection import Selection
 from .losses import clip_and_center
-from .repeat_and_select import BestRun, check_enough
+from .repeat_and_select import BestRun, Selection, check_enough
 
 BEST = "model of the least validation loss"
 

@@ -17,18 +17,17 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from .. import _checks
 from ..core import process_spending
-from ..core.columns import Column, elements
+from ..core.columns import Column, elements, numbers
 from ..core.loop import solved
 from ..core.problem import AbstractProblem
-from ..core.seeds import Seedless, refuse
 from ..core.shares import Usability
 from ..core.solution import Plan, divergence
 from ..core.usability import Columns, RecordsCheck
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, derive, root_key
+from ..privacy.noise import PRNGKey, Seedless, check_key, derive, refuse, root_key
 from ..privacy.records.people import PersonUnit
 from ..privacy.report import PrivacyReport
-from .declared import Frame, declared, frame, index_of, numbers
+from .declared import Frame, declared, frame, index_of
 from .lengths import SHORT, Lengths
 from .public_size import PublicSize, Rows
 

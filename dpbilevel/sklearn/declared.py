@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from .. import _checks
-from ..core.columns import Column, elements, kind_of, table_of
+from ..core.columns import Column
 
 _ROUNDED = 1.001  # times the norm; rows divided by their length are not too long
 # Mean square of a feature that is uniform in its bounds.
@@ -281,71 +281,3 @@ def index_of(
 
     entries = column.entries
     return np.fromiter(map(place, entries.tolist()), np.int32, len(entries))
-
-
-def numbers(table: Any) -> Any:
-    """Return a table as an array of numbers; NaN for objects that are none.
-
-    Sparse matrices are returned as they are.
-
-    Raises:
-        ValueError: The type of the entries stands for no number, the array or a column
-            of a data frame has texts by its type, or it is no table. Messages of
-            scikit-learn would contain the records.
-    """
-    if hasattr(table, "tocsr"):
-        return table
-    if not (hasattr(table, "__len__") or hasattr(table, "__array__")):
-        kind = type(table).__name__
-        raise ValueError(f"Expected 2D array, got {kind} instead. Give a table.")
-    _refuse_types(table)
-    rows = elements(table)
-    if rows is not None:
-        found = table_of(rows)
-        found = np.empty(len(rows), object) if found is None else found
-        column = Column(found, "objects")
-    elif isinstance(table, np.ma.MaskedArray):
-        column = Column.of(table)
-    else:
-        array = np.asarray(table)
-        column = Column(array, kind_of(array.dtype))
-    count = column.entries.ndim
-    if count != 2:
-        raise ValueError(
-            f"Expected 2D array, got {count}D array instead. Reshape your data."
-        )
-    return as_numbers("X", column)
-
-
-def as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
-    """Return a column, or several, as numbers; NaN for objects that are none.
-
-    Raises:
-        ValueError: The entries are texts, by their type.
-    """
-    if column.kind == "texts":
-        raise ValueError(f"{name} has texts, by its type; encode declared categories.")
-    return column.numbers()
-
-
-def _refuse_types(table: Any) -> None:
-    """Refuse columns that stand for no numbers, by their types."""
-    schema = getattr(table, "schema", None)
-    types = getattr(table, "dtypes", getattr(schema, "types", ()))
-    names = getattr(table, "column_names", getattr(table, "columns", ()))
-    if not isinstance(types, Iterable):
-        return
-    texts = []
-    for name, kind in zip(names, types, strict=False):
-        try:
-            found = kind_of(kind)
-        except ValueError as error:
-            raise ValueError(f"column {str(name)!r} of X: {error}") from None
-        # Categories are refused even if they are numbers, which have no order.
-        if found == "texts" or str(kind).lower().startswith("categor"):
-            texts.append(str(name))
-    if texts:
-        raise ValueError(
-            f"the columns {texts} of X hold texts, by their types. Encode them by "
-            "OneHotEncoder(categories=[[...]], handle_unknown='ignore')."
-        )

@@ -15,12 +15,13 @@ from sklearn.utils.validation import check_is_fitted
 from typing_extensions import override
 
 from .. import _checks
+from ..core.columns import as_numbers
 from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
 from .base import PrivateEstimator, Run, with_nan
-from .declared import as_numbers, interval
+from .declared import interval
 from .descent import Settings, plan_descent
 from .intervals import Intervals, huber_loss
 from .lengths import Lengths

@@ -19,7 +19,7 @@ from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
-from ..runs.progress import step_bar
+from ..runs.interrupts import step_bar
 from .base import Description
 from .declared import declared, index_of
 from .descent import plan_of

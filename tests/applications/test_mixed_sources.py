@@ -14,7 +14,7 @@ from dpbilevel.applications import (
     source_weights,
 )
 from dpbilevel.applications.mixed_sources import Mixture, moments_objective
-from dpbilevel.applications.source_pipeline import score_objective
+from dpbilevel.applications.selected_sources import score_objective
 from tests.applications.sources import (
     DATA,
     LONG_MIXED,

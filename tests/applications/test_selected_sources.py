@@ -15,7 +15,7 @@ from dpbilevel.applications import (
     SelectedSources,
     source_weights,
 )
-from dpbilevel.applications.source_pipeline import score_objective
+from dpbilevel.applications.selected_sources import score_objective
 from dpbilevel.audit.worst_cases import worst_case
 from dpbilevel.privacy.accounting import profiles
 from tests.applications.sources import (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.draws.scores.hyper import HyperObjective
-from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.draws.hyper import HyperObjective
+from dpbilevel.draws.mean_loss import MeanLoss
 from tests.problems import CERTIFIED, LEVELS
 
 LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))

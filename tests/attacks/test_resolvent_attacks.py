@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games.certified import ResolventQuery
+from dpbilevel.games.proximal_point import ResolventQuery
 from dpbilevel.games.resolvents import Resolvent
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)

@@ -15,12 +15,12 @@ from dpbilevel.draws import (
     AlternatingSampler,
     ConvexEnvelope,
     StochasticRejection,
+    mean_loss,
 )
+from dpbilevel.draws.hyper import HyperObjective
+from dpbilevel.draws.mean_loss import MeanLoss
 from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.draws.samplers.proximal import ProximalPlan
-from dpbilevel.draws.scores import mean_loss
-from dpbilevel.draws.scores.hyper import HyperObjective
-from dpbilevel.draws.scores.mean_loss import MeanLoss
 from tests.cases import slow
 from tests.problems import CERTIFIED
 

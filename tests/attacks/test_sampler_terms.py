@@ -25,7 +25,7 @@ from dpbilevel.privacy.accounting.repetitions import Repetitions, renyi_profile
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.rows import padded_rows
-from dpbilevel.privacy.selection import Selection
+from dpbilevel.search.repeat_and_select import Selection
 
 WALKED = Regularity(2, 1.5, 0.0, error=0.03)
 

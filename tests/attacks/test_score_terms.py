@@ -15,14 +15,14 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates import sensitivities
 from dpbilevel.bilevel.certificates.fixed_count import Metric, Spectrum
+from dpbilevel.draws.hyper import GradientNorm, HyperObjective, _steps
+from dpbilevel.draws.mean_loss import MeanLoss, public_part, spread_of
 from dpbilevel.draws.mechanisms import BoundedScore, Draw
 from dpbilevel.draws.samplers.base import (
     AbstractPotential,
     AbstractSampler,
     SamplerGuarantee,
 )
-from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective, _steps
-from dpbilevel.draws.scores.mean_loss import MeanLoss, public_part, spread_of
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_epsilon, pure_event
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN

@@ -15,7 +15,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.fixed_count import Bounds
-from dpbilevel.games import certified as resolvent
+from dpbilevel.games import proximal_point
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.per_example.norms import scale_and_norm
 from tests.attacks.terms import CONSTANTS, exact_norm, moved, upper
@@ -105,8 +105,10 @@ def test_a_resolvent_rounded_to_its_grid_moves_no_further_than_is_charged(
     assert 1.0 <= contribution < 1.0 + 2.0**-20
 
     def sealed(value):
-        monkeypatch.setattr(resolvent, "approximate_resolvent", lambda *_, **__: value)
-        query = resolvent.ResolventQuery(plan, 1, dpb.FullBatch())
+        monkeypatch.setattr(
+            proximal_point, "approximate_resolvent", lambda *_, **__: value
+        )
+        query = proximal_point.ResolventQuery(plan, 1, dpb.FullBatch())
         options = {"precision": "grid", "key": jax.random.key(0)}
         return query.read(jnp.zeros(SIZE), jnp.zeros((1, SIZE)), **options)
 

@@ -8,7 +8,7 @@ import jax
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.worst_cases import BEYOND
-from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.draws.mean_loss import MeanLoss
 from tests.audit.runs import audited, claim_of
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw

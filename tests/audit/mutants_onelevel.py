@@ -20,7 +20,7 @@ from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.rows import unpacked
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.sampling.allocation import RandomAllocation
+from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from tests.audit.runs import audited, claim_of
 from tests.cases import Mutant, with_mechanism
 from tests.onelevel.test_adaptive_clip import planned_adaptive

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from tests.bilevel.test_single_loop import (
     CLIPPED,
     HUGE,
@@ -30,6 +29,7 @@ from tests.problems import (
     WEIGHTING,
     X0,
     Y0,
+    ridge_tuning,
 )
 
 small = functools.partial(dpb.bilevel.F2SA, 6, 5.0, step_size=0.5, lower_step_size=0.5)
@@ -112,7 +112,7 @@ def test_without_noise_the_bias_falls_like_one_over_the_penalty(x64):
         {"features": rng.normal(size=(n, 4)), "label": np.sign(rng.normal(size=n))}
         for n in (30, 40)
     ]
-    example = zoo.ridge_tuning(*jax.tree.map(jnp.asarray, records))
+    example = ridge_tuning(*jax.tree.map(jnp.asarray, records))
     x, penalties = jnp.asarray([-0.3]), (10.0, 40.0, 160.0)
     exact = example.hypergradient(x)
     biases = [

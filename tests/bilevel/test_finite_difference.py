@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from tests.bilevel.test_single_loop import (
     CLIPPED,
     HUGE,
@@ -25,6 +24,7 @@ from tests.problems import (
     WEIGHTING,
     X0,
     Y0,
+    ridge_tuning,
 )
 
 RATES = {"step_size": 0.05, "lower_step_size": 0.2}
@@ -78,7 +78,7 @@ def ridge_example(seed=1):
         {"features": rng.normal(size=(n, 4)), "label": np.sign(rng.normal(size=n))}
         for n in (30, 40)
     ]
-    return zoo.ridge_tuning(*jax.tree.map(jnp.asarray, records))
+    return ridge_tuning(*jax.tree.map(jnp.asarray, records))
 
 
 def logistic_example():

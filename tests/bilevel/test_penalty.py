@@ -22,6 +22,7 @@ from tests.problems import (
     WEIGHTING,
     X0,
     Y0,
+    ridge_tuning,
 )
 
 HUGE = 1e9  # a clip norm that never clips
@@ -104,7 +105,7 @@ def examples():
     lower = jax.tree.map(lambda v: v[15:], batch)
     return {
         "quadratic": zoo.quadratic_bilevel(rows(12, 3, 0), rows(20, 3, 1)),
-        "ridge": zoo.ridge_tuning(upper, lower),
+        "ridge": ridge_tuning(upper, lower),
     }
 
 

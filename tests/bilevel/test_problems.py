@@ -7,6 +7,7 @@ import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.levels import penalized_level
 from tests.cases import slow
+from tests.problems import ridge_tuning
 
 RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -137,7 +138,7 @@ def zoo_examples():
         "quadratic": zoo.quadratic_bilevel(
             jnp.asarray(rng.normal(size=(9, 4))), jnp.asarray(rng.normal(size=(8, 4)))
         ),
-        "ridge": zoo.ridge_tuning(batch, batch),
+        "ridge": ridge_tuning(batch, batch),
         "leak": zoo.leak(jnp.asarray(rng.normal(size=(9, 4)))),
         "hard": zoo.hard_instance(jnp.asarray(rng.choice([-0.5, 0.5], size=(9, 4)))),
         "wide x": zoo.hard_instance(

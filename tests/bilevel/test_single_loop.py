@@ -24,6 +24,7 @@ from tests.problems import (
     WEIGHTING,
     X0,
     Y0,
+    ridge_tuning,
 )
 
 HUGE = 1e6
@@ -171,7 +172,7 @@ def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
         {"features": rng.normal(size=(n, 4)), "label": np.sign(rng.normal(size=n))}
         for n in (30, 40)
     ]
-    example = zoo.ridge_tuning(*jax.tree.map(jnp.asarray, records))
+    example = ridge_tuning(*jax.tree.map(jnp.asarray, records))
     x = jnp.asarray([-0.3])
     y = example.lower_solution(x)
 

@@ -14,7 +14,7 @@ from dpbilevel.cli import plans, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.planning import auto_plan
-from dpbilevel.planning.settings import toml_of
+from dpbilevel.planning.candidates import toml_of
 from dpbilevel.runs import spending
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import GENERATED

@@ -381,9 +381,9 @@ def test_the_command_for_the_curator_counts_and_marks_every_line(folder, capsys)
         "1 unreadable, so that the record has no influence; correct the cells, or "
         "declare unit or decimal (rows 2; the first cell is '12 €')",
         "cut to the bounds; correct mean and scale if values beyond are plausible",
-        f"rich: 'yes' {yes}, 'no' {399 - yes}",
+        f"rich: 'no' {399 - yes}, 'yes' {yes}",
         "1 not listed, the record has no influence: 'Yes' 1 (rows 5)",
-        "town: 2 different; 2 in more than one row",
+        "town: 2 people, by their number of rows: 1 with ",
     ):
         assert text in said
     assert sorted(folder.iterdir()) == before

@@ -100,7 +100,7 @@ def zipped(content):
             "pay,town,rich\n".encode("utf-16"),
             "is in UTF-16; save it as CSV in UTF-8",
         ),
-        (b"PAR1\x15\x04", "is a Parquet file; save it as CSV"),
+        (b"PAR1\x15\x04", "is no whole Parquet file; copy it again"),
         (b"PK\x03\x04\x14", "is a spreadsheet (xlsx, ods) or a zip archive"),
         (b"\xfd7zXZ\x00", "is compressed by xz; save it as"),
         (zipped(HEADER + b"1,Ulm,A,no\n" * 59), "there are 59 records"),

@@ -218,7 +218,9 @@ def test_a_misspelt_class_is_found_in_public_records_before_anything_is_spent(fo
     text = (folder / "test.csv").read_text().replace("yes", "Yes")
     (folder / "test.csv").write_text(text)
     prepared = prepare(read_config(config_of(folder, "public")))
-    with pytest.raises(ValueError, match=r"no record of .*test.csv has a .* positive"):
+    with pytest.raises(
+        ValueError, match=r"no record of .*test.csv has the class 'yes'"
+    ):
         run(prepared, folder / "out")
     assert not list((folder / "out").glob("*.json*"))
 

@@ -100,9 +100,7 @@ def test_a_template_names_what_is_missing_and_holds_once_it_is_filled_in(
 def test_a_run_needs_all_facts_and_names_those_that_are_missing(folder, capsys):
     argv = ["init", "people.csv", "--label", "sick", "--run", "runs/a"]
     said = failure(capsys, *argv)
-    assert (
-        "give --label-range, or --positive and --negative, --column, --records" in said
-    )
+    assert "--positive and --negative, or --classes, --column, --records" in said
     assert not (folder / "task.toml").exists()
 
 
@@ -134,7 +132,7 @@ def test_rows_are_counted_only_where_that_is_asked_for(folder, monkeypatch, caps
     relation = ["--neighbours", "add_or_remove_one", "--records", "count"]
     said = failure(capsys, "init", "people.csv", *flags, *relation)
     assert "--records count publishes the size" in said
-    monkeypatch.setattr(init, "read_csv", None)  # which nothing else calls
+    monkeypatch.setattr(init, "read_table", None)  # which nothing else calls
     config_of(folder, *flags, "--records", "40")
 
 

@@ -34,7 +34,8 @@ def calibrated(name, scale=1.0):
     """Problem, solver with this noise, data and start of a case."""
     case = CASES[name]
     # Sums of floats compile sooner; one of each class sums on the grid.
-    precision = "grid" if name in SHORT else "float"
+    distinct = name.removesuffix("_of_people") in SHORT
+    precision = "grid" if distinct else "float"
     solver = case.solver.with_noise(scale).with_precision(precision)
     solver = solver.with_sizes(case.sizes).with_counts(case.problem)
     return case.problem, solver, case.data, case.w0

@@ -236,7 +236,7 @@ def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
                 gradients.append(names["gradient"])
             if "dp_sgd" in code:
                 network = names["result"]
-    assert ran == 12
+    assert ran == 13
     assert names["plan"].report.relation == "add_or_remove_one"
     np.testing.assert_allclose(*gradients, rtol=1e-3)
     for params in (network.value, names["trained"]):

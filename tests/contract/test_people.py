@@ -9,15 +9,27 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.bilevel.certificates.certified import certificate_of
+from dpbilevel.bilevel.certificates.sensitivities import solution_rounding
+from dpbilevel.core.process_spending import ProcessRun, ProcessSpending
 from dpbilevel.privacy.queries import Query
-from dpbilevel.privacy.records.people import PersonRows
+from dpbilevel.privacy.records.people import (
+    PersonRows,
+    PersonUnit,
+    combined,
+    numbered,
+)
 from tests.cases import fast_first
 from tests.contract import recorded
 from tests.contract.recorded import CASES, KEY
-from tests.contract.test_releases import clips_gradients, excess
+from tests.contract.test_releases import NOISY, clips_gradients, excess
 
 OF_PEOPLE = [name for name in CASES if name.endswith("_of_people")]
-CLIPPED = [n for n in OF_PEOPLE if clips_gradients(n) and not CASES[n].bounds_itself]
+CLIPPED = [
+    name
+    for name in OF_PEOPLE
+    if name in NOISY and clips_gradients(name) and not CASES[name].bounds_itself
+]
 LOG = "noisy_gd_adam_of_people"
 
 
@@ -110,6 +122,20 @@ def test_ids_of_any_kind_group_rows_alike(ids):
     chex.assert_trees_all_equal(dpb.by_person(ROWS, ids, most_rows=3), want)
 
 
+@pytest.mark.parametrize("last", [5, float("nan"), "x", None, (1, 2), b"y"])
+def test_no_id_changes_how_others_are_read(last):
+    known = [v for k in range(10**17, 10**17 + 50) for v in (k, str(k))]
+    numbers, _ = numbered([*known, last])
+    assert len(set(numbers[:100].tolist())) == 50
+    np.testing.assert_array_equal(numbers[:100:2], numbers[1:100:2])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_nobody_at_all_is_no_error(rows):
+    people = dpb.by_person(np.zeros((rows, 2)), [None] * rows, most_rows=2)
+    assert combined(np.asarray, people, PersonUnit(2)).shape == (0, 2)
+
+
 @pytest.mark.parametrize("missing", [None, np.nan, "", "  "])
 def test_rows_without_an_id_are_left_out(missing):
     ids = np.array(["a", missing, "b", missing, "a"], dtype=object)
@@ -158,6 +184,33 @@ def test_a_spread_declared_for_rows_is_refused_for_people():
     problem = dpb.FiniteSum(loss, lipschitz=1.0, lipschitz_spread=0.1)
     with pytest.raises(ValueError, match="lipschitz_spread is that of rows"):
         problem.per_person()
+
+
+def test_a_certificate_of_other_losses_does_not_become_one_of_people():
+    box = dpb.linear_tuning(dpb.Logistic(), [0, 0], bounds=(-2.0, 0.0))
+    assert isinstance(box.per_person(2).constants, type(box.constants))
+    other = dataclasses.replace(box, lower=lambda x, y, z: 1e6 * box.lower(x, y, z))
+    with pytest.raises(ValueError, match="was exchanged"):
+        other.per_person(2)
+
+
+def test_sums_over_the_rows_of_people_are_taken_to_round_as_often():
+    sizes = dpb.Sizes(64, 64)
+    of_rows = dpb.linear_tuning(dpb.Logistic(), [0, 0], bounds=(-2.0, 0.0))
+    bounds = [
+        certificate_of(p).bounds(sizes) for p in (of_rows, of_rows.per_person(64))
+    ]
+    rounding = [solution_rounding(b, sizes, jnp.float32) for b in bounds]
+    assert rounding[1] > 10 * rounding[0]
+
+
+def test_runs_on_rows_and_on_people_have_no_common_total():
+    runs = [
+        ProcessRun("fit", 1.0, 1e-6, "replace_one", "", "100 records", unit)
+        for unit in ("rows", "people")
+    ]
+    assert ProcessSpending(tuple(runs)).epsilon == np.inf
+    assert ProcessSpending((runs[0], runs[0])).epsilon == 2.0
 
 
 def test_constants_declared_for_rows_are_refused_for_people():

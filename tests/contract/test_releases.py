@@ -19,7 +19,7 @@ from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.people import PersonRows
 from dpbilevel.privacy.releases import AbstractNoisyRelease
-from dpbilevel.privacy.selection import Selection
+from dpbilevel.search.repeat_and_select import Selection
 from tests.contract.recorded import (
     CASES,
     KEY,

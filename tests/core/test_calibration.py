@@ -215,19 +215,17 @@ def test_the_least_scale_is_safe_and_hardly_above_the_least(
     def delta(scale):
         return 1e-5 * (least / scale) ** 3  # at the allowed one where they are equal
 
-    scale = plan._least_safe(delta, 1e-5, start, tolerance, step)
+    scale = plan.least_safe(delta, 1e-5, start, tolerance, step)
     assert delta(scale) <= 1e-5
     assert scale <= least * (1 + 2 * tolerance)
     # A second search from the answer, as the fine accountant makes, keeps it.
-    again = plan._least_safe(delta, 1e-5, scale, tolerance, 1.005)
+    again = plan.least_safe(delta, 1e-5, scale, tolerance, 1.005)
     assert delta(again) <= 1e-5
     assert again <= least * (1 + 2 * tolerance)
 
 
 def test_no_more_noise_is_taken_where_less_has_the_same_delta():
-    scale = plan._least_safe(
-        lambda s: 1e-5 if s > 0.3 else 1.0, 1e-5, 1.0, 1e-12, 1.005
-    )
+    scale = plan.least_safe(lambda s: 1e-5 if s > 0.3 else 1.0, 1e-5, 1.0, 1e-12, 1.005)
     assert 0.3 < scale < 0.3 * (1 + 1e-11)
 
 
@@ -238,7 +236,7 @@ def test_each_delta_is_computed_once():
         asked.append(scale)
         return 1e-5 * (0.7 / scale) ** 3
 
-    plan._least_safe(delta, 1e-5, 1.0, 2e-3)
+    plan.least_safe(delta, 1e-5, 1.0, 2e-3)
     assert len(asked) == len(set(asked)) < 12
 
 
@@ -248,7 +246,7 @@ def test_a_delta_that_jumps_is_left_on_the_safe_side(above):
         return (0.5 if above else math.nan) if scale < 3.0 else 0.0
 
     for allowed in (0.0, 1e-6):
-        scale = plan._least_safe(delta, allowed, 1.0, 1e-9)
+        scale = plan.least_safe(delta, allowed, 1.0, 1e-9)
         assert 3.0 <= scale <= 3.0 * (1 + 1e-8)
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dpbilevel.core.columns import Column, kind_of
+from dpbilevel.core.columns import Column, kind_of, numbers
 from dpbilevel.sklearn import DPLogisticRegression, DPSourceReweighting
-from dpbilevel.sklearn.declared import declared, index_of, numbers
+from dpbilevel.sklearn.declared import declared, index_of
 from tests.cases import slow
 
 # No float64 tells these apart.

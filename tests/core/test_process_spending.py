@@ -168,3 +168,10 @@ def test_under_different_relations_there_is_no_total():
     spent = ProcessSpending((row(), row(relation="add_or_remove_one")))
     assert spent.epsilon == math.inf
     assert "no total is stated" in str(spent)
+
+
+def test_a_notebook_shows_the_total_as_escaped_text():
+    page = ProcessSpending((row(records="<script>"),))._repr_html_()
+    assert page.startswith("<pre>spending")
+    assert "&lt;script&gt;" in page
+    assert "<script>" not in page

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
-from dpbilevel.core.columns import Column
+from dpbilevel.core.columns import Column, numbers
 from dpbilevel.search.defaults import default_losses
 from dpbilevel.search.row_losses import RowLosses
 from dpbilevel.search.run import check_losses
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge
-from dpbilevel.sklearn.declared import index_of, numbers
+from dpbilevel.sklearn.declared import index_of
 
 N = 6
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.draws.scores.hyper import GradientNorm
-from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.draws.hyper import GradientNorm
+from dpbilevel.draws.mean_loss import MeanLoss
 from tests.problems import CERTIFIED, EXACT
 
 GRID = dpb.draws.Grid.product(jnp.linspace(0.0, 1.0, 11))

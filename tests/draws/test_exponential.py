@@ -15,8 +15,8 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective
-from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.draws.hyper import GradientNorm, HyperObjective
+from dpbilevel.draws.mean_loss import MeanLoss
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.noise import step_keys

@@ -12,8 +12,8 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.audit.worst_cases import _LIPSCHITZ
-from dpbilevel.draws.scores import mean_loss
-from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.draws import mean_loss
+from dpbilevel.draws.mean_loss import MeanLoss
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned

@@ -12,11 +12,15 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.draws import AlternatingSampler, ConvexEnvelope, StochasticRejection
+from dpbilevel.draws import (
+    AlternatingSampler,
+    ConvexEnvelope,
+    StochasticRejection,
+    mean_loss,
+)
 from dpbilevel.draws.samplers import _untimed
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.draws.samplers.proximal import Mixing, ProximalPlan, ProximalTarget
-from dpbilevel.draws.scores import mean_loss
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import slow
 

@@ -12,7 +12,7 @@ import scipy.optimize
 import dpbilevel as dpb
 from dpbilevel.games.group_descent import entropic_step
 from dpbilevel.privacy.mechanisms import Gaussian
-from dpbilevel.privacy.sampling.allocation import RandomAllocation
+from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from tests.cases import Audited, Case, planned
 from tests.games.test_games import two_groups, worst
 from tests.problems import LOWER

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games.noisy_payoff import solved
+from dpbilevel.games.bilinear import solved
 from dpbilevel.games.zoo import bilinear_saddle
 from tests.cases import Audited, Case, planned
 from tests.games.saddle_zoo import normal

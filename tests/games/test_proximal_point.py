@@ -11,7 +11,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.games import zoo
 from dpbilevel.games.base import TheoremConstants
-from dpbilevel.games.certified import ResolventQuery, approximate_resolvent
+from dpbilevel.games.proximal_point import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling.base import Batch
 from tests.cases import Audited, Case, planned, slow

@@ -10,7 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.onelevel import AllocatedGD
-from dpbilevel.privacy.sampling.allocation import RandomAllocation
+from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from tests.cases import Audited, Case
 from tests.problems import LEVELS, LOWER, ONE_LEVEL, WEIGHTING, X0, Y0
 

@@ -13,8 +13,8 @@ import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.applications import Recalibration, SelectedSources, WarmStarted
 from dpbilevel.bilevel import OneLevel
-from dpbilevel.planning import Candidate, conclusions, models, race
-from dpbilevel.planning.settings import toml_of
+from dpbilevel.planning import Candidate, conclusions, methods, race
+from dpbilevel.planning.candidates import toml_of
 from tests.cases import fast_first
 
 D = 6
@@ -39,10 +39,10 @@ def test_the_constant_answer_of_labels_is_their_entropy(place):
     features[:, place] = 1.0
     label = np.where(np.arange(400) < 80, 1.0, -1.0)
     test = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
-    found = models.constant_loss(ONE, jnp.zeros(D), test, place)
+    found = methods.constant_loss(ONE, jnp.zeros(D), test, place)
     assert found == pytest.approx(entropy(0.2), abs=1e-4)
     # Without a constant feature it is the loss of the initial point.
-    start = models.constant_loss(ONE, jnp.zeros(D), test, None)
+    start = methods.constant_loss(ONE, jnp.zeros(D), test, None)
     assert start == pytest.approx(math.log(2), abs=1e-6)
 
 
@@ -53,7 +53,7 @@ def test_the_constant_answer_of_classes_is_their_entropy():
 
     label = np.repeat([0, 1, 2], [100, 60, 40])
     test = {"features": jnp.ones((200, 1)), "label": jnp.asarray(label)}
-    found = models.constant_loss(dpb.FiniteSum(loss), jnp.zeros((1, 3)), test, -1)
+    found = methods.constant_loss(dpb.FiniteSum(loss), jnp.zeros((1, 3)), test, -1)
     shares = np.asarray([0.5, 0.3, 0.2])
     assert found == pytest.approx(-np.sum(shares * np.log(shares)), abs=1e-4)
 

@@ -11,11 +11,14 @@ import math
 
 import dpbilevel as dpb
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.sampling.allocation import RandomAllocation
 from dpbilevel.privacy.sampling.base import FullBatch, Poisson
-from dpbilevel.privacy.sampling.fixed_size import FixedSize, SinglePass
-from dpbilevel.privacy.selection import Selection
+from dpbilevel.privacy.sampling.fixed_size import (
+    FixedSize,
+    RandomAllocation,
+    SinglePass,
+)
 from dpbilevel.search.declared import Trainings
+from dpbilevel.search.repeat_and_select import Selection
 from tests.privacy import reference_accounting as reference
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE

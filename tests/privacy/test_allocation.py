@@ -16,7 +16,7 @@ from dpbilevel.privacy.accounting import allocation_loss, profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.sampling.allocation import (
+from dpbilevel.privacy.sampling.fixed_size import (
     RandomAllocation,
     RandomAllocationEvent,
 )

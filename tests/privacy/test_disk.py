@@ -360,7 +360,7 @@ def test_fit_refuses_sampled_records_on_disk(tmp_path):
 def test_what_needs_records_in_memory_says_so(tmp_path):
     disk = mapped(tmp_path, records())
     with pytest.raises(ValueError, match="must be in memory here"):
-        dpb.bilevel.certificates.derivatives._mean(lambda total: total, disk, N)
+        dpb.bilevel.certificates.sensitivities._mean(lambda total: total, disk, N)
     with pytest.raises(ValueError, match="share their leading axis"):
         fitted({"both": disk})
     with pytest.raises(ValueError, match="OnDisk records take no mask="):

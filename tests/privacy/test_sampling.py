@@ -11,8 +11,8 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.privacy.records.rows import padded_rows
-from dpbilevel.privacy.sampling.allocation import RandomAllocation
 from dpbilevel.privacy.sampling.base import masked_batch
+from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from tests.cases import slow
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE

@@ -229,6 +229,7 @@ def test_a_notebook_shows_small_tables_whose_text_is_escaped():
         assert PLAN.report.claim in page
         assert "<script>" not in page
         assert len(repr(shown)) < 200
+    assert str(PLAN.report.forecast[0]) in PLAN.report._repr_html_()
     assert "<script>" not in dpb.privacy.rows.html_table(
         "<script>", {"<script>": "<script>"}
     )

@@ -13,7 +13,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles, repetitions
 from dpbilevel.privacy.accounting.repetitions import BestOf
-from dpbilevel.privacy.selection import Repetitions, Selection
+from dpbilevel.search.repeat_and_select import Repetitions, Selection
 from tests.cases import Audited, Case, planned, slow
 from tests.problems import LOWER, SEARCHED, Y0
 

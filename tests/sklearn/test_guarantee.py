@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.core import usability
+from dpbilevel.core import columns, usability
 from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.privacy.noise import derive
 from dpbilevel.sklearn import (
@@ -172,7 +172,7 @@ def test_an_entry_that_warns_where_it_becomes_a_number_is_silent():
         float(entries[1, 0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = declared.numbers(entries)
+        found = columns.numbers(entries)
     np.testing.assert_array_equal(found, [[1.0], [2.0]])
 
 

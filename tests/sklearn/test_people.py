@@ -113,6 +113,20 @@ def test_ids_must_be_given_for_both_levels():
         model.fit(X, Y, SIDES, (X, Y), groups=np.arange(len(X)))
 
 
+def test_a_search_of_private_training_takes_no_ids():
+    training = dpb.search.DeclaredTraining([(1.1, 0.01, 100)], num_records=320)
+    search = dpb.PrivateSearch(
+        DPRidge(bounds=(-4, 4), target_bounds=(0, 1)),
+        {"ridge": dpb.search.Range(0.1, 1.0)},
+        dpb.PrivacyBudget(8.0, 1e-3),
+        solver=dpb.search.RandomSearch(2, 1.0),
+        losses=lambda estimator, X, y: X[:, 0],
+        training=training,
+    )
+    with pytest.raises(ValueError, match="takes no ids of people"):
+        search.fit(X, Y, validation=(X, Y, np.arange(len(X))))
+
+
 def test_a_search_takes_the_mean_loss_of_a_person():
     def losses(estimator, X, y):
         return X[:, 0] + estimator.alpha

@@ -28,8 +28,8 @@ from ...sets import Ball, Euclidean
 from ..problem import BilevelProblem, Levels, Sizes
 from . import sensitivities
 from .constants import AbstractCertificate, SecondOrderConstants
-from .derivatives import Means, common_dtype, readable
 from .fixed_count import Bounds
+from .sensitivities import Means, common_dtype, readable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,51 @@ class ClippedUpper(AbstractCertificate):
             "lower records rests on the constants of both levels' losses",
             *self.certificate.assumptions,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPeople(AbstractCertificate):
+    """A certificate whose sums have the rows of people as terms, which round more.
+
+    Args:
+        certificate: The one of the problem on people.
+        rows: The largest number of rows of a person.
+    """
+
+    certificate: AbstractCertificate
+    rows: int
+
+    @property
+    def varies(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the bounds of the problem's certificate depend on x."""
+        return self.certificate.varies
+
+    @override
+    def bounds(self, sizes, x=None) -> Bounds:
+        return dataclasses.replace(self.certificate.bounds(sizes, x), rows=self.rows)
+
+    @override
+    def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree):
+        return self.certificate.metric(problem, sizes, x, y)
+
+    @override
+    def check(self, problem: Any) -> None:
+        self.certificate.check(problem)
+
+    @property
+    @override
+    def second_order(self) -> SecondOrderConstants:
+        return self.certificate.second_order
+
+    @property
+    @override
+    def largest_loss(self) -> float:
+        return self.certificate.largest_loss
+
+    @property
+    @override
+    def assumptions(self) -> tuple[str, ...]:
+        return self.certificate.assumptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +291,9 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
             "BilevelProblem: implicit derivatives take no y_set; leave it out."
         )
     problem.constants.check(problem)
-    return problem.constants
+    if problem.unit is None:
+        return problem.constants
+    return OfPeople(problem.constants, problem.unit.most_rows)
 
 
 class LowerLevel(NamedTuple):

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Int, PyTree
 
 from ... import _checks
 from ..._checks import Number
-from ...onelevel.linear_models import module_of
+from ...core.descent import add_scaled, scaled
+from ...onelevel.losses import module_of
 
 # Eigenvalues that coincide would make a quotient of zeros of the coefficients.
 _APART = 1.001
@@ -74,17 +74,17 @@ class Spectrum:
             gradients is derived in docs/mathematics.md.
         """
         w = jnp.zeros((), jnp.result_type(*jax.tree.leaves(start)))
-        q = _like(1 / self.condition_number, w)
+        q = jnp.asarray(1 / self.condition_number, w.dtype)
         short, long = 1 / (_APART * self.largest), 1 / self.smallest
 
         def step(_, state):
             x, z, w = state
             root = jnp.sqrt(q * (q + (1 - q) * w))  # S_k
             weight = (q + root) / (1 + root)  # tau_k
-            y = _add(x, 2 * q / (q + root), optax.tree.sub(z, x))
+            y = add_scaled(x, 2 * q / (q + root), optax.tree.sub(z, x))
             slope = gradient(y)
-            x = _add(y, -short, slope)  # a gradient step
-            z = _add(z, weight, optax.tree.sub(_add(y, -long, slope), z))
+            x = add_scaled(y, -short, slope)  # a gradient step
+            z = add_scaled(z, weight, optax.tree.sub(add_scaled(y, -long, slope), z))
             return x, z, weight**2 / q  # w_{k+1}
 
         return jax.lax.fori_loop(0, num_steps, step, (start, start, w))[1]
@@ -143,15 +143,15 @@ class Spectrum:
         def step(_, state):
             value, residual, move, weight = state
             value = optax.tree.add(value, move)
-            residual = _add(residual, -1.0, matvec(move))
+            residual = add_scaled(residual, -1.0, matvec(move))
             new = 1 / (2 * ratio - weight)  # from public numbers alone
-            move = _add(_scale(new * weight, move), 2 * new / half, residual)
+            move = add_scaled(scaled(new * weight, move), 2 * new / half, residual)
             return value, residual, move, new
 
         zero = optax.tree.zeros_like(b)
         dtype = jnp.result_type(*jax.tree.leaves(b))
         weight = jnp.asarray(1 / ratio, dtype)
-        state = (zero, b, _scale(1 / center, b), weight)
+        state = (zero, b, scaled(1 / center, b), weight)
         return jax.lax.fori_loop(0, num_steps, step, state)[0]
 
     def chebyshev_error(self, num_steps: int) -> Number:
@@ -172,19 +172,6 @@ class Spectrum:
         module = module_of(ratio * rate)
         steps = module.ceil(module.log(ratio) / module.log(rate))
         return module.maximum(steps, 0.0) + 1
-
-
-def _scale(factor: Number, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda v: _like(factor, v) * v, tree)
-
-
-def _add(tree: PyTree, factor: Number, direction: PyTree) -> PyTree:
-    return jax.tree.map(lambda u, v: u + _like(factor, u) * v, tree, direction)
-
-
-def _like(factor: Number, leaf: Array) -> Array:
-    known = isinstance(factor, float | int | np.number)
-    return jnp.asarray(float(factor) if known else factor, leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +200,7 @@ class Bounds:
             1 where records and a public term may cancel.
         clip: The norm at which contributions of upper records are clipped, where they
             are.
+        rows: The largest number of rows of a record, for people.
     """
 
     strong_convexity: Number
@@ -228,6 +216,7 @@ class Bounds:
     lower_gradient: Number
     parts: float = 1.0
     clip: Number | None = None
+    rows: int = 1
 
     @property
     def largest(self) -> Number:

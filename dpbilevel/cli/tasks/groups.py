@@ -16,9 +16,10 @@ from ...games.groups import (
     group_start,
     group_weights,
 )
-from ...onelevel.linear_models import Logistic
+from ...onelevel.losses import Logistic
 from ..data import AbstractData
 from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
+from ..toml_tables import Location
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,15 @@ class AbstractGroups(AbstractModel):
 
     def __post_init__(self):
         self.problem(())
+
+    @override
+    def check(self, data: AbstractData, place: Location) -> None:
+        label = getattr(data, "label", None)
+        if label is not None and not label.positive:
+            raise place.child("label").error(
+                "the task has two classes: give positive and negative, each with the "
+                "values of one class or several."
+            )
 
     @property
     @override

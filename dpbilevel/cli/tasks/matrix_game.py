@@ -93,7 +93,7 @@ class GeneratedMatrices(AbstractGenerated):
         return np.shape(self.mean)
 
     @override
-    def load(self, file: Path | None) -> Records:
+    def load(self, file: Path | None, person: str = "") -> Records:
         rng = np.random.default_rng(self.data_seed)
         uniform = rng.random((self.training, *self.shape))
         signs = np.where(uniform < (1 + np.asarray(self.mean)) / 2, 1.0, -1.0)

@@ -14,8 +14,8 @@ from ...applications.penalties import PenaltyTuning, penalty_tuning
 from ...applications.sources import SourceWeighting, source_weighting, source_weights
 from ...bilevel.problem import BilevelProblem
 from ..data import AbstractData
-from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
-from .training import LOSSES
+from ..task import Blocks, Start, Task, dimension, listed_names
+from .training import LOSSES, AbstractLinear
 
 # Meaning of the releases that both tasks may make.
 _TERMS = {
@@ -34,12 +34,11 @@ _TERMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Penalties(AbstractModel):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Penalties(AbstractLinear):
     """Table `[model]` of `penalty_tuning`.
 
     Args:
-        loss: The model's loss, `"logistic"` or `"squared"`.
         groups: The coefficients that share a penalty: `"single"` (all of them),
             `"per_block"` (those of one block of features) or `"per_feature"`.
         bounds: The smallest and the largest log-penalty.
@@ -48,12 +47,12 @@ class Penalties(AbstractModel):
             `OneLevel`, `ScaledGroups`.
     """
 
-    loss: Literal["logistic", "squared"]
     groups: Literal["single", "per_block", "per_feature"] = "per_block"
     bounds: tuple[float, float] = (-8.0, 2.0)
     start_at: Literal["middle", "low"] = "middle"
 
     def __post_init__(self):
+        super().__post_init__()
         low, high = self.bounds
         if not low < high:
             raise ValueError(f"bounds must be increasing, got [{low:g}, {high:g}].")
@@ -66,10 +65,12 @@ class Penalties(AbstractModel):
     @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
         groups = self._groups(blocks)
+        if self.num_classes:  # those of a feature share a penalty
+            groups = np.repeat(groups[:, None], self.num_classes, axis=1)
         return penalty_tuning(LOSSES[self.loss], groups, bounds=self.bounds)
 
     def _groups(self, blocks: Blocks) -> np.ndarray:
-        """Return the index of each coefficient's penalty."""
+        """Return the index of the penalty of each feature's coefficients."""
         return {
             "single": np.zeros(dimension(blocks), int),
             "per_block": np.repeat(np.arange(len(blocks)), [n for _, n in blocks]),
@@ -81,8 +82,7 @@ class Penalties(AbstractModel):
         count = 1 + int(np.max(self._groups(blocks)))
         low, high = self.bounds
         first = low if self.start_at == "low" else (low + high) / 2
-        x = jnp.full(count, first, jnp.float32)
-        return x, jnp.zeros(dimension(blocks), jnp.float32)
+        return jnp.full(count, first, jnp.float32), self.zeros(blocks)
 
     @override
     def names(self, data: AbstractData) -> tuple[str, ...]:
@@ -106,31 +106,30 @@ PENALTY_TUNING = Task(
     of="group of coefficients",
     terms=_TERMS | {"screen": "how much each group of features matters"},
     template="""\
-loss = "{{ loss }}"  # "logistic" for two classes, "squared" for a number
+{{ loss }}
 # groups = "per_block"  # coefficients with one penalty; "single" or "per_feature\"""",
     planned={"start_at": "low"},
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Weighting(AbstractModel):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weighting(AbstractLinear):
     """Table `[model]` of `source_weighting`.
 
     Args:
-        loss: The model's loss, `"logistic"` or `"squared"`.
         num_sources: The number of sources.
         ridge: The public ridge penalty of the model.
         weight_penalty: The public penalty of unequal weights.
         parametrization: `"logits"` or `"simplex"`.
     """
 
-    loss: Literal["logistic", "squared"]
     num_sources: int
     ridge: float = 0.0
     weight_penalty: float = 0.0
     parametrization: Literal["logits", "simplex"] = "logits"
 
     def __post_init__(self):
+        super().__post_init__()
         owner, penalty = "source_weighting", self.weight_penalty
         _checks.count(owner, num_sources=self.num_sources)
         _checks.non_negative(owner, ridge=self.ridge, weight_penalty=penalty)
@@ -159,7 +158,7 @@ class Weighting(AbstractModel):
     def start(self, blocks: Blocks) -> Start:
         k = self.num_sources
         x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
-        return x.astype(jnp.float32), jnp.zeros(dimension(blocks), jnp.float32)
+        return x.astype(jnp.float32), self.zeros(blocks)
 
     @override
     def names(self, data: AbstractData) -> tuple[str, ...]:
@@ -191,7 +190,7 @@ SOURCE_WEIGHTING = Task(
         "remixture": "how much each model counts in the released one",
     },
     template="""\
-loss = "{{ loss }}"  # "logistic" for two classes, "squared" for a number
+{{ loss }}
 {% if places %}
 num_sources = {{ places|length }}  # number of sources
 {% else %}

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
+from ...core.descent import add_scaled
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, computed_once, derive
 from . import proximal
@@ -120,14 +121,14 @@ def minimizer(target: proximal.ProximalTarget, start: PyTree) -> PyTree:
         pair = potential.value_and_gradient(state.ahead)
         value, gradient = proximal.finite_part(pair)
         size = 1 / state.steepness
-        x = feasible.project(proximal.plus(state.ahead, -size, gradient))
+        x = feasible.project(add_scaled(state.ahead, -size, gradient))
         offset = optax.tree.sub(x, state.ahead)
         square = optax.tree.vdot(offset, offset)
         above = value + optax.tree.vdot(gradient, offset) + square / (2 * size)
         lower = proximal.finite_part(potential(x)) <= above
         momentum = (1 + jnp.sqrt(1 + 4 * state.momentum**2)) / 2
         moved = optax.tree.sub(x, state.x)
-        ahead = proximal.plus(x, (state.momentum - 1) / momentum, moved)
+        ahead = add_scaled(x, (state.momentum - 1) / momentum, moved)
         uphill = jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
         restarted = x, jnp.ones_like(momentum)
         ahead, momentum = optax.tree.where(uphill, restarted, (ahead, momentum))
@@ -163,7 +164,7 @@ def best_step(
         def one(x, key):
             key_noise, key_try = derive(key, "smooth", "reject")
             noise = standard_normal(x, key=key_noise)
-            y = proximal.plus(x, ladder.step_size**0.5, noise)
+            y = add_scaled(x, ladder.step_size**0.5, noise)
             x, above = oracle.proposal(wider, y, oracle.prepare(wider, y), key=key_try)
             return x, jnp.exp(-jnp.maximum(above, 0))
 
@@ -204,7 +205,7 @@ def walk(
         keys = derive(_advanced(chain.key), "next", "smooth", "reject")
         # Algorithm 1 of Gopi, Lee and Liu: y_t.
         noise = standard_normal(chain.x, key=keys[1])
-        y = proximal.plus(chain.x, target.step_size**0.5, noise)
+        y = add_scaled(chain.x, target.step_size**0.5, noise)
 
         def attempt(tries):
             after, now = derive(_advanced(tries.key), "next", "restart")

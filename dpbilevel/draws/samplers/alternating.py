@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Count, Fraction, Positive
+from ...core.descent import add_scaled
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, check_key, derive
 from ...sets import AbstractSet
@@ -273,7 +274,7 @@ class AlternatingSampler(AbstractSampler):
             keys = derive(chain.key, "next", "smooth", "reject")
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
             noise = standard_normal(chain.x, key=keys[1])
-            noisy = proximal.plus(chain.x, step_size**0.5, noise)
+            noisy = add_scaled(chain.x, step_size**0.5, noise)
             y = optax.tree.where(chain.fresh, noisy, chain.y)
             common = self.oracle.prepare(target, noisy)  # in vain if the step goes on
             common = optax.tree.where(chain.fresh, common, chain.common)

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, PyTree
 from typing_extensions import override
 
+from ...core.descent import add_scaled, scaled
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import proximal, restricted
@@ -146,7 +147,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
 
         def move(_, point):
             gradient = self._tangent(target, point).gradient
-            return feasible.project(proximal.plus(y, -step_size, gradient))
+            return feasible.project(add_scaled(y, -step_size, gradient))
 
         _, feasible, step_size = target
         point = feasible.project(y)
@@ -173,12 +174,12 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         square = optax.tree.vdot(offset, offset)
         value = common.value + optax.tree.vdot(common.gradient, offset)
         value = value + 0.5 * curvature * square
-        gradient = proximal.plus(common.gradient, curvature, offset)
+        gradient = add_scaled(common.gradient, curvature, offset)
         change, gap = optax.tree.sub(other.gradient, gradient), other.value - value
         weight = (curvature + 1 / target.step_size) * gap
         weight = proximal.finite_part(weight / optax.tree.vdot(change, change))
         weight = jnp.clip(weight, 0, 1)
-        gradient = proximal.plus(gradient, weight, change)
+        gradient = add_scaled(gradient, weight, change)
         return _Tangent(point, value + weight * gap, gradient)
 
     @override
@@ -219,9 +220,9 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         self, target: proximal.ProximalTarget, y: PyTree, tangent: _Tangent
     ) -> PyTree:
         r"""Return the mean of proposals, $(\alpha c + y / \eta - g) / P$."""
-        mean = proximal.plus(y, -target.step_size, tangent.gradient)
-        mean = proximal.plus(mean, target.step_size * self.curvature, tangent.point)
-        return proximal.multiple(1 / (1 + self.curvature * target.step_size), mean)
+        mean = add_scaled(y, -target.step_size, tangent.gradient)
+        mean = add_scaled(mean, target.step_size * self.curvature, tangent.point)
+        return scaled(1 / (1 + self.curvature * target.step_size), mean)
 
     def _best_steps(self, plan: proximal.ProximalPlan) -> int:
         """Return the number J of gradient steps, by default the most efficient."""

@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import scipy
 from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Bool, Float, PyTree
@@ -264,13 +263,3 @@ def _far(plan: ProximalPlan) -> float:
 def finite_part(tree: PyTree) -> PyTree:
     """Replace NaN and infinite values by zero."""
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), tree)
-
-
-def multiple(scale: Any, tree: PyTree) -> PyTree:
-    """Return the tree times a number, in its dtypes."""
-    return jax.tree.map(lambda v: jnp.asarray(scale, v.dtype) * v, tree)
-
-
-def plus(tree: PyTree, scale: Any, other: PyTree) -> PyTree:
-    """Return the tree plus a multiple of another."""
-    return optax.tree.add(tree, multiple(scale, other))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..._extras import dp_accounting
 from ..budget import Neighbours
-from ..sampling.allocation import RandomAllocationEvent
+from ..sampling.fixed_size import RandomAllocationEvent
 from . import allocation_loss, closed_forms
 from .closed_forms import gaussian_delta, gaussian_epsilon, is_pure, pure_epsilon
 from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset

@@ -28,6 +28,11 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
+def unit_roundoff(dtype: DTypeLike) -> float:
+    """Return the largest relative error of rounding to a dtype."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
 def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
     """Return whether each absolute value is less than `bound` > 0, by its bits.
 

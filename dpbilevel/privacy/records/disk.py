@@ -146,7 +146,7 @@ class OnDisk(_checks.AbstractStored):
         _checks.count("OnDisk.by_person", most_rows=most_rows)
         store = PersonStore(self.store, ids, most_rows)
         rows = jax.tree.unflatten(self.structure, [0] * len(self.store.kinds))
-        structure = jax.tree.structure(PersonRows(rows, 0))
+        structure = jax.tree.structure(PersonRows(rows, np.zeros((0, 0), bool)))
         return dataclasses.replace(
             self, rows=store.count, store=store, structure=structure
         )

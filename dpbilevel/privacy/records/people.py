@@ -1,6 +1,8 @@
 """Records of people who have several rows each."""
 
 import dataclasses
+import math
+import unicodedata
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ... import _checks
 
 _NO_ID = -1
-_MISSING = ("None", "nan", "NaT", "<NA>")  # what missing values print
+# What missing values print.
+_MISSING = ("None", "nan", "NaN", "NaT", "<NA>", "--")
+_UNSEEN = "\ufeff\u200b"  # characters that no screen shows
 
 
 class PersonRows(eqx.Module):
@@ -29,7 +33,7 @@ class PersonRows(eqx.Module):
     """
 
     rows: PyTree
-    present: Bool[Array, "n most"]
+    present: Bool[Array | np.ndarray, "n most"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ class PersonUnit:
 
     def weights(self, present: Bool[Any, "*n most"]) -> Float[Any, "*n most"]:
         """Return the weight of each place in the value of a person; 0 without a row."""
-        present = present.astype(float)
+        present = present.astype(bool).astype(float)
         if self.combine == "sum":
             return present / self.most_rows
         return present / present.sum(-1, keepdims=True).clip(1)
@@ -208,8 +212,12 @@ def combined(
     """
     if unit is None:
         return fun(records)
-    flat = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), records.rows)
-    values = fun(flat).reshape(*records.present.shape, -1)
+    places = records.present.shape
+    flat = jax.tree.map(
+        lambda v: v.reshape(math.prod(places), *v.shape[2:]), records.rows
+    )
+    values = fun(flat)
+    values = values.reshape(*places, math.prod(values.shape[1:]))
     weights = unit.weights(records.present)
     values = np.where(records.present[..., None], values, 0)
     mean = np.einsum("nm,nmw->nw", weights, values)
@@ -229,14 +237,20 @@ def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
 
 
 def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:
-    """Return the number of each row's person, -1 without an id, and that of people."""
-    ids = np.asarray(ids)
-    if ids.dtype.kind in "OUS":
-        words = np.array([_word(v) for v in ids.ravel()], dtype=str).reshape(ids.shape)
-        missing = words == ""
-        ids = words
-    else:
+    """Return the number of each row's person, -1 without an id, and that of people.
+
+    Ids of one type of numbers or dates are compared as they are, others as text. Each
+    is read by itself, so that no id changes how others are read.
+    """
+    if isinstance(ids, str | bytes):
+        raise ValueError("by_person: ids is a text; pass the column, table['id'].")
+    plain = isinstance(ids, jax.Array) or type(ids) is np.ndarray
+    if plain and np.asarray(ids).dtype.kind not in "OUST":
+        ids = np.asarray(ids)
         missing = ids != ids  # NaN and NaT alone differ from themselves
+    else:
+        ids = words(ids)
+        missing = ids == ""
     if ids.ndim != 1:
         raise ValueError(f"by_person: ids must be one column, got shape {ids.shape}.")
     known, own = np.unique(ids[~missing], return_inverse=True)
@@ -245,13 +259,22 @@ def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:
     return numbers, len(known)
 
 
+def words(ids: Any) -> np.ndarray:
+    """Return ids as text, "" for a missing one."""
+    shape = np.shape(ids) if hasattr(ids, "shape") else (len(ids),)
+    entries = ids if len(shape) == 1 else np.ravel(ids)
+    found = [_word(v) for v in entries]
+    return np.array(found, dtype=str).reshape(shape)
+
+
 def _word(value: Any) -> str:
-    """Return an id as text; "" for a missing one."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
     if not isinstance(value, str) and str(value) in _MISSING:
         return ""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float | np.floating) and value.is_integer():
         value = int(value)  # where some ids of a column are missing
-    return str(value).strip()
+    return unicodedata.normalize("NFC", str(value)).strip().strip(_UNSEEN).strip()
 
 
 def finite_rows(rows: PyTree, count: int) -> Bool[np.ndarray, " n"]:
@@ -259,5 +282,8 @@ def finite_rows(rows: PyTree, count: int) -> Bool[np.ndarray, " n"]:
     finite = np.ones(count, bool)
     for v in jax.tree.leaves(rows):
         if np.issubdtype(v.dtype, np.inexact):
-            finite &= np.isfinite(v.reshape(count, -1)).all(axis=1)
+            with np.errstate(over="ignore"):  # a warning would tell of a number
+                seen = v.astype(jax.dtypes.canonicalize_dtype(v.dtype), copy=False)
+            axes = tuple(range(1, v.ndim))
+            finite &= np.isfinite(seen).all(axis=axes)
     return finite

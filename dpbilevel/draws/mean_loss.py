@@ -17,19 +17,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ... import _checks
-from ..._checks import Number
-from ...bilevel.certificates import sensitivities
-from ...bilevel.problem import BilevelProblem
-from ...onelevel.problem import FiniteSum
-from ...privacy.exact.floats import check_rounding
-from ...privacy.per_example.clipping import Basis, clipped_mean, one_record, unsealed
-from ...privacy.per_example.structure import rowwise
-from ...privacy.queries import RECORDS
-from ...privacy.records.rows import unpacked
-from ...privacy.sampling.base import Batch, FullBatch
-from ..mechanisms import BoundedScore, Measure
-from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
+from .. import _checks
+from .._checks import Number
+from ..bilevel.certificates import sensitivities
+from ..bilevel.problem import BilevelProblem
+from ..onelevel.problem import FiniteSum
+from ..privacy.exact.floats import check_rounding, unit_roundoff
+from ..privacy.per_example.clipping import Basis, clipped_mean, one_record, unsealed
+from ..privacy.per_example.structure import rowwise
+from ..privacy.queries import RECORDS
+from ..privacy.records.rows import unpacked
+from ..privacy.sampling.base import Batch, FullBatch
+from .mechanisms import BoundedScore, Measure
+from .samplers.base import AbstractPotential, AbstractSumPotential, Regularity
 
 DrawProblem = BilevelProblem | FiniteSum
 
@@ -151,7 +151,7 @@ class MeanLoss(AbstractScore):
         error = rounding = gradient_error = 0.0
         if self.measure == "slope":
             # Two losses, and their sum in groups; gradients add up in any order.
-            unit, losses = unit_of(dtype), 2 * sensitivities.UNITS
+            unit, losses = unit_roundoff(dtype), 2 * sensitivities.units_of(problem)
             rounding = (losses + _roundings(self.sizes)) * unit * reach
             gradient_error = (losses + self.sizes) * unit * self._declared()
         else:
@@ -237,11 +237,6 @@ class MeanLoss(AbstractScore):
         return lipschitz if spread is None else spread
 
 
-def unit_of(dtype: DTypeLike) -> float:
-    """Return the largest relative error of rounding to a dtype."""
-    return float(jnp.finfo(dtype).eps) / 2
-
-
 def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, Any]:
     """Return a record's contribution to a clipped mean, and its rounding error.
 
@@ -252,7 +247,7 @@ def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, 
         ValueError: The dtype is too coarse.
     """
     # Clipped values lie on a grid; the mean, its multiple and the draw round.
-    rounding = 4 * unit_of(dtype) * (1 + _PUBLIC * public) * reach
+    rounding = 4 * unit_roundoff(dtype) * (1 + _PUBLIC * public) * reach
     contribution = reach * (1 + 2.0**-20) / n
     # The rounding of four scores is part of the contribution, as a spread is a single
     # contribution under add-or-remove-one.

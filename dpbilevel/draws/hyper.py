@@ -12,15 +12,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ..._checks import Number
-from ...bilevel.certificates import certified, derivatives, sensitivities
-from ...bilevel.certificates.constants import AbstractCertificate
-from ...bilevel.certificates.fixed_count import Bounds, Metric
-from ...bilevel.problem import BilevelProblem, Levels, Sizes
-from ...privacy.per_example.clipping import clipped_mean, unsealed
-from ...sets import Ball, Euclidean
-from ..samplers.base import AbstractPotential, Regularity
+from .._checks import Number
+from ..bilevel.certificates import certified, sensitivities
+from ..bilevel.certificates.constants import AbstractCertificate
+from ..bilevel.certificates.fixed_count import Bounds, Metric
+from ..bilevel.problem import BilevelProblem, Levels, Sizes
+from ..privacy.per_example.clipping import clipped_mean, unsealed
+from ..sets import Ball, Euclidean
 from .mean_loss import SOLVES, AbstractScore, check_error, check_loss_dtype
+from .samplers.base import AbstractPotential, Regularity
 
 _COMPUTED = (
     "upper losses and upper_public, which has no large offset, are computed to "
@@ -84,8 +84,8 @@ class HyperObjective(AbstractScore):
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Return a potential that solves the lower level anew at every point."""
         x, y = start
-        dtype = derivatives.common_dtype((x, y))
-        records = derivatives.wide(data.upper, dtype)
+        dtype = sensitivities.common_dtype((x, y))
+        records = sensitivities.wide(data.upper, dtype)
         check_loss_dtype(self.problem.upper, (x, y), records)
         y = Ball(self._bounds().solution_radius).project(y)
         steps = self._most_steps(dtype) if self.uniform else None
@@ -98,7 +98,8 @@ class HyperObjective(AbstractScore):
         if self.problem.upper_public is not None:
             largest += 2 * self._change()
         solution = self._target(dtype) + self._rounding(self._bounds(), dtype)
-        rounding = sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
+        units = sensitivities.units_of(self.problem)
+        rounding = units * float(jnp.finfo(dtype).eps) * largest
         return self._slope() * solution + rounding
 
     def _certificate(self) -> AbstractCertificate:
@@ -203,10 +204,10 @@ class _Objective(AbstractPotential):
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         y = self._solution(x)
         upper, half = self.problem.upper, jnp.asarray(self.half)
-        dtype, (x0, y0) = derivatives.common_dtype((x, y)), self.reference
+        dtype, (x0, y0) = sensitivities.common_dtype((x, y)), self.reference
 
         def centered(record):
-            record = derivatives.readable(record, dtype)
+            record = sensitivities.readable(record, dtype)
             value = upper(x, y, record)
             if not self.centered:
                 return value - half.astype(value.dtype)
@@ -236,7 +237,7 @@ class _Objective(AbstractPotential):
     def _solution(self, x: PyTree) -> PyTree:
         """Solve the lower level from zero, in the certificate's metric."""
         metric = self._metric(x)
-        means = derivatives.Means(self.problem, self.data, self.sizes)
+        means = sensitivities.Means(self.problem, self.data, self.sizes)
         roots = jax.tree.map(jnp.sqrt, metric.diagonal)
 
         def gradient(s):

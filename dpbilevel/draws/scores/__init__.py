@@ -1,1 +1,0 @@
-"""Scores of points, sealed with the sensitivity that a draw by them needs."""
