@@ -76,8 +76,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`; $d$ counts bins.
         intercept_: Of shape `(1,)` or `(k,)`.
-        coef_std_: With `intervals=True` the deviations of coefficients.
-        intercept_std_: The same of the constant.
+        coef_std_, intercept_std_: With `intervals=True` the standard deviations.
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
         records_usable_: The released fraction of records that can be used.
@@ -191,8 +190,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
             return (*run[:2], moments.shortened(run[2]), run[3])
 
         run = problem, plan, records, start, key, check, units, lengths
-        answer = self._run_plan(*run, informed)
-        self.n_iter_ = plan.solver.num_steps
+        answer, self.n_iter_ = self._run_plan(*run, informed), plan.solver.num_steps
         records = moments.shortened(lengths.in_unit(records, self._unit))
         run = problem, plan.solver, answer, records
         model, covariance = moments.estimate(*run, key=last, owner=owner)
@@ -339,8 +337,8 @@ class Effects(AbstractBeforehand):
         spread = min(max(float(square[0]) / _SQUARE - length, _SPREAD[0]), _SPREAD[1])
         trace = total * spread * float(1 - rates @ rates)
         least = trace**2 / spread * _WEAKEST / (2 * self.width)
-        most = _STRONGEST * spread * float(np.square(rates * (1 - rates)).sum())
-        most *= total**2
+        apart = float(np.square(total * rates * (1 - rates)).sum())
+        most = _STRONGEST * spread * apart
         strength = _expected_square((least, most), squared, variance, parameters)
         return rates, trace / (2 * strength)
 
