@@ -122,7 +122,9 @@ class PrivateEstimator(_Fitted):
         public = Neighbours.REPLACE_ONE.value  # so is then the number of rows
         table = self._read(X, int(getattr(self, "neighbours", public) == public))
         declared = self.n_features_in_, self.bounds, self.data_norm
-        return budget, key, table, frame(self._owner, *declared, self._constant)
+        bins = getattr(self, "bins", None)
+        units = frame(self._owner, *declared, self._constant, bins)
+        return budget, key, table, units
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
         """Return a table of numbers, NaN if one is missing.

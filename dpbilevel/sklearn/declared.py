@@ -6,7 +6,7 @@ and a label that is not declared has the index -1: such records have no influenc
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,27 @@ class Frame:
         center: $c$.
         scale: Divisor of each feature.
         norm: $R$, or `None`.
+        bins: Number of bins of a numeric feature; `None` for the numbers themselves.
     """
 
-    lower: Float[np.ndarray, " d"] | None
-    upper: Float[np.ndarray, " d"] | None
+    lower: Any
+    upper: Any
     center: Float[np.ndarray, " d"]
     scale: Float[np.ndarray, " d"]
     norm: float | None
+    bins: int | None = None
 
     @property
     def longest(self) -> float:
         """Largest possible length of a row in these units."""
+        if self.bins is not None:
+            return float(len(self.numeric) ** 0.5 / self.scale[0])
         return 1.0 if self.norm is not None else _UNIFORM**-0.5
+
+    @property
+    def numeric(self) -> Bool[np.ndarray, " d"]:
+        """Mask of the features that are not indicators with the bounds 0 and 1."""
+        return (self.lower != 0) | (self.upper != 1)
 
     @property
     def numbers(self) -> float:
@@ -54,9 +63,7 @@ class Frame:
 
         Most indicators of a row are 0, whatever else is declared.
         """
-        if self.lower is None or self.upper is None:
-            return 1.0
-        return float(np.mean((self.lower != 0) | (self.upper != 1)))
+        return 1.0 if self.lower is None else float(np.mean(self.numeric))
 
     def rows(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
         """Return rows in the `Frame`'s units; all NaN if an entry is not finite."""
@@ -65,7 +72,12 @@ class Frame:
         return np.where(finite, rows, np.nan)
 
     def cut(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-        """Return rows of finite entries, cut to the bounds or shortened to the norm."""
+        """Return rows of finite entries, cut to the bounds or shortened to the norm.
+
+        With bins a numeric feature becomes an indicator of each bin.
+        """
+        if self.bins is not None:
+            return self._binned(np.clip(X, self.lower, self.upper))
         if self.norm is None:
             return np.clip(X, self.lower, self.upper)
         # Squares of huge entries would overflow.
@@ -75,6 +87,18 @@ class Frame:
         with np.errstate(all="ignore"):  # a warning would reveal a record
             rows = unit * np.minimum(largest, self.norm / length)
         return np.where(length > 0, rows, 0)
+
+    def _binned(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n w"]:
+        """Return indicators of bins of equal width, in the order of the features."""
+        bins: Any = self.bins
+        place = bins * (X - self.lower) / (self.upper - self.lower)
+        place = np.minimum(place, bins - 1).astype(int)
+        one_hot = (place[:, :, None] == np.arange(bins)).astype(float)
+        columns = [
+            one_hot[:, j] if numeric else X[:, j : j + 1]
+            for j, numeric in enumerate(self.numeric)
+        ]
+        return np.concatenate(columns, axis=1)
 
     def outside(self, X: Float[np.ndarray, "n d"]) -> Bool[np.ndarray, "n d"]:
         """Return a mask of the entries that `rows` cuts; with a norm, of whole rows."""
@@ -96,7 +120,12 @@ class Frame:
 
 
 def frame(
-    owner: str, width: int, bounds: Any, data_norm: Any, centered: bool = True
+    owner: str,
+    width: int,
+    bounds: Any,
+    data_norm: Any,
+    centered: bool = True,
+    bins: Any = None,
 ) -> Frame:
     """Return the `Frame` of records with declared bounds or a declared norm.
 
@@ -106,20 +135,30 @@ def frame(
         bounds: `(lower, upper)`, each a number or one for each feature.
         data_norm: The largest length of a row.
         centered: Whether entries may be moved, for models with a constant.
+        bins: The number of bins of a numeric feature, or `None`.
 
     Raises:
-        ValueError: Both or none are given, or one is out of range.
+        ValueError: Both or none are given, or one is out of range; bins without bounds.
     """
     if (bounds is None) == (data_norm is None):
         raise ValueError(
             f"{owner}: declare bounds=(lower, upper) or data_norm=, and not both. Take "
             "them from public knowledge: extremes of the records would reveal these."
         )
+    if bins is not None:
+        _checks.count(owner, bins=bins)
+        if bounds is None or bins < 2:
+            raise ValueError(f"{owner}: bins must be at least 2, and need bounds=.")
     if bounds is None:
         _checks.positive(owner, data_norm=data_norm)
         norm = float(data_norm)
         return Frame(None, None, np.zeros(width), np.full(width, norm), norm)
     lower, upper = interval(owner, "bounds", bounds, width)
+    if bins is not None:
+        numeric = (lower != 0) | (upper != 1)
+        length = np.sqrt(np.where(numeric, 1, _UNIFORM).sum())
+        scale = np.full(np.where(numeric, bins, 1).sum(), length)
+        return Frame(lower, upper, np.zeros(len(scale)), scale, None, int(bins))
     inside = (lower <= 0) & (upper >= 0)
     center = np.where(inside | (not centered), 0.0, lower + (upper - lower) / 2)
     reach = np.maximum(upper - center, center - lower)
@@ -190,6 +229,35 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
             f"{owner}: {name} must be at least two distinct values, got {got}."
         )
     return np.sort(array)
+
+
+def weights_of(
+    owner: str, classes: np.ndarray, weights: Any
+) -> Float[np.ndarray, " k"] | None:
+    """Return the declared weight of each class over the largest; `None` without any.
+
+    Args:
+        owner: The name of the estimator.
+        classes: The declared classes.
+        weights: A dict of weights by class; classes that it lacks have weight 1.
+
+    Raises:
+        ValueError: It is no dict of positive numbers for declared classes.
+    """
+    if weights is None:
+        return None
+    if isinstance(weights, str):
+        raise ValueError(
+            f"{owner}: class_weight={weights!r} would read the records. Declare a dict "
+            "of public numbers, such as {'no': 1, 'yes': 5}."
+        )
+    listed = classes.tolist()
+    if not isinstance(weights, Mapping) or not set(weights) <= set(listed):
+        raise ValueError(f"{owner}: class_weight must be a dict of declared classes.")
+    for weight in weights.values():
+        _checks.positive(owner, class_weight=weight)
+    found = np.asarray([float(weights.get(label, 1)) for label in listed])
+    return found / found.max()
 
 
 def index_of(

@@ -63,6 +63,7 @@ def plan_descent(
     public: PublicSize,
     settings: Settings,
     before: tuple[AbstractRelease, ...],
+    kind: type[NoisyGD] = NoisyGD,
 ) -> tuple[FiniteSum, Plan[NoisyGD]]:
     r"""Return a problem, and the `Plan` of a full-batch descent, cached by the sizes.
 
@@ -82,11 +83,12 @@ def plan_descent(
         public: The public number of records and the neighbouring relation.
         settings: The constants of the descent.
         before: As for `calibrate`.
+        kind: The class of the solver.
     """
 
     def plan(steps: int, clip_norm: float, step_size: float, ridge: float) -> Any:
         problem = public.problem(FiniteSum(loss, public=ridge_on(ridge, constant)))
-        solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
+        solver = kind(steps, clip_norm, step_size, output=TailMean())
         solver = solver.with_neighbours(public.relation)
         start = jnp.zeros(shape)
         options: Any = {"sizes": public.size, "w0": start, "before": before}

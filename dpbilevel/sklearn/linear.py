@@ -33,6 +33,16 @@ def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, "
     )
 
 
+@functools.lru_cache(maxsize=64)
+def weighted(loss: Any) -> Any:
+    """Return a loss times the public weight of a record; cached, to compile once."""
+
+    def scaled(model: Any, record: Any) -> Float[Array, ""]:
+        return record["weight"] * loss(model, record)
+
+    return scaled
+
+
 def with_constant(
     rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"], constant: bool
 ) -> Float[np.ndarray, "n p"]:
@@ -91,9 +101,9 @@ class LinearClassifier(PrivateClassifier):
     def _loss(self) -> Any:
         return logistic_loss if len(self.classes_) == 2 else softmax_loss
 
-    def _start(self) -> Float[Array, "d ..."]:
-        """Return the initial coefficients, an array of zeros."""
-        width = self.n_features_in_ + self._constant
+    def _start(self, width: int | None = None) -> Float[Array, "d ..."]:
+        """Return the initial coefficients of so many features, an array of zeros."""
+        width = (width or self.n_features_in_) + self._constant
         count = len(self.classes_)
         return jnp.zeros((width,) if count == 2 else (width, count))
 

@@ -15,9 +15,11 @@ from ..core.usability import released_mean
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
 from .base import Run, with_nan
+from .declared import weights_of
 from .descent import Settings, plan_descent
+from .intervals import Intervals
 from .lengths import Lengths
-from .linear import CONSTANT, LinearClassifier, ridge_on
+from .linear import CONSTANT, LinearClassifier, ridge_on, weighted
 from .public_size import AbstractBeforehand, PublicSize, Terms
 
 # docs/estimators.md, "Settings".
@@ -37,7 +39,7 @@ _STRONGEST = 1.25  # squared distance of a class from others, over that of rows
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class DPLogisticRegression(LinearClassifier):
+class DPLogisticRegression(Intervals, LinearClassifier):
     r"""Private logistic regression, for two classes or more.
 
     Minimizes the mean loss plus $\rho \|w\|^2$ by noisy gradient descent, `NoisyGD` on
@@ -61,14 +63,20 @@ class DPLogisticRegression(LinearClassifier):
             Public.
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
             large as the noise admits.
+        class_weight: A dict of public weights of the classes, which multiply the loss
+            of a record before it is clipped; 1 for classes that it lacks. They count
+            relative to the largest. Probabilities are then those of the weighted law.
+        intervals: Whether to release standard deviations, too, for two classes.
+        bins: The number of equal bins of the bounds that replace a numeric feature.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
         check_records: Whether to release the fraction of usable records, for a
             hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
-        coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
+        coef_: Of shape `(1, d)` for two classes, else `(k, d)`; $d$ counts bins.
         intercept_: Of shape `(1,)` or `(k,)`.
+        coef_std_, intercept_std_: With `intervals=True` the standard deviations.
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
         records_usable_: The released fraction of records that can be used.
@@ -83,9 +91,10 @@ class DPLogisticRegression(LinearClassifier):
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping, after the check of the records
         (a hundredth of the squared budget), the fractions of rows by length (a
-        fiftieth) and the mean row of each class (1 % to 10 %). Under replace-one the
-        number of records is public; so are the declared facts, the columns and their
-        types.
+        fiftieth) and the mean row of each class (1 % to 10 %). With `intervals=True` a
+        last release has the means of second derivatives and of squared gradients (5 %
+        to 20 %). Under replace-one the number of records is public; so are the declared
+        facts, the columns and their types.
         A record with a missing number, or a label that was not declared, is ignored
         without a message, because an error would reveal it. Every `fit` is a release of
         its own: k-fold cross-validation costs k of them, and a score on the records
@@ -107,6 +116,9 @@ class DPLogisticRegression(LinearClassifier):
     ridge: float = 0.0
     max_iter: int = 3000
     clip_norm: float | str = "auto"
+    class_weight: Any = None
+    intervals: bool = False
+    bins: int | None = None
     neighbours: str = "replace_one"
     size: int | None = None
 
@@ -140,36 +152,51 @@ class DPLogisticRegression(LinearClassifier):
         """
         owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
         labels = self._read_labels(y, table)
-        grouped = self._rows(groups, table)
-        count = grouped.count(len(table))
-        known = self.neighbours, self.size, count, grouped.unit
+        weights = weights_of(owner, self.classes_, self.class_weight)
+        width, grouped = len(units.scale), self._rows(groups, table)
+        known = self.neighbours, self.size, grouped.count(len(table)), grouped.unit
         public = PublicSize.of(owner, *known)
         settings = _TWO if len(self.classes_) == 2 else _MORE
+        if self.intervals:
+            settings = dataclasses.replace(settings, clip_norm=(1.0, 1.0))
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         rows = units.rows(table)
         records = self._records(rows, labels)
+        if weights is not None:
+            own = weights.astype(records["features"].dtype)
+            records["weight"] = own[np.maximum(labels, 0)]
         usable = with_nan(rows, labels >= 0)
         usable = public.rows(grouped.records(usable))
         lengths = Lengths(budget, public, usable, units.longest)
         cells = self._describe(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, public, records=(grouped, cells))
-        start = self._start()
-        shape = len(self.classes_), self.n_features_in_
-        effects = Effects(budget, public, *shape, self._constant)
-        before = (*check[0].releases, *lengths.releases, *effects.releases)
-        penalty = self._loss, float(self.ridge), self._constant
-        options = start.shape, budget, public, settings, before
+        start = self._start(width)
+        of_classes = len(self.classes_), width, self._constant, weights
+        effects = Effects(budget, public, *of_classes)
+        moments = self._moments(budget, public, width, start.size, 0.25)
+        planned = check[0], lengths, effects, moments
+        before = tuple(made for one in planned for made in one.releases)
+        is_weighted = self.intervals or weights is not None
+        loss = weighted(self._loss) if is_weighted else self._loss
+        penalty = loss, float(self.ridge), self._constant
+        options = start.shape, budget, public, settings, before, moments.kind
         problem, plan = plan_descent(*penalty, *options)
         records = public.rows(grouped.records(records))
+        key, last = moments.keys(key)
 
         def informed(run: Run, key: PRNGKey) -> Run:
-            return self._run_from_rates(run, effects, settings.longest, key)
+            run = self._run_from_rates(run, effects, settings.longest, key)
+            return (*run[:2], moments.shortened(run[2]), run[3])
 
         run = problem, plan, records, start, key, check, units, lengths
-        model = self._run_plan(*run, informed)
-        self.n_iter_ = plan.solver.num_steps
-        self._keep(model, lengths.frame(units, self._unit))
+        answer, self.n_iter_ = self._run_plan(*run, informed), plan.solver.num_steps
+        records = moments.shortened(lengths.in_unit(records, self._unit))
+        run = problem, plan.solver, answer, records
+        model, covariance = moments.estimate(*run, key=last, owner=owner)
+        units = lengths.frame(units, self._unit)
+        self._keep(model, units)
+        self._keep_deviations(covariance, units)
         return self
 
     def _stretch(self, found: Usability, solver: Any) -> float:
@@ -190,7 +217,7 @@ class DPLogisticRegression(LinearClassifier):
     ) -> Run:
         """Return the `Run` from the constant answer, with a ridge by the effects."""
         problem, solver, records, w0 = run
-        width, count = self.n_features_in_, len(self.classes_)
+        width, count = effects.width, effects.classes
 
         def seen(rows: Any) -> Any:
             label = rows["label"]
@@ -230,11 +257,14 @@ class Effects(AbstractBeforehand):
         classes: Number of classes.
         width: Number of features, without a constant.
         centered: Whether the model has a constant.
+        weights: Declared weights of the classes, 1 at most, or `None`. Rates are then
+            those of the weighted law, and the ridge is for the weighted loss.
     """
 
     classes: int
     width: int
     centered: bool = True
+    weights: Float[np.ndarray, " k"] | None = None
 
     @property
     @override
@@ -269,8 +299,10 @@ class Effects(AbstractBeforehand):
         """
         count, parameters = self.classes, self.width * (self.classes - 1)
         equal = np.full(count, 1 / count)
+        weights = np.ones(count) if self.weights is None else self.weights
         if self.release is None:
-            return equal, self.width / float(1 - equal @ equal)
+            rates = weights / weights.sum()
+            return rates, self.width / float(weights.mean() * (1 - rates @ rates))
         rows = self.public.combined(
             lambda v: rows_of(v["features"], v["label"], count), records
         )
@@ -284,22 +316,29 @@ class Effects(AbstractBeforehand):
             products, offsets = np.stack([-products[0], products[0]]), offsets * [-1, 1]
         # Noise of a rate, and of a coordinate of the gradient.
         of_rate = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
-        variance = noise**2 * (2 if count == 2 else 1)
-        rates, length = equal, 0.0
+        centering = np.eye(count) - 1 / count
+        spread_of_noise = centering if count > 2 else np.asarray([[-1.0], [1.0]])
+        rates, length, total = equal, 0.0, float(weights.mean())
         if self.centered:
             noisy = (offsets + equal).tolist()
             rates = np.asarray([_expected(rate, of_rate) for rate in noisy])
             rates /= rates.sum()
             length = float(row @ row) - self.width * (noise / _ROW) ** 2
-            products -= (rates - equal)[:, None] * row
-            variance += float(np.square(rates - equal).mean()) * (noise / _ROW) ** 2
-        gradient = products - products.mean(axis=0)
+            total = float(weights @ rates)
+            rates = weights * rates / total
+        # The gradient of each class from the sums of rows by class.
+        of_sums = np.diag(weights) - np.outer(rates, weights)
+        gradient = of_sums @ (centering @ products + row / count)
+        variance = np.square(of_sums @ spread_of_noise).sum() / (count - 1) * noise**2
+        of_row = float(np.square(of_sums.sum(axis=1) / count).mean())
+        variance = float(variance) + of_row * (noise / _ROW) ** 2
         squared = float(np.square(gradient).sum()) - parameters * variance
         squared -= count * of_rate**2 * max(length, 0.0)
         spread = min(max(float(square[0]) / _SQUARE - length, _SPREAD[0]), _SPREAD[1])
-        trace = spread * float(1 - rates @ rates)
+        trace = total * spread * float(1 - rates @ rates)
         least = trace**2 / spread * _WEAKEST / (2 * self.width)
-        most = _STRONGEST * spread * float(np.square(rates * (1 - rates)).sum())
+        apart = float(np.square(total * rates * (1 - rates)).sum())
+        most = _STRONGEST * spread * apart
         strength = _expected_square((least, most), squared, variance, parameters)
         return rates, trace / (2 * strength)
 

@@ -26,6 +26,7 @@ from ..privacy.per_example.structure import rowwise
 from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson
 from .base import PrivateClassifier, compiled_run, with_nan
+from .declared import weights_of
 from .descent import plan_of
 from .lengths import Lengths
 from .public_size import PublicSize
@@ -72,6 +73,8 @@ class DPMLPClassifier(PrivateClassifier):
             `Poisson`; all of them if there are no more. `"auto"`: 2048.
         learning_rate_init: The step size of Adam, which is fed with noisy gradients.
         clip_norm: The bound on one record's gradient.
+        class_weight: A dict of public weights of the classes, as in
+            `DPLogisticRegression`.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
         check_records: Whether to release the fraction of usable records, for a
@@ -109,6 +112,7 @@ class DPMLPClassifier(PrivateClassifier):
     batch_size: int | str = "auto"
     learning_rate_init: float = 0.04
     clip_norm: float = 4.0
+    class_weight: Any = None
     neighbours: str = "replace_one"
     size: int | None = None
 
@@ -141,6 +145,7 @@ class DPMLPClassifier(PrivateClassifier):
         budget, key, table, units = self._entry(X, key, refused)
         labels = self._read_labels(y, table)
         widths = self._widths()
+        weights = weights_of(self._owner, self.classes_, self.class_weight)
         grouped = self._rows(groups, table)
         count = grouped.count(len(table))
         known = self.neighbours, self.size, count, grouped.unit
@@ -150,6 +155,8 @@ class DPMLPClassifier(PrivateClassifier):
         lengths = Lengths(budget, public, of_rows, units.longest)
         recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
+        if weights is not None:
+            records["weight"] = weights.astype(usable.dtype)[records["label"]]
         cells = self._describe(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, public, records=(grouped, cells))
         first, then, last = jax.random.split(key, 3)
@@ -169,7 +176,8 @@ class DPMLPClassifier(PrivateClassifier):
             flat = features.reshape(-1, features.shape[-1])
             found = np.asarray(_all_scores(self.activation, layers, flat))
             found = found.reshape(*features.shape[:-1], -1)
-            return {"scores": found, "label": rows["label"]}
+            beside = {k: v for k, v in rows.items() if k != "features"}
+            return beside | {"scores": found}
 
         slope, shifts = recalibration.fit(on_rows(with_scores, records), key=last)
         scale = lengths.frame(units, self._unit).scale[:, None]
@@ -252,14 +260,15 @@ def _loss_of(activation: str) -> Any:
 
     def loss(layers: Layers, record: Any) -> Float[Array, ""]:
         found = scores(activation, layers, record["features"])
-        return _cross_entropy(found, record["label"])
+        return record.get("weight", 1.0) * _cross_entropy(found, record["label"])
 
     return loss
 
 
 def _loss(model: Any, record: Any) -> Float[Array, ""]:
     slope, constants = model
-    return _cross_entropy(slope * record["scores"] + constants, record["label"])
+    found = _cross_entropy(slope * record["scores"] + constants, record["label"])
+    return record.get("weight", 1.0) * found
 
 
 @functools.lru_cache(maxsize=64)
@@ -335,7 +344,7 @@ class Recalibration:
         Args:
             records: `{"scores": scores, "label": numbers}` in the planned number: the
                 scores of a released model, NaN for rows that do not count, and the
-                classes; or those of people.
+                classes; or those of people. Also weights, if records have any.
             key: A typed key for this run alone.
 
         Returns:

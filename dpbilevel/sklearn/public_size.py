@@ -158,9 +158,15 @@ class AbstractBeforehand(abc.ABC):
         """`Terms` of the release, from public numbers."""
 
     @property
+    def planned(self) -> Release | None:
+        """`Release` as planned, whatever its noise; `None` if delta is 0."""
+        return _release_within(self.budget, self.public, self.terms)
+
+    @property
     def release(self) -> Release | None:
         """Planned `Release`; `None` with too much noise, or if delta is 0."""
-        return _release_within(self.budget, self.public, self.terms)
+        found, most = self.planned, self.terms.most_noise
+        return None if found is None or found.noise_std > most else found
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -180,5 +186,4 @@ def _release_within(
     whole = Release(terms.name, terms.count, queries, noise)
     least, most = terms.parts
     part = min(max((whole.noise_std / terms.wanted) ** 2, least), most)
-    release = dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))
-    return release if release.noise_std <= terms.most_noise else None
+    return dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))

@@ -23,12 +23,18 @@ from ..privacy.records.people import on_rows
 from .base import PrivateEstimator, Run, with_nan
 from .declared import interval
 from .descent import Settings, plan_descent
+from .intervals import Intervals, huber_loss
 from .lengths import Lengths
-from .linear import split, with_constant
+from .linear import split, weighted, with_constant
 from .public_size import AbstractBeforehand, PublicSize, Terms
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
+# A shorter unit for intervals; residuals above it are clipped.
+_CLIPPED = 0.625
+_INFERENCE = Settings(
+    0.45 / _CLIPPED, 1.0, steps=(30, 2000, 3000), clip_norm=(1.0, 1.0)
+)
 _SMALL = 0.2  # fraction of the declared range; a smaller unit is warned of
 _WIDE = (
     "most targets lie between {:.3g} and {:.3g}, by the released `target_range_`, and "
@@ -50,7 +56,7 @@ _WANTED, _MOST_NOISE = 0.1, 0.25
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class DPRidge(RegressorMixin, PrivateEstimator):
+class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
     r"""Private linear regression with a ridge.
 
     Minimizes $\frac12$ the mean square plus $\rho \|w\|^2$ by noisy gradient descent,
@@ -73,14 +79,18 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             Public.
         clip_norm: The bound on one record's gradient, in units of half the width of
             `target_range_`. `"auto"`: as large as the noise admits.
+        intervals: Whether to release standard deviations of the coefficients, too.
+        bins: The number of equal bins of the bounds that replace a numeric feature.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, if their number is private.
         check_records: Whether to release the fraction of usable records, for a
             hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
-        coef_: Of shape `(d,)`.
+        coef_: Of shape `(d,)`; $d$ counts bins.
         intercept_: A number.
+        coef_std_: With `intervals=True` the standard deviation of each coefficient.
+        intercept_std_: The same of the constant.
         n_iter_: The number of steps.
         target_range_: The released range of most targets, which is the unit of the
             fit; `target_bounds` if that is not wider or the records are too few.
@@ -104,6 +114,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
     ridge: float = 0.0
     max_iter: int = 3000
     clip_norm: float | str = "auto"
+    intervals: bool = False
+    bins: int | None = None
     neighbours: str = "replace_one"
     size: int | None = None
 
@@ -139,7 +151,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         grouped = self._rows(groups, table)
         count = grouped.count(len(table))
         public = PublicSize.of(owner, self.neighbours, self.size, count, grouped.unit)
-        settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
+        settings = _INFERENCE if self.intervals else _SETTINGS
+        settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)
         inside = np.clip(np.where(counts, column, center), *ends)
@@ -155,31 +168,39 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         cells = self._describe(table, units, {"y": wrong})
         check = self._check(budget, public, records=(grouped, cells))
         start = jnp.zeros(features.shape[1])
-        before = (*check[0].releases, *lengths.releases, *spread.releases)
-        penalty = squared_loss, float(self.ridge), self._constant
-        options = start.shape, budget, public, settings, before
+        moments = self._moments(budget, public, len(units.scale), start.size, 1.0)
+        planned = check[0], lengths, spread, moments
+        before = tuple(made for one in planned for made in one.releases)
+        loss = weighted(huber_loss) if self.intervals else squared_loss
+        penalty = loss, float(self.ridge), self._constant
+        options = start.shape, budget, public, settings, before, moments.kind
         problem, plan = plan_descent(*penalty, *options)
         records = grouped.records({"features": features, "label": label})
         records = public.rows(records)
-        of_target = [0.0, 1.0]
+        of_target, shorter = [0.0, 1.0], _CLIPPED if self.intervals else 1.0
+        key, last = moments.keys(key)
+
+        def moved(rows: Any) -> Any:
+            center, half = of_target
+            return rows | {"label": (rows["label"] - center) / (half * shorter)}
 
         def in_unit(run: Run, key: PRNGKey) -> Run:
             of_target[:] = spread.center_and_unit(key=key, owner=owner)
             problem, solver, records, w0 = run
-            center, half = of_target
-
-            def moved(rows: Any) -> Any:
-                return rows | {"label": (rows["label"] - center) / half}
-
-            return problem, solver, on_rows(moved, records), w0
+            return problem, solver, moments.shortened(on_rows(moved, records)), w0
 
         run = problem, plan, records, start, key, check, units, lengths
-        model = self._run_plan(*run, in_unit)
+        answer = self._run_plan(*run, in_unit)
+        records = on_rows(moved, lengths.in_unit(records, self._unit))
+        run = problem, plan.solver, answer, moments.shortened(records)
+        model, covariance = moments.estimate(*run, key=last, owner=owner)
         center, half = center + half * of_target[0], half * of_target[1]
-        weights, constant = split(half * model[None].astype(float), self._constant)
+        model = half * shorter * model[None].astype(float)
+        weights, constant = split(model, self._constant)
         unit = lengths.frame(units, self._unit)
         coef, intercept = unit.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])
+        self._keep_deviations(covariance, unit, half * shorter)
         self.n_iter_ = plan.solver.num_steps
         most = max(ends[0], center - half), min(ends[1], center + half)
         self.target_range_ = most
