@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -29,7 +28,7 @@ from ..privacy.records.people import PersonUnit
 from ..privacy.report import PrivacyReport
 from .declared import Frame, declared, frame, index_of
 from .lengths import SHORT, Lengths
-from .public_size import PublicSize, Rows
+from .public_size import PublicSize, Rows, mean_noise
 
 compiled_run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
@@ -317,7 +316,7 @@ class PrivateEstimator(_Fitted):
         self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
         self.records_check_, self.records_usable_ = found, found.usable
         remarks = [f"{text} {_COMPARE}" for text in found.remarks]
-        if lengths is not None and _mean_noise(plan.report) > _MOST_NOISE:
+        if lengths is not None and mean_noise(plan.report) > _MOST_NOISE:
             remarks.append(_NOISE)
         if length < SHORT * units.numbers**0.5:
             remarks.append(_WIDE)
@@ -398,25 +397,3 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
         """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
-
-
-def _mean_noise(report: PrivacyReport) -> float:
-    """Return the largest noise of the mean of all steps, in units of the clip norm."""
-    rows = zip(report.forecast, report.ledger[-len(report.forecast) :], strict=True)
-    return max(
-        (row.noise_norm_over_clip_norm or 0) / made.count**0.5 for row, made in rows
-    )
-
-
-def with_nan(
-    rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"]
-) -> Float[np.ndarray, "n d"]:
-    """Return rows in the library's precision; NaN for records that do not count.
-
-    Args:
-        rows: Features, NaN for missing ones.
-        counts: Which records have a target.
-    """
-    counts = counts & np.isfinite(rows).all(axis=1)
-    rows = np.where(counts[:, None], rows, np.nan)
-    return rows.astype(jnp.result_type(float))

@@ -12,12 +12,11 @@ from .. import _checks
 from ..games.group_descent import GroupDescent
 from ..games.groups import GroupGame, group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
-from .base import with_nan
 from .declared import declared, index_of
 from .descent import plan_of
 from .lengths import Lengths
 from .linear import LinearClassifier
-from .public_size import PublicSize
+from .public_size import PublicSize, with_nan
 
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 

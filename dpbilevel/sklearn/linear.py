@@ -12,8 +12,9 @@ from sklearn.utils.validation import check_is_fitted
 from typing_extensions import override
 
 from ..onelevel.losses import Record, example, logistic_loss, score
-from .base import PrivateClassifier, with_nan
+from .base import PrivateClassifier
 from .declared import Frame
+from .public_size import with_nan
 
 # Length of a row at the unit and of the constant, together 1. A longer constant leaves
 # less clip norm to the features; a shorter one is learned more slowly.

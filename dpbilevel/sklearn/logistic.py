@@ -14,13 +14,13 @@ from ..core.shares import OF_COLUMNS, Usability
 from ..core.usability import released_mean
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
-from .base import Run, with_nan
+from .base import Run
 from .declared import weights_of
 from .descent import Settings, plan_descent
 from .intervals import Intervals
 from .lengths import Lengths
 from .linear import CONSTANT, LinearClassifier, ridge_on, weighted
-from .public_size import AbstractBeforehand, PublicSize, Terms
+from .public_size import AbstractBeforehand, PublicSize, Terms, with_nan
 
 # docs/estimators.md, "Settings".
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))

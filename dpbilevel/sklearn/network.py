@@ -25,11 +25,11 @@ from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
 from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson
-from .base import PrivateClassifier, compiled_run, with_nan
+from .base import PrivateClassifier, compiled_run
 from .declared import weights_of
 from .descent import plan_of
 from .lengths import Lengths
-from .public_size import PublicSize
+from .public_size import PublicSize, with_nan
 
 _cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
 _adam = functools.lru_cache(maxsize=64)(optax.adam)  # one program for each step size

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from .. import _checks
 from ..core.plan import least_multiplier
@@ -19,6 +20,7 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.records.people import PersonUnit, by_person, combined, numbered
 from ..privacy.records.rows import filler, padded_rows
 from ..privacy.releases import Release
+from ..privacy.report import PrivacyReport
 from ..privacy.sampling.base import FullBatch
 
 
@@ -90,6 +92,20 @@ class PublicSize:
     ) -> Float[np.ndarray, "n w"]:
         """Return one row of numbers for each record, by `combined` for people."""
         return combined(fun, records, self.unit, empty)
+
+
+def with_nan(
+    rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"]
+) -> Float[np.ndarray, "n d"]:
+    """Return rows in the library's precision; NaN for records that do not count.
+
+    Args:
+        rows: Features, NaN for missing ones.
+        counts: Which records have a target.
+    """
+    counts = counts & np.isfinite(rows).all(axis=1)
+    rows = np.where(counts[:, None], rows, np.nan)
+    return rows.astype(jnp.result_type(float))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,3 +203,11 @@ def _release_within(
     least, most = terms.parts
     part = min(max((whole.noise_std / terms.wanted) ** 2, least), most)
     return dataclasses.replace(whole, mechanism=noise.scaled(part**-0.5))
+
+
+def mean_noise(report: PrivacyReport) -> float:
+    """Return the largest noise of the mean of all steps, in units of the clip norm."""
+    rows = zip(report.forecast, report.ledger[-len(report.forecast) :], strict=True)
+    return max(
+        (row.noise_norm_over_clip_norm or 0) / made.count**0.5 for row, made in rows
+    )

@@ -20,13 +20,13 @@ from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
-from .base import PrivateEstimator, Run, with_nan
+from .base import PrivateEstimator, Run
 from .declared import interval
 from .descent import Settings, plan_descent
 from .intervals import Intervals, huber_loss
 from .lengths import Lengths
 from .linear import split, weighted, with_constant
-from .public_size import AbstractBeforehand, PublicSize, Terms
+from .public_size import AbstractBeforehand, PublicSize, Terms, with_nan
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
