@@ -134,8 +134,8 @@ class Nullable:
 
 
 @pytest.mark.parametrize("records", [Frame(), (Frame(), SIGNS), (ROWS, Nullable())])
-def test_data_frames_are_refused_with_the_remedy(records):
-    with pytest.raises(ValueError, match=r"data frames by \.to_numpy\(\)"):
+def test_objects_without_numbers_are_refused_with_the_remedy(records):
+    with pytest.raises(ValueError, match="must be a numeric array"):
         dpb.FiniteSum(dpb.logistic_loss).check(W, records)
 
 
