@@ -1,17 +1,20 @@
 """The unit of privacy is a person: eight rows move what one record may move."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates.certified import certificate_of
 from dpbilevel.bilevel.certificates.sensitivities import solution_rounding
 from dpbilevel.core.process_spending import ProcessRun, ProcessSpending
+from dpbilevel.privacy.exact.grid import Grid
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.people import (
     PersonRows,
@@ -44,7 +47,8 @@ def rows_clipped(read):
             return read(self, fun, PersonRows(rows, records.present), **options)
 
         values = [of_place(place) for place in range(records.present.shape[1])]
-        total = jax.tree.map(lambda *v: sum(v[1:], v[0]), *(v.raw for v in values))
+        add = Grid.__add__ if values[0].precision == "grid" else optax.tree.add
+        total = functools.reduce(add, (v.raw for v in values))
         return dataclasses.replace(values[0], raw=total)
 
     return broken

@@ -239,7 +239,7 @@ def test_runs_that_promise_different_things_are_not_added_up():
     text = str(spending.RunLog((one, other, one)))
     assert "2 runs, together epsilon = 2 at delta = 2e-05 (replace_one" in text
     assert "1 run, epsilon = 2 at delta = 1e-05 (add_or_remove_one" in text
-    assert "under different relations or people no total is stated" in text
+    assert "under different relations, people or units no total is stated" in text
 
 
 def test_report_tells_the_total_and_run_tells_it_too(tmp_path, capsys):
