@@ -285,7 +285,7 @@ def test_a_search_does_not_go_on_with_records_in_another_order(tmp_path, monkeyp
         raise RuntimeError("the cluster went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowLosses, "black_box", lambda *args: stops)
+        patch.setattr(RowLosses, "black_box", lambda *_, **__: stops)
         with pytest.raises(RuntimeError):
             fit(T, folder=tmp_path / "run")
     with pytest.raises(ValueError, match="are not those the run began with"):
