@@ -125,7 +125,7 @@ def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]
         return {label.column: _texts(values, known)}
     classes = [named(values[0]) for values in label.of_classes]
     if label.classes:
-        known, best = known.all(axis=1), np.argmax(margin, axis=1)
+        known, best = np.all(known, axis=-1), np.argmax(margin, axis=1)
         chances = scipy.special.softmax(margin, axis=1).T
     else:
         best, chances = (margin >= 0).astype(int), [scipy.special.expit(margin)]
