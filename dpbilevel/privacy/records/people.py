@@ -263,8 +263,9 @@ def words(ids: Any) -> np.ndarray:
     """Return ids as text, "" for a missing one."""
     shape = np.shape(ids) if hasattr(ids, "shape") else (len(ids),)
     entries = ids if len(shape) == 1 else np.ravel(ids)
-    found = [_word(v) for v in entries]
-    return np.array(found, dtype=str).reshape(shape)
+    found = np.empty(len(entries), object)  # a long id makes no other one longer
+    found[:] = [_word(v) for v in entries]
+    return found.reshape(shape)
 
 
 def _word(value: Any) -> str:
