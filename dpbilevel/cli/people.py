@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, PyTree
 
-from ..privacy.records.people import PerPerson, PersonUnit, by_person
+from ..privacy.records.people import PerPerson, PersonUnit, by_person, words
 from .columns import Records, Table
 from .csv_files import MALFORMED
 
@@ -47,7 +47,8 @@ def ids_of(table: Table, column: str) -> np.ndarray:
             return hashlib.sha256(found.encode()).hexdigest()
         return "" if found.lower() in _NO_ID else found
 
-    return np.asarray([own(cell) for cell in table.column(column)], str)
+    # As `by_person` reads them, so that there are as many people here as there.
+    return np.asarray([own(cell) for cell in words(table.column(column))], str)
 
 
 def with_ids(records: Records, table: Table, column: str) -> Records:

@@ -405,3 +405,19 @@ def test_the_spending_record_counts_the_run_as_before(folder):
     report = json.loads(prepare(config).report.to_json())
     assert report["unit"] == "one person (at most 8 rows each)"
     assert isinstance(prepare(config).problem, dpb.FiniteSum)
+
+
+@pytest.mark.parametrize(
+    "seen", ["e\u0301", "\u00e9 ", "\ufeff\u00e9", "\u200b \u00e9"]
+)
+def test_there_are_as_many_people_in_a_file_as_in_its_records(seen):
+    class File:
+        def column(self, name):
+            return ["\u00e9", seen, "b", "\u200b", ""]
+
+    ids = people.ids_of(File(), "patient")
+    assert ids.tolist() == ["\u00e9", "\u00e9", "b", "", ""]
+    kept = ids[ids != ""]
+    assert (
+        len(np.unique(kept)) == len(dpb.by_person(np.zeros((3, 1)), kept).present) == 2
+    )

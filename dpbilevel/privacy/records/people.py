@@ -275,7 +275,10 @@ def _word(value: Any) -> str:
         return ""
     if isinstance(value, float | np.floating) and value.is_integer():
         value = int(value)  # where some ids of a column are missing
-    return unicodedata.normalize("NFC", str(value)).strip().strip(_UNSEEN).strip()
+    text = str(value)
+    for unseen in _UNSEEN:
+        text = text.replace(unseen, "")
+    return unicodedata.normalize("NFC", text).strip()
 
 
 def finite_rows(rows: PyTree, count: int) -> Bool[np.ndarray, " n"]:
