@@ -47,7 +47,7 @@ def ids_of(table: Table, column: str) -> np.ndarray:
             return hashlib.sha256(found.encode()).hexdigest()
         return "" if found.lower() in _NO_ID else found
 
-    # As `by_person` reads them, so that there are as many people here as there.
+    # The rule of `by_person`, so that there are as many people here as there.
     return np.asarray([own(cell) for cell in words(table.column(column))], str)
 
 
