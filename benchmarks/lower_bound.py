@@ -1,9 +1,9 @@
 """Bilevel solvers against the lower bound of private bilevel optimization.
 
-The instance is `bilevel.zoo.hard_instance` on unit balls: no private algorithm has an
-excess below the order of sqrt(d log(1/delta)) / (n epsilon) on all data. Which mean of
-the records is the hardest depends on the solver; the figures are the largest mean
-excess over means from that bound to 1. A part of `benchmarks.rates`.
+The instance is `hard_instance` of `tests/zoo/two_levels.py` on unit balls: no private
+algorithm has an excess below the order of sqrt(d log(1/delta)) / (n epsilon) on all
+data. Which mean of the records is the hardest depends on the solver; the figures are
+the largest mean excess over means from that bound to 1. A part of `benchmarks.rates`.
 
 NON-PRIVATE evaluation: the excess is computed from the records.
 """
@@ -21,6 +21,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.bilevel.penalty_plans import PenaltyPlanner
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
+from tests.zoo import two_levels
 
 from .pages import RESULTS, table
 
@@ -97,7 +98,7 @@ def instance(setting, mean):
     signs = np.where(np.arange(n) < round(n * (1 + mean) / 2), 1.0, -1.0)
     records = np.zeros((n, setting.dimension_y))
     records[:, :d] = signs[:, None] / math.sqrt(d)
-    return dpb.bilevel.zoo.hard_instance(
+    return two_levels.hard_instance(
         jnp.asarray(records), dimension_x=setting.dimension_x
     )
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
+from tests.zoo import two_levels
 
 from . import lower_bound
 from .pages import spread, table
@@ -48,7 +49,7 @@ def records(n, dimension, unit):
 def of_zoo(n):
     """Return the problem of the zoo, its records, start and hypergradient."""
     levels = map(jnp.asarray, records(n, DIMENSION, unit=False))
-    found = dpb.bilevel.zoo.quadratic_bilevel(*levels, radius=1.0)
+    found = two_levels.quadratic_bilevel(*levels, radius=1.0)
     return found.problem, found.data, found.w0, found.hypergradient
 
 

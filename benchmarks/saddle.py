@@ -24,6 +24,7 @@ import scipy.optimize
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.games.base import TheoremConstants
+from tests.zoo import games
 
 from . import pages
 
@@ -92,7 +93,7 @@ def constant(n):
         lambda w, z: z, w_set=dpb.sets.Ball(0.5), lipschitz=0.0, bound=1.0
     )
     unit = 1 / d**0.5
-    law = dpb.games.zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
+    law = games.constant_operator(mean[None] / d**0.5, radius=0.5)
 
     def draw(key, n):
         return unit * signs(key, mean, n)
@@ -123,7 +124,7 @@ def bilinear(_):
     problem = dpb.games.SaddleProblem(
         payoff, x_set=ball, y_set=ball, lipschitz=0.5, bound=math.sqrt(0.5)
     )
-    law = dpb.games.zoo.bilinear_saddle(a[None], b[None], c[None], radius=radius)
+    law = games.bilinear_saddle(a[None], b[None], c[None], radius=radius)
     return Family(problem, law.w0, draw, law.gap, {"a": a, "b": b, "c": c})
 
 
@@ -135,7 +136,7 @@ def matrix(_, rows=SIDE, columns=SIDE):
 def around(mean):
     """Return the matrix game of records with entries of -1 or 1 and this mean."""
     mean = jnp.asarray(mean, float)
-    law = dpb.games.zoo.matrix_game(mean[None])
+    law = games.matrix_game(mean[None])
     problem = dpb.games.matrix_game(*mean.shape)
     return Family(problem, law.w0, lambda key, n: signs(key, mean, n), law.gap, mean)
 

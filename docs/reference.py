@@ -40,8 +40,6 @@ PACKAGES = {
 # Modules of a package that have a page of their own.
 MODULES = {
     "audit.debug": "NON-PRIVATE views of a run",
-    "bilevel.zoo": "Test problems of two levels",
-    "games.zoo": "Test games",
 }
 # Functions that have the names of parameters, which stand alone as `code` more often.
 OF_PARAMETERS = "delta", "epsilon", "noise_multiplier"

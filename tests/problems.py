@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from dpbilevel.privacy.noise import step_keys
+from tests.zoo import two_levels
+from tests.zoo import two_levels as zoo
 
 
 def records(n, d, seed=0):
@@ -126,7 +127,7 @@ def ridge_tuning(upper, lower):
     problem = dpb.BilevelProblem(
         loss, loss, lower_public=lower_public, x_in_records=False
     )
-    return dpb.bilevel.zoo.Example(
+    return two_levels.Example(
         problem,
         dpb.Levels(upper, lower),
         (jnp.zeros(1, c_low.dtype), jnp.zeros_like(c_low)),

@@ -5,8 +5,15 @@ them public or synthetic records only.
 """
 
 from . import debug
-from .canaries import Canary, OneRun, canaries, one_run, refutes
-from .claims import Claim, event_claim, gaussian_claim, ledger_claims, pure_claim
+from .canaries import Canary, canaries
+from .claims import (
+    Claim,
+    event_claim,
+    gaussian_claim,
+    ledger_claims,
+    pure_claim,
+    refutes,
+)
 from .device import DeviceArithmetic, device_arithmetic
 from .sensitivity import NoiseReuse, SensitivitySearch, noise_reuse, sensitivity_search
 from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
@@ -18,7 +25,6 @@ __all__ = [
     "Cut",
     "DeviceArithmetic",
     "NoiseReuse",
-    "OneRun",
     "SensitivitySearch",
     "SolverRun",
     "TradeOff",
@@ -31,7 +37,6 @@ __all__ = [
     "gaussian_claim",
     "ledger_claims",
     "noise_reuse",
-    "one_run",
     "pure_claim",
     "refutes",
     "sensitivity_search",

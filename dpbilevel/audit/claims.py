@@ -132,6 +132,52 @@ class TradeOffCurve:
         return float(max(0.0, direct.max(), mirrored.max()))
 
 
+def refutes(
+    correct: int, guesses: int, canaries: int, significance: float, claim: Claim
+) -> bool:
+    r"""Return whether so many right guesses of fair coins refute a privacy profile.
+
+    Let $m$ coins be hidden, $r$ of them guessed, and $p_i$ the chance that $i$ guesses
+    are right. With $\bar f(\beta)$ the largest chance under one of two neighbours of an
+    event that has chance $\beta$ under the other, which is concave, flipping one coin
+    turns its right guess into a wrong one and leaves one right guess less, so that for
+    every $v$
+
+    $$\sum_{i \ge v} \tfrac{i}{m} p_i \le
+    \bar f\Bigl(\sum_{i \ge v - 1} \tfrac{r - i}{m} p_i\Bigr) .$$
+
+    If $v$ or more are right with a chance of `significance`, this forces a least
+    $p_{v-1}$, then a least $p_{v-2}$, and so on. The claim is refuted if these sum
+    to more than 1 (`docs/audit.md`, "One run").
+
+    Args:
+        correct: $v$.
+        guesses: $r$, at least $v$, a number that is fixed beforehand.
+        canaries: $m$, at least $r$.
+        significance: The chance that a true claim is refuted.
+        claim: Its profile $\delta(\varepsilon)$, for one coin.
+
+    Raises:
+        ValueError: Counts out of order.
+
+    References:
+        Mahloujifar, Melis and Chaudhuri, "Auditing f-differential privacy in one run",
+        ICML 2025.
+    """
+    if not 0 <= correct <= guesses <= canaries:
+        raise ValueError("refutes: needs 0 <= correct <= guesses <= canaries.")
+    curve = TradeOffCurve(claim)
+    right = significance * correct / canaries
+    wrong = significance * (guesses - correct) / canaries
+    for count in range(correct - 1, -1, -1):
+        more = max(0.0, curve.least_false_positives(right) - wrong)
+        wrong += more
+        right += more * count / (guesses - count)
+        if right + wrong > guesses / canaries:
+            return True
+    return False
+
+
 def gaussian_mu_of(true_positives: float, false_positives: float) -> float:
     r"""Return the $\mu$ of the Gaussian mechanism for which a test has these rates."""
     # Rates of 0 and 1 have no quantile; no number of runs measures rates so near.

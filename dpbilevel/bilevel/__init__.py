@@ -1,6 +1,5 @@
 """Problems of two levels, and their solvers."""
 
-from . import zoo
 from .certificates.constants import AbstractCertificate, Constants, SecondOrderConstants
 from .f2sa import F2SA
 from .implicit import ImplicitBilevel
@@ -25,5 +24,4 @@ __all__ = [
     "SecondOrderConstants",
     "SingleLoopBilevel",
     "Sizes",
-    "zoo",
 ]

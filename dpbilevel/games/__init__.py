@@ -1,13 +1,11 @@
 """Saddle points and variational inequalities: group games, matrix games, solvers."""
 
-from . import zoo
 from .bilinear import BilinearGame, NoisyPayoff, matrix_game
 from .extragradient import NoisyExtragradient, RecursiveRegularization
 from .group_descent import GroupDescent
 from .groups import GroupGame, group_fair, group_robust, group_start, group_weights
 from .problem import SaddleProblem, VariationalInequality
 from .proximal_point import InexactProximalPoint
-from .zoo import saddle_gap, variational_gap
 
 __all__ = [
     "BilinearGame",
@@ -24,7 +22,4 @@ __all__ = [
     "group_start",
     "group_weights",
     "matrix_game",
-    "saddle_gap",
-    "variational_gap",
-    "zoo",
 ]

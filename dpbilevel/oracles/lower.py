@@ -144,10 +144,11 @@ def lower_solution(
 
     Example:
         >>> import jax, jax.numpy as jnp, dpbilevel as dpb
-        >>> example = dpb.bilevel.zoo.leak(jnp.asarray([[1.0], [3.0]]))
-        >>> dpb.oracles.lower_solution(
-        ...     example.problem, jnp.zeros(1), example.data, y0=jnp.zeros(1)
+        >>> problem = dpb.BilevelProblem(
+        ...     lambda x, y, z: x @ y, lambda x, y, z: jnp.sum((y - z) ** 2)
         ... )
+        >>> data = dpb.Levels.shared(jnp.asarray([[1.0], [3.0]]))
+        >>> dpb.oracles.lower_solution(problem, jnp.zeros(1), data, y0=jnp.zeros(1))
         Array([2.], dtype=float32)
     """
     owner = "lower_solution"

@@ -8,7 +8,6 @@ from .gibo import GradientInformativeBO
 from .kernels import RBF, AbstractKernel, Matern52, Quadratic
 from .loop import minimize
 from .noisy_ucb import NoisyUCB
-from .optuna import StudyAnswer, optimize_study
 from .random_search import Portfolio, RandomSearch
 from .repeat_and_select import RepeatAndSelect
 from .space import Categorical, Range
@@ -30,11 +29,9 @@ __all__ = [
     "RandomSearch",
     "Range",
     "RepeatAndSelect",
-    "StudyAnswer",
     "TotalSpent",
     "TunedTraining",
     "limit_spending",
     "minimize",
-    "optimize_study",
     "spent",
 ]

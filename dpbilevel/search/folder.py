@@ -216,17 +216,6 @@ class Folder:
             file.unlink()
 
 
-def read_run(folder: Path) -> dict[str, Any] | None:
-    """Return a dict of the settings of a folder's run; `None` if unreadable."""
-    file = folder / checkpoint.SEARCH
-    try:
-        if file.is_file():
-            return json.loads(file.read_bytes())["run"]
-        return checkpoint.read(folder, notice=_NOTICE).fingerprint["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the error is raised when the folder is opened
-
-
 def _parse(file: Path, content: bytes, point: Point) -> Losses:
     """Parse a file of all records' losses, checked to be those at `point`."""
     try:

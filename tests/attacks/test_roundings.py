@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.certificates import sensitivities
 from dpbilevel.draws import (
     AlternatingSampler,
@@ -23,6 +22,7 @@ from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.draws.samplers.proximal import ProximalPlan
 from tests.cases import slow
 from tests.problems import CERTIFIED
+from tests.zoo import two_levels as zoo
 
 LARGE = 1e7
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)

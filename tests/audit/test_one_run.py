@@ -1,16 +1,11 @@
-"""The one-run audit: exact for one coin, valid for many, and able to see slips."""
+"""Guesses of one run: exact for one coin, valid for many."""
 
-import dataclasses
-import math
-
-import jax
 import numpy as np
 import pytest
 import scipy
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from tests.cases import with_mechanism
 
 
 @pytest.mark.parametrize("mu", [0.2, 1.0, 3.0])
@@ -78,39 +73,3 @@ def test_more_right_guesses_refute_more():
     assert found == sorted(found)
     assert found[-1]
     assert not found[25]  # as coins fall
-
-
-SAMPLINGS = [dpb.FullBatch(), pytest.param(dpb.Poisson(0.5), marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_one_run_bounds_epsilon_from_below(sampling):
-    solver = dpb.NoisyGD(3, 1.0, step_size=1.0, sampling=sampling).with_noise(0.5)
-    found = audit.one_run(solver, key=jax.random.key(5))
-    assert 1.0 < found.measured_epsilon <= found.claimed_epsilon
-    assert "no violation found" in str(found)
-
-
-def test_one_run_rejects_a_claim_that_is_too_good():
-    solver = dpb.NoisyGD(3, 1.0, step_size=1.0).with_noise(0.2)
-    found = audit.one_run(solver, key=jax.random.key(5))
-    assert math.isfinite(found.measured_epsilon)
-    assert not dataclasses.replace(found, claimed_epsilon=2.0).passed
-
-
-class Quieter(dpb.privacy.Gaussian):
-    """Adds a fifth of the noise that it claims."""
-
-    def release(self, bounded, *, key):
-        quiet = dpb.privacy.Gaussian(
-            self.noise_multiplier / 5, precision=self.precision
-        )
-        return quiet.release(bounded, key=key)
-
-
-def test_one_run_finds_noise_that_is_much_too_small():
-    solver = dpb.NoisyGD(3, 1.0, step_size=1.0).with_noise(1.0)
-    solver = with_mechanism(solver, Quieter)
-    found = audit.one_run(solver, key=jax.random.key(5), guesses=500)
-    assert not found.passed, str(found)
-    assert "VIOLATION" in str(found)

@@ -123,9 +123,7 @@ def test_too_few_runs_are_refused():
         tried(runs=10)
 
 
-@pytest.mark.parametrize(
-    "audited", [audit.audit_solver, audit.noise_reuse, audit.one_run]
-)
+@pytest.mark.parametrize("audited", [audit.audit_solver, audit.noise_reuse])
 def test_a_plan_is_refused_in_favour_of_its_solver(audited):
     budget = dpb.PrivacyBudget(1.0, 1e-5)
     problem = dpb.FiniteSum(lambda w, z: w * z)

@@ -11,11 +11,11 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.onelevel.losses import shortened
 from tests.cases import slow
 from tests.problems import DECLARED
+from tests.zoo import two_levels as zoo
 
 RADIUS = 0.7
 N = 6

@@ -12,12 +12,12 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.fixed_count import Spectrum
 from dpbilevel.core.outputs import UniformIterate
 from tests.cases import Audited, Case, planned, slow
 from tests.problems import CERTIFIED, DECLARED, EXACT, LEVELS, Y0
+from tests.zoo import two_levels as zoo
 
 BOX = (-1.0, 1.0)
 GROUPS = jnp.asarray([0, 0, 1, 1])

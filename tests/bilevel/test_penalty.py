@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from tests.cases import Audited, Case, planned, slow
 from tests.problems import (
     INNER,
@@ -24,6 +23,7 @@ from tests.problems import (
     Y0,
     ridge_tuning,
 )
+from tests.zoo import two_levels as zoo
 
 HUGE = 1e9  # a clip norm that never clips
 

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
+from tests.zoo import two_levels as zoo
 
 CONSTANTS = dpb.bilevel.Constants(
     strong_convexity=0.5,

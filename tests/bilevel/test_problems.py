@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from dpbilevel.bilevel.levels import penalized_level
 from tests.cases import slow
 from tests.problems import ridge_tuning
+from tests.zoo import two_levels as zoo
 
 RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 W0 = (jnp.zeros(3), jnp.zeros(3))

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import zoo
 from dpbilevel.privacy.mechanisms import Gaussian
 from tests.cases import Audited, Case, fast_first, planned
 from tests.problems import (
@@ -26,6 +25,7 @@ from tests.problems import (
     Y0,
     ridge_tuning,
 )
+from tests.zoo import two_levels as zoo
 
 HUGE = 1e6
 STEPS = {"step_size": 0.05, "lower_step_size": 0.2, "linear_step_size": 0.2}

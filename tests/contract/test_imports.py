@@ -19,7 +19,6 @@ from dpbilevel.privacy.per_example import mixing
 ROOT = Path(__file__).parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
 SLOW = {"dp_accounting", "scipy.stats", "sklearn", "matplotlib", "pandas", "tqdm"}
-SLOW |= {"optuna"}
 WITHOUT_SKLEARN = "import sys; sys.modules['sklearn'] = sys.modules['joblib'] = None\n"
 READ_ALL = "[getattr(dpbilevel, name) for name in dir(dpbilevel) if name != {!r}]\n"
 

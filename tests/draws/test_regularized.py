@@ -18,6 +18,7 @@ from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER
+from tests.zoo import two_levels
 
 ALPHA = 1e-4
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
@@ -136,7 +137,7 @@ def test_bilevel_draws_have_the_law_of_the_closed_hyper_objective():
     rng = np.random.default_rng(5)
     with jax.enable_x64(True):
         upper, lower = (jnp.asarray(rng.uniform(-0.5, 0.5, (60, 1))) for _ in range(2))
-        example = dpb.bilevel.zoo.quadratic_bilevel(upper, lower, radius=1.0)
+        example = two_levels.quadratic_bilevel(upper, lower, radius=1.0)
         sizes = example.problem.sizes_of(example.data, "disjoint")
         plan = dpb.calibrate(example.problem, regularized(), BUDGET, sizes=sizes)
         assert plan.report.status is dpb.privacy.Status.CONDITIONAL
@@ -205,7 +206,7 @@ def test_the_rate_for_the_population_is_capped():
 
 @pytest.mark.usefixtures("wide")
 def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem():
-    example = dpb.bilevel.zoo.quadratic_bilevel(
+    example = two_levels.quadratic_bilevel(
         jnp.zeros((50, 1), jnp.float64), jnp.zeros((80, 1), jnp.float64), radius=1.0
     )
     sizes = dpb.Sizes(50, 80, "disjoint")

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.games import SaddleProblem, VariationalInequality, zoo
-from dpbilevel.games.zoo import (
+from dpbilevel.games import SaddleProblem, VariationalInequality
+from dpbilevel.sets import Ball, Simplex
+from tests.zoo import games as zoo
+from tests.zoo.games import (
     SaddleExample,
     _exact,
     _largest_on_ball,
     _largest_singular,
     _longest,
 )
-from dpbilevel.sets import Ball, Simplex
 
 N = 40
 

@@ -9,11 +9,11 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games import zoo
 from dpbilevel.games.base import TheoremConstants
 from tests.cases import Audited, Case, planned, slow
 from tests.games.saddle_zoo import N, example, normal, point
 from tests.problems import LOWER, SADDLE, SADDLE_START
+from tests.zoo import games as zoo
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 

@@ -7,6 +7,7 @@ import pytest
 
 import dpbilevel as dpb
 from tests.cases import slow
+from tests.zoo import games as zoo
 
 SHARES = (0.5, 0.3, 0.2)
 RADIUS, ROW_NORM = 2.0, 1.5
@@ -270,7 +271,7 @@ def test_private_matrix_game_finds_the_even_mixture():
     x, y = dpb.fit(
         dpb.games.matrix_game(3, 3), solver, data, w0, budget=budget, key=key
     ).value
-    gap = dpb.games.zoo.matrix_game(scissors[None]).gap
+    gap = zoo.matrix_game(scissors[None]).gap
     assert float(gap((x, y))) < 0.1
     assert float(gap(w0)) == pytest.approx(2.0)
 
@@ -358,13 +359,6 @@ def test_records_of_two_levels_are_refused_where_there_is_one():
             ),
             "problem must be",
         ),
-        (lambda: dpb.games.saddle_gap(fair, None, None), "saddle_gap: problem must be"),
-        (
-            lambda: dpb.games.variational_gap(
-                dpb.FiniteSum(dpb.logistic_loss), None, None
-            ),
-            "variational_gap: problem must be",
-        ),
     ],
 )
 def test_what_is_no_game_is_refused(call, said):
@@ -372,13 +366,13 @@ def test_what_is_no_game_is_refused(call, said):
         call()
 
 
-def test_starts_and_gaps_of_wrong_shapes_are_refused():
+def test_starts_of_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="floating-point array, got int32"):
         dpb.games.group_start(fair(), jnp.zeros(4, jnp.int32), SHARES)
     with pytest.raises(ValueError, match="one coefficient per feature"):
-        dpb.games.saddle_gap(fair(), (jnp.zeros(3), jnp.ones(3)), two_groups())
+        fair().check((jnp.zeros(3), jnp.ones(3)), two_groups())
     with pytest.raises(ValueError, match="must be a tuple"):
-        dpb.games.variational_gap(fair(), jnp.zeros(3), two_groups())
+        fair().check(jnp.zeros(3), two_groups())
 
 
 def test_a_clip_norm_far_below_the_declared_bound_is_told_in_the_report():

@@ -8,9 +8,9 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.games.bilinear import solved
-from dpbilevel.games.zoo import bilinear_saddle
 from tests.cases import Audited, Case, planned
 from tests.games.saddle_zoo import normal
+from tests.zoo.games import bilinear_saddle
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 TERMS = dpb.games.BilinearGame(

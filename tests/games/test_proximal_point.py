@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games import zoo
 from dpbilevel.games.base import TheoremConstants
 from dpbilevel.games.proximal_point import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
@@ -17,6 +16,7 @@ from dpbilevel.privacy.sampling.base import Batch
 from tests.cases import Audited, Case, planned, slow
 from tests.games.saddle_zoo import N, example, point
 from tests.problems import LOWER, SADDLE, SADDLE_START
+from tests.zoo import games as zoo
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 

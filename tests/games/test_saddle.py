@@ -10,9 +10,9 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
-from dpbilevel.games import zoo
 from dpbilevel.privacy.queries import RECORDS
 from tests.games.saddle_zoo import AFFINE, FAMILIES, SADDLES, N, example, point
+from tests.zoo import games as zoo
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)

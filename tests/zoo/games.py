@@ -16,15 +16,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .. import _checks
-from ..sets import AbstractSet, Ball
-from .bilinear import BilinearGame
-from .problem import (
+from dpbilevel.games import BilinearGame, VariationalInequality
+from dpbilevel.games.problem import (
     AbstractSaddleProblem,
     AbstractVariationalInequality,
     Scalar,
-    VariationalInequality,
 )
+from dpbilevel.sets import AbstractSet, Ball
 
 __all__ = ["SaddleExample", "bilinear_saddle", "constant_operator", "matrix_game"]
 
@@ -210,7 +208,6 @@ def saddle_gap(problem: AbstractSaddleProblem, w: PyTree, data: PyTree) -> Gap:
         TypeError: The problem is no `SaddleProblem`.
         ValueError: A Lipschitz constant is not declared, or shapes do not fit.
     """
-    _checks.instance("saddle_gap", AbstractSaddleProblem, problem=problem)
     problem.check(w, data)
     x_hat, y_hat = w
     smoothness = _smoothness(problem)
@@ -253,8 +250,6 @@ def variational_gap(
         TypeError: The problem is no variational inequality or saddle problem.
         ValueError: A Lipschitz constant is not declared, or shapes do not fit.
     """
-    kind = AbstractVariationalInequality
-    _checks.instance("variational_gap", kind, problem=problem)
     problem.check(w, data)
     smoothness = 2 * _smoothness(problem)
 

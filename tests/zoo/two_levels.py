@@ -1,4 +1,4 @@
-"""Problems with answers in closed form, for tests, figures and documentation."""
+"""Problems of two levels with answers in closed form."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .. import _checks
-from ..onelevel.losses import shortened
-from ..sets import Ball, Euclidean
-from .certificates.constants import Constants, SecondOrderConstants, terms_of
-from .problem import BilevelProblem, Levels
+from dpbilevel.bilevel.certificates.constants import (
+    Constants,
+    SecondOrderConstants,
+    terms_of,
+)
+from dpbilevel.bilevel.problem import BilevelProblem, Levels
+from dpbilevel.onelevel.losses import shortened
+from dpbilevel.sets import Ball, Euclidean
 
 __all__ = ["Example", "hard_instance", "leak", "quadratic_bilevel"]
 
@@ -210,18 +213,10 @@ def hard_instance(
         Lowy and Liu, "Differentially private bilevel optimization: efficient
         algorithms with near-optimal rates", Theorem 3.10.
     """
-    _checks.positive(
-        "hard_instance",
-        x_diameter=x_diameter,
-        y_diameter=y_diameter,
-        upper_lipschitz=upper_lipschitz,
-        strong_convexity=strong_convexity,
-    )
     zeta, scale, mu = y_diameter / x_diameter, upper_lipschitz, strong_convexity
     z_bar = jnp.mean(records, 0)
     dimension_y = len(z_bar)
     dimension_x = dimension_y if dimension_x is None else dimension_x
-    _checks.count("hard_instance", dimension_x=dimension_x)
 
     def lower_solution(x):
         return zeta * _resized(x, dimension_y)

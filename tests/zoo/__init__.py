@@ -1,0 +1,1 @@
+"""Problems with answers in closed form."""
