@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.cli.csv_files import read_csv
+from dpbilevel.cli.tables import read_csv
 
 from . import pages
 from .pages import ADULT, texts

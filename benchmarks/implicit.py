@@ -14,7 +14,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.certificates.certified import ClippedUpper
-from dpbilevel.cli.csv_files import read_csv
+from dpbilevel.cli.tables import read_csv
 
 from .pages import ADULT, table
 from .source_tasks import encoded

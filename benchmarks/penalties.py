@@ -16,7 +16,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.csv_files import read_csv
+from dpbilevel.cli.tables import read_csv
 
 from . import pages
 from .source_tasks import classified, encoded, parts

@@ -9,7 +9,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.csv_files import read_csv
+from dpbilevel.cli.tables import read_csv
 from examples.data_cleaning import linear, loss_of, mnist, network, start
 
 from .pages import ADULT, MNIST, ROOT, texts

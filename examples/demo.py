@@ -24,7 +24,7 @@ import optax
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.csv_files import read_csv
+from dpbilevel.cli.tables import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)

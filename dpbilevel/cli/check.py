@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .cells import declaration_for
-from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, named, positions
+from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
 from .data import CsvFile, TableData
 from .loading import find_files, test_file, without_sources
 from .people import ids_of, is_id
+from .tables import Cells, Table, declaration_for
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (

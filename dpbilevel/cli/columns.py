@@ -1,15 +1,14 @@
 """Cells of columns as features, labels and marks, by public constants of the config."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 import numpy as np
 from jaxtyping import PyTree
 
-from .cells import check_unit, date_reader, number, reader
+from .tables import Cells, Table, check_unit, date_reader, number, reader
 
-Cells = Sequence[str]
 Value = str | float  # a cell's text, or the number that the cell reads as
 Marks = dict[str, np.ndarray]  # by column
 
@@ -17,32 +16,6 @@ Marks = dict[str, np.ndarray]  # by column
 # categorical column), or unusable. A record with an unusable cell has no influence.
 FITS, MISSING, CUT, UNUSABLE = range(4)
 _ROUNDING = 1e-5  # relative rounding of constants with six digits
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Cells as text, by column."""
-
-    name: str  # for error messages
-    columns: Mapping[str, Cells]  # all of the same length
-    rows: int
-
-    def __repr__(self) -> str:
-        """Return the table's name; never its cells."""
-        return f"Table({self.name!r})"
-
-    def column(self, name: str) -> Cells:
-        """Return the cells of one column.
-
-        Raises:
-            ValueError: There is no such column.
-        """
-        if name not in self.columns:
-            # The message lists no columns: if the header is missing, they are a record.
-            raise ValueError(
-                f"{self.name} has no column {name!r}. Correct [data] or the header row."
-            )
-        return self.columns[name]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 from typing_extensions import override
 
 from ..core.usability import Columns
-from .columns import Categorical, Label, Marks, Numeric, Records, Table, named
+from .columns import Categorical, Label, Marks, Numeric, Records, named
 from .people import with_ids
 from .sources import Groups, HeldOut, Sources
-from .table_files import read_table
+from .tables import Table, read_table
 
 _CONSTANT = "constant"  # name of the last feature
 

@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import environment, plans
-from .cells import number
 from .columns import Value
-from .csv_files import MALFORMED, SEPARATORS, existing, opened
 from .people import ids_of, is_id
-from .table_files import is_parquet, read_names, read_table
+from .tables import (
+    MALFORMED,
+    SEPARATORS,
+    existing,
+    is_parquet,
+    number,
+    opened,
+    read_names,
+    read_table,
+)
 from .tasks import TASKS
 from .toml_tables import Location
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..bilevel.problem import Levels
+from ..core.levels import check_disjoint_ids
 from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
 from ..privacy.queries import RECORDS
@@ -16,9 +17,11 @@ from ..privacy.records.people import PersonUnit
 from ..privacy.records.stores import copies
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
-from .csv_files import existing
 from .data import AbstractData, CsvData, CsvFile
-from .people import check_apart, hashes_of, means, people_of, rows_of_people
+from .people import hashes_of, means, people_of, rows_of_people
+from .tables import existing
+
+IN_BOTH = "an id is in two files whose people must differ."
 
 
 def find_files(
@@ -98,7 +101,8 @@ def load(
     if other is not None:
         rest = _split(without_sources(data).load(other, person), config, "validation")
     if people is People.DISJOINT:
-        check_apart(training, rest[0], 'Set people = "overlapping", or correct them.')
+        remedy = 'Set people = "overlapping", or correct them.'
+        check_disjoint_ids(training.ids, rest[0].ids, f"{IN_BOTH} {remedy}")
     if people is None:
         return {RECORDS: training}
     if data.sources is not None and data.sources.flip:

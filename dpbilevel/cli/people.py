@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float, PyTree
 
 from ..privacy.records.people import PerPerson, PersonUnit, by_person, words
-from .columns import Records, Table
-from .csv_files import MALFORMED
+from .columns import Records
+from .tables import MALFORMED, Table
 
 # Cells that say that a row has no id.
 _NO_ID = {"", "na", "n/a", "nan", "nat", "none", "null", "<na>", MALFORMED}
@@ -79,27 +79,6 @@ def hashes_of(ids: np.ndarray, seed: int) -> list[bytes]:
     """
     salt = f"{seed}:".encode()
     return [hashlib.sha256(salt + str(own).encode()).digest() for own in ids]
-
-
-def check_apart(first: Records | None, second: Records | None, remedy: str) -> None:
-    """Refuse two sets of rows that have an id in common, where people are declared.
-
-    Args:
-        first: Rows of people, or `None`.
-        second: Other rows of people, or `None`.
-        remedy: Advice, a sentence.
-
-    Raises:
-        ValueError: An id is in both; the text does not depend on which, or on how many.
-
-    Privacy:
-        That the call raises is protected by nothing. It says that a declaration of the
-        config is wrong.
-    """
-    if first is None or second is None or first.ids is None or second.ids is None:
-        return
-    if np.isin(first.ids, second.ids).any():
-        raise ValueError(f"an id is in two files whose people must differ. {remedy}")
 
 
 def rows_of_people(records: Records, unit: PersonUnit | None) -> PyTree:

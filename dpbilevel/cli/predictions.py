@@ -11,9 +11,8 @@ import scipy.special
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
-from .csv_files import existing
 from .data import CsvFile, TableData
-from .table_files import read_table
+from .tables import existing, read_table
 
 
 @dataclasses.dataclass(frozen=True)

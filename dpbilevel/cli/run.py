@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..core.levels import check_disjoint_ids
 from ..core.loop import all_steps, bound_to, planned_rows
 from ..privacy.exact.matmul_check import check_products
 from ..privacy.noise import derive, root_key, step_keys
@@ -25,7 +26,6 @@ from ..runs.interrupts import uninterruptible
 from . import evaluation, loading, results
 from .columns import Records
 from .config import Config
-from .people import check_apart
 from .plans import Prepared
 from .results import Result
 
@@ -302,8 +302,10 @@ def _read(
     records, test = loading.load(config, *files), loading.load_test(config, *files)
     held_out = config.data.test
     if held_out is not None and held_out.accuracy == "counted":
+        ids = None if test is None else test.ids
         for level in records.values():  # their people are in no other file
-            check_apart(test, level, "Correct the test file, or its accuracy.")
+            remedy = "Correct the test file, or its accuracy."
+            check_disjoint_ids(ids, level.ids, f"{loading.IN_BOTH} {remedy}")
     return records, test
 
 

@@ -114,29 +114,21 @@ def check_disjoint(data: Levels) -> None:
             )
 
 
-def check_disjoint_ids(owner: str, upper: Any, lower: Any) -> None:
-    """Refuse ids of people who have rows in both levels; nothing without ids.
-
-    Args:
-        owner: The caller, for an error.
-        upper: The ids of the upper level's rows; `None` without ids.
-        lower: Those of the lower level's rows.
+def check_disjoint_ids(first: Any, second: Any, message: str) -> None:
+    """Check that no id of a person is in both lists; `None` is no list.
 
     Raises:
-        ValueError: A person has rows in both.
+        ValueError: With `message`, an id is in both.
 
     Privacy:
-        Declared unprotected: that somebody is in both levels. The text of the error is
-        the same whoever that is, and however many.
+        Declared unprotected: that somebody is in both. The text of the error is the
+        same whoever that is, and however many.
     """
-    if upper is None or lower is None:
+    if first is None or second is None:
         return
-    above, below = (set(words(ids).tolist()) - {""} for ids in (upper, lower))
-    if above & below:
-        raise ValueError(
-            f'{owner}: people="disjoint", but an id is in both levels. Leave such '
-            'people out of one level, or give "overlapping".'
-        )
+    one, other = (set(words(ids).tolist()) - {""} for ids in (first, second))
+    if one & other:
+        raise ValueError(message)
 
 
 def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:

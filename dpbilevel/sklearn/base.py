@@ -5,14 +5,14 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator
 from sklearn.utils import check_array
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import column_or_1d, validate_data
 
 from .. import _checks
 from ..core import process_spending
@@ -26,9 +26,8 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, Seedless, check_key, derive, refuse, root_key
 from ..privacy.records.people import PersonUnit
 from ..privacy.report import PrivacyReport
-from .declared import Frame, declared, frame, index_of
-from .lengths import SHORT, Lengths
-from .public_size import PublicSize, Rows, mean_noise
+from .beforehand import SHORT, Entry, Lengths, PublicSize, Rows, mean_noise
+from .declared import Frame, frame
 
 compiled_run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
@@ -79,10 +78,12 @@ class _Fitted(Seedless, BaseEstimator):
     records_usable_: float
     n_features_in_: int
     _units_: Frame
+    neighbours: str = "replace_one"
+    size: int | None = None
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class PrivateEstimator(_Fitted):
+class PrivateEstimator(_Fitted, abc.ABC):
     r"""An estimator whose `fit` is one run of a planned solver.
 
     Args:
@@ -106,24 +107,67 @@ class PrivateEstimator(_Fitted):
     def _owner(self) -> str:
         return type(self).__name__
 
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        groups: Any = None,
+        *,
+        key: PRNGKey | None = None,
+        **refused: Any,
+    ) -> Self:
+        """Fit the model: plan without records, then run the plan once.
+
+        Args:
+            X: Features, of shape `(n, d)`.
+            y: Labels, or targets.
+            groups: The id of the person of each row, if people have several rows. The
+                guarantee then protects a person with all rows, and `size` is a number
+                of people. A row without an id is left out.
+            key: One typed key; by default a new one from the operating system.
+            **refused: No further argument is accepted; `sample_weight` and
+                `random_state` raise a `TypeError` with the reason.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            TypeError: A key that is not typed, sparse features, other arguments.
+            ValueError: Something is not declared, or shapes do not fit.
+        """
+        return self._fit(self._entry(X, key, refused, groups), y)
+
+    @abc.abstractmethod
+    def _fit(self, entry: Entry, y: Any) -> Self:
+        """Plan and run, called by `fit` alone."""
+
     def _entry(
-        self, X: Any, key: PRNGKey | None, refused: dict[str, Any]
-    ) -> tuple[PrivacyBudget, PRNGKey, Float[np.ndarray, "n d"], Frame]:
-        """Return budget, key and features of a fit, and the `Frame` of their units.
+        self,
+        X: Any,
+        key: PRNGKey | None,
+        refused: dict[str, Any],
+        ids: Any,
+        name: str = "groups",
+    ) -> Entry:
+        """Return what a fit knows of features and people, before it reads a label.
 
         Raises:
             TypeError: There are further arguments, or the key is not typed.
-            ValueError: The budget, the features or their bounds are invalid.
+            ValueError: The budget, the features, their bounds or ids are invalid.
         """
         refuse(f"{self._owner}.fit", refused)
         budget = PrivacyBudget(self.epsilon, self.delta)
         key = root_key() if key is None else check_key(key)
-        public = Neighbours.REPLACE_ONE.value  # so is then the number of rows
-        table = self._read(X, int(getattr(self, "neighbours", public) == public))
+        # Under replace-one the number of rows is public.
+        least = int(self.neighbours == Neighbours.REPLACE_ONE.value)
+        table = self._read(X, least)
         declared = self.n_features_in_, self.bounds, self.data_norm
         bins = getattr(self, "bins", None)
         units = frame(self._owner, *declared, self._constant, bins)
-        return budget, key, table, units
+        people = self._rows(ids, table, name)
+        known = self.neighbours, self.size, people.count(len(table)), people.unit
+        public = PublicSize.of(self._owner, *known)
+        return Entry(budget, key, table, units, people, public)
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
         """Return a table of numbers, NaN if one is missing.
@@ -160,9 +204,7 @@ class PrivateEstimator(_Fitted):
             raise ValueError(f"{self._owner}.fit: {name} has {count}.")
         return dataclasses.replace(column, entries=entries)
 
-    def _rows(
-        self, ids: Any, X: Float[np.ndarray, "n d"], name: str = "groups"
-    ) -> Rows:
+    def _rows(self, ids: Any, X: Float[np.ndarray, "n d"], name: str) -> Rows:
         """Return the `Rows` of a table: records, or the rows of people with ids."""
         unit = PersonUnit(self.most_rows)
         if ids is None:
@@ -251,28 +293,41 @@ class PrivateEstimator(_Fitted):
         means = {k: rows.means(cells) for k, (rows, (_, cells)) in levels.items()}
         return check, {role: public.rows(mean) for role, mean in means.items()}
 
+    def _planned(
+        self, entry: Entry, usable: Float[np.ndarray, "n d"], *described: Any
+    ) -> tuple[Lengths, Check]:
+        """Return the planned `Lengths` and check of the rows that count.
+
+        Args:
+            entry: The fit.
+            usable: The features in their units, NaN in a row that does not count.
+            *described: The rest of the arguments of `_describe`.
+        """
+        rows, units = entry.records(usable), entry.units
+        lengths = Lengths(entry.budget, entry.public, rows, units.longest)
+        cells = entry.people, self._describe(entry.table, units, *described)
+        return lengths, self._check(entry.budget, entry.public, records=cells)
+
     def _run_plan(
         self,
+        entry: Entry,
         problem: AbstractProblem,
         plan: Plan[Any],
         records: PyTree,
         w0: PyTree,
-        key: PRNGKey,
         check: Check,
-        units: Frame,
         lengths: Lengths | None = None,
         prepare: Prepare | None = None,
     ) -> PyTree:
         """Check the records, run a plan once, and return the solution as numpy arrays.
 
         Args:
+            entry: The fit, whose units are kept for predictions.
             problem: The problem.
             plan: The plan, with the releases before it.
             records: The records in a public number of rows.
             w0: The initial point.
-            key: The key of the fit.
             check: The check and its indicators.
-            units: The units of the features, which are kept for predictions.
             lengths: The release of the lengths of rows; the features of `records` are
                 divided by the released length.
             prepare: A function that makes further releases and returns the run that
@@ -284,7 +339,7 @@ class PrivateEstimator(_Fitted):
                 value seems to be misspelt, many records have wrong cells in the same
                 columns, or rows are far shorter than declared.
         """
-        first, indicators = check
+        (first, indicators), key, units = check, entry.key, entry.units
         name, costs = f"{self._owner}.fit", process_spending.costs_by(plan.report)
         plan.warn(name)
         sizes, relation = plan.solver.sizes, plan.report.relation
@@ -321,79 +376,12 @@ class PrivateEstimator(_Fitted):
         if length < SHORT * units.numbers**0.5:
             remarks.append(_WIDE)
         for text in remarks:
-            warnings.warn(f"{name}: {text}", stacklevel=3)
+            warnings.warn(f"{name}: {text}", stacklevel=4)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
-            warnings.warn(f"{name}: {remark}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{name}: {remark}", RuntimeWarning, stacklevel=4)
         return jax.tree.map(np.asarray, solution.value)
 
     def _stretch(self, found: Usability, solver: Any) -> float:
         """Return the factor by which to lengthen the released unit."""
         return 1.0
-
-
-class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
-    """A private estimator of declared classes.
-
-    Attributes:
-        classes_: The declared classes, sorted.
-        constant_accuracy_: The released accuracy of the best constant answer.
-    """
-
-    classes: Any
-
-    classes_: np.ndarray
-
-    @property
-    def constant_accuracy_(self) -> float:
-        """Released fraction of the most frequent class; NaN if it was not released.
-
-        It is the accuracy of the best constant answer on records like those of `fit`.
-        """
-        check_is_fitted(self, "records_check_")
-        found = self.records_check_.constant_accuracy
-        return math.nan if found is None else found
-
-    def _read_labels(
-        self, y: Any, table: Float[np.ndarray, "n d"], name: str = "y"
-    ) -> Int[np.ndarray, " n"]:
-        """Set the declared classes; return the number of each record's class.
-
-        It is -1 for a label that is not declared.
-        """
-        column = self._column(y, table, name)
-        example = 'classes=["no", "yes"]'
-        self.classes_ = declared(self._owner, "classes", self.classes, example)
-        return index_of(self._owner, "classes", self.classes_, column)
-
-    @abc.abstractmethod
-    def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """Return the scores of each row, one for each class."""
-
-    def predict(self, X: Any) -> np.ndarray:
-        """Return the class with the largest score, for each row.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        scores = self._scores(X)  # refuses an estimator that is not fitted
-        return self.classes_[np.argmax(scores, axis=1)]
-
-    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """Return the probabilities of the classes of each row, ordered as `classes_`.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        scores = self._scores(X)
-        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return exponents / exponents.sum(axis=1, keepdims=True)
-
-    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
-        """Return the logarithms of `predict_proba`'s probabilities.
-
-        Args:
-            X: Features, of shape `(n, d)`; not protected.
-        """
-        with np.errstate(divide="ignore"):
-            return np.log(self.predict_proba(X))

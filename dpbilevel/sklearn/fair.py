@@ -4,19 +4,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from typing_extensions import override
 
 from .. import _checks
 from ..games.group_descent import GroupDescent
 from ..games.groups import GroupGame, group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
+from .beforehand import with_nan
 from .declared import declared, index_of
-from .descent import plan_of
-from .lengths import Lengths
-from .linear import LinearClassifier
-from .public_size import PublicSize, with_nan
+from .linear import LinearClassifier, plan_of
 
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 
@@ -88,7 +87,7 @@ class FairClassifier(LinearClassifier):
         person: Any = None,
         key: PRNGKey | None = None,
         **refused: Any,
-    ) -> "FairClassifier":
+    ) -> Self:
         """Fit the model: plan without records, then run the plan once.
 
         Args:
@@ -108,30 +107,28 @@ class FairClassifier(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        budget, key, table, units = self._entry(X, key, refused)
+        entry = self._entry(X, key, refused, person, "person")
+        return self._fit(entry, y, groups)
+
+    @override
+    def _fit(self, entry, y, groups=None):
+        units, public, table = entry.units, entry.public, entry.table
         if groups is None:
             raise ValueError(f"{self._owner}.fit: give groups=, one for each record.")
         labels = self._read_labels(y, table)
         self.groups_, shares = self._groups()
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
-        grouped = self._rows(person, table, "person")
-        count = grouped.count(len(table))
-        known = self.neighbours, self.size, count, grouped.unit
-        public = PublicSize.of(self._owner, *known)
         rows = units.rows(table)
         records = self._records(rows, labels)
         group = index_of(
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         usable = with_nan(rows, (labels >= 0) & (group >= 0))
-        usable = public.rows(grouped.records(usable))
-        lengths = Lengths(budget, public, usable, units.longest)
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
         place = "groups", self.groups_, group
-        cells = self._describe(table, units, beside, labels, place)
-        check = self._check(budget, public, records=(grouped, cells))
+        lengths, check = self._planned(entry, usable, beside, labels, place)
         game = _game_of(self._loss, shares, float(self.radius), len(self.classes_))
         game = public.problem(game)
         w0 = group_start(game, self._start(), shares)
@@ -139,11 +136,9 @@ class FairClassifier(LinearClassifier):
         solver = solver.with_neighbours(public.relation)
         shapes = tuple(v.shape for v in w0)
         before = (*check[0].releases, *lengths.releases)
-        plan = plan_of(game, solver, budget, public.size, shapes, before)
-        records = public.rows(grouped.records(records))
-        model, weights = self._run_plan(
-            game, plan, records, w0, key, check, units, lengths
-        )
+        plan = plan_of(game, solver, entry.budget, public.size, shapes, before)
+        run = entry, game, plan, entry.records(records), w0, check, lengths
+        model, weights = self._run_plan(*run)
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))

@@ -35,9 +35,9 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
 from ..privacy.releases import Release
+from .beforehand import AbstractBeforehand, Entry, Terms
 from .declared import Frame
 from .linear import FEATURES, split
-from .public_size import AbstractBeforehand, Terms
 
 Square = Float[np.ndarray, "p p"]
 _TAIL = TailMean(0.75)
@@ -147,12 +147,12 @@ class Moments(AbstractBeforehand):
         """Class of the solver."""
         return TailDescent if self.wanted else NoisyGD
 
-    def keys(self, key: PRNGKey) -> tuple[PRNGKey, PRNGKey | None]:
+    def with_keys(self, entry: Entry) -> tuple[Entry, PRNGKey | None]:
         """Return the keys of the run and of the release; `key` itself without one."""
         if not self.wanted:
-            return key, None
-        first, last = jax.random.split(key)
-        return first, last
+            return entry, None
+        first, last = jax.random.split(entry.key)
+        return dataclasses.replace(entry, key=first), last
 
     def shortened(self, records: Any) -> Any:
         """Return records with the weights of `of_short_rows`."""
@@ -237,7 +237,7 @@ class Moments(AbstractBeforehand):
         second, squared = self.released(point, records, **given)
         noise = self.release.noise_std
         if np.linalg.eigvalsh(second)[0] < _FLAT * noise:
-            warnings.warn(f"{given['owner']}.fit: {_HIDDEN}", stacklevel=3)
+            warnings.warn(f"{given['owner']}.fit: {_HIDDEN}", stacklevel=4)
         inverse, unit = np.linalg.pinv(second), np.eye(len(point))
         move = -inverse @ gradient
         of_squares = noise / (_SQUARES * self.curvature)

@@ -15,12 +15,17 @@ from ..core.usability import released_mean
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
 from .base import Run
+from .beforehand import AbstractBeforehand, Terms, with_nan
 from .declared import weights_of
-from .descent import Settings, plan_descent
 from .intervals import Intervals
-from .lengths import Lengths
-from .linear import CONSTANT, LinearClassifier, ridge_on, weighted
-from .public_size import AbstractBeforehand, PublicSize, Terms, with_nan
+from .linear import (
+    CONSTANT,
+    LinearClassifier,
+    Settings,
+    plan_descent,
+    ridge_on,
+    weighted,
+)
 
 # docs/estimators.md, "Settings".
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
@@ -122,74 +127,42 @@ class DPLogisticRegression(Intervals, LinearClassifier):
     neighbours: str = "replace_one"
     size: int | None = None
 
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        groups: Any = None,
-        *,
-        key: PRNGKey | None = None,
-        **refused: Any,
-    ) -> "DPLogisticRegression":
-        """Fit the model: plan without records, then run the plan once.
-
-        Args:
-            X: Features, of shape `(n, d)`.
-            y: Labels.
-            groups: The id of the person of each row, if people have several rows. The
-                guarantee then protects a person with all rows, and `size` is a number
-                of people. A row without an id is left out.
-            key: One typed key; by default a new one from the operating system.
-            **refused: No further argument is accepted; `sample_weight` and
-                `random_state` raise a `TypeError` with the reason.
-
-        Returns:
-            The fitted estimator.
-
-        Raises:
-            TypeError: A key that is not typed, sparse features, other arguments.
-            ValueError: Something is not declared, or shapes do not fit.
-        """
-        owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
-        labels = self._read_labels(y, table)
+    @override
+    def _fit(self, entry, y):
+        owner, units, width = self._owner, entry.units, len(entry.units.scale)
+        labels = self._read_labels(y, entry.table)
         weights = weights_of(owner, self.classes_, self.class_weight)
-        width, grouped = len(units.scale), self._rows(groups, table)
-        known = self.neighbours, self.size, grouped.count(len(table)), grouped.unit
-        public = PublicSize.of(owner, *known)
         settings = _TWO if len(self.classes_) == 2 else _MORE
         if self.intervals:
             settings = dataclasses.replace(settings, clip_norm=(1.0, 1.0))
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
-        rows = units.rows(table)
+        rows = units.rows(entry.table)
         records = self._records(rows, labels)
         if weights is not None:
             own = weights.astype(records["features"].dtype)
             records["weight"] = own[np.maximum(labels, 0)]
-        usable = with_nan(rows, labels >= 0)
-        usable = public.rows(grouped.records(usable))
-        lengths = Lengths(budget, public, usable, units.longest)
-        cells = self._describe(table, units, {"y": labels < 0}, labels)
-        check = self._check(budget, public, records=(grouped, cells))
-        start = self._start(width)
+        usable, beside = with_nan(rows, labels >= 0), {"y": labels < 0}
+        lengths, check = self._planned(entry, usable, beside, labels)
+        start, known = self._start(width), (entry.budget, entry.public)
         of_classes = len(self.classes_), width, self._constant, weights
-        effects = Effects(budget, public, *of_classes)
-        moments = self._moments(budget, public, width, start.size, 0.25)
+        effects = Effects(*known, *of_classes)
+        moments = self._moments(*known, width, start.size, 0.25)
         planned = check[0], lengths, effects, moments
         before = tuple(made for one in planned for made in one.releases)
         is_weighted = self.intervals or weights is not None
         loss = weighted(self._loss) if is_weighted else self._loss
         penalty = loss, float(self.ridge), self._constant
-        options = start.shape, budget, public, settings, before, moments.kind
+        options = start.shape, *known, settings, before, moments.kind
         problem, plan = plan_descent(*penalty, *options)
-        records = public.rows(grouped.records(records))
-        key, last = moments.keys(key)
+        entry, last = moments.with_keys(entry)
 
         def informed(run: Run, key: PRNGKey) -> Run:
             run = self._run_from_rates(run, effects, settings.longest, key)
             return (*run[:2], moments.shortened(run[2]), run[3])
 
-        run = problem, plan, records, start, key, check, units, lengths
+        records = entry.records(records)
+        run = entry, problem, plan, records, start, check, lengths
         answer, self.n_iter_ = self._run_plan(*run, informed), plan.solver.num_steps
         records = moments.shortened(lengths.in_unit(records, self._unit))
         run = problem, plan.solver, answer, records

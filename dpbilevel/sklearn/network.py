@@ -25,11 +25,11 @@ from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
 from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson
-from .base import PrivateClassifier, compiled_run
+from .base import compiled_run
+from .beforehand import PublicSize, with_nan
+from .classifier import PrivateClassifier
 from .declared import weights_of
-from .descent import plan_of
-from .lengths import Lengths
-from .public_size import PublicSize, with_nan
+from .linear import plan_of
 
 _cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
 _adam = functools.lru_cache(maxsize=64)(optax.adam)  # one program for each step size
@@ -116,59 +116,27 @@ class DPMLPClassifier(PrivateClassifier):
     neighbours: str = "replace_one"
     size: int | None = None
 
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        groups: Any = None,
-        *,
-        key: PRNGKey | None = None,
-        **refused: Any,
-    ) -> "DPMLPClassifier":
-        """Fit the model: plan without records, then run the plan once.
-
-        Args:
-            X: Features, of shape `(n, d)`.
-            y: Labels.
-            groups: The id of the person of each row, as in `DPLogisticRegression`.
-            key: One typed key; by default a new one from the operating system.
-            **refused: No further argument is accepted; `sample_weight` and
-                `random_state` raise a `TypeError` with the reason.
-
-        Returns:
-            The fitted estimator.
-
-        Raises:
-            TypeError: A key that is not typed, sparse features, other arguments.
-            ValueError: Something is not declared, or shapes do not fit.
-        """
-        budget, key, table, units = self._entry(X, key, refused)
-        labels = self._read_labels(y, table)
+    @override
+    def _fit(self, entry, y):
+        units, public, budget = entry.units, entry.public, entry.budget
+        labels = self._read_labels(y, entry.table)
         widths = self._widths()
         weights = weights_of(self._owner, self.classes_, self.class_weight)
-        grouped = self._rows(groups, table)
-        count = grouped.count(len(table))
-        known = self.neighbours, self.size, count, grouped.unit
-        public = PublicSize.of(self._owner, *known)
-        usable = with_nan(units.rows(table), labels >= 0)
-        of_rows = public.rows(grouped.records(usable))
-        lengths = Lengths(budget, public, of_rows, units.longest)
+        usable = with_nan(units.rows(entry.table), labels >= 0)
         recalibration = Recalibration.plan(budget, public, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
         if weights is not None:
             records["weight"] = weights.astype(usable.dtype)[records["label"]]
-        cells = self._describe(table, units, {"y": labels < 0}, labels)
-        check = self._check(budget, public, records=(grouped, cells))
-        first, then, last = jax.random.split(key, 3)
+        lengths, check = self._planned(entry, usable, {"y": labels < 0}, labels)
+        first, then, last = jax.random.split(entry.key, 3)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
         problem = public.problem(FiniteSum(_loss_of(self.activation)))
         solver = self._solver(public.size).with_neighbours(public.relation)
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, public.size, shapes, before)
-        records = public.rows(grouped.records(records))
-        run = problem, plan, records, start, then, check, units, lengths
-        layers = self._run_plan(*run)
+        records, run = entry.records(records), dataclasses.replace(entry, key=then)
+        layers = self._run_plan(run, problem, plan, records, start, check, lengths)
         records = lengths.in_unit(records, self._unit)
 
         def with_scores(rows: Any) -> Any:

@@ -21,12 +21,10 @@ from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
 from ..privacy.records.people import on_rows
 from .base import PrivateEstimator, Run
+from .beforehand import AbstractBeforehand, Terms, with_nan
 from .declared import interval
-from .descent import Settings, plan_descent
 from .intervals import Intervals, huber_loss
-from .lengths import Lengths
-from .linear import split, weighted, with_constant
-from .public_size import AbstractBeforehand, PublicSize, Terms, with_nan
+from .linear import Settings, plan_descent, split, weighted, with_constant
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
@@ -119,66 +117,35 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
     neighbours: str = "replace_one"
     size: int | None = None
 
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        groups: Any = None,
-        *,
-        key: PRNGKey | None = None,
-        **refused: Any,
-    ) -> "DPRidge":
-        """Fit the model: plan without records, then run the plan once.
-
-        Args:
-            X: Features, of shape `(n, d)`.
-            y: Targets, numbers.
-            groups: The id of the person of each row, as in `DPLogisticRegression`.
-            key: One typed key; by default a new one from the operating system.
-            **refused: No further argument is accepted; `sample_weight` and
-                `random_state` raise a `TypeError` with the reason.
-
-        Returns:
-            The fitted estimator.
-
-        Raises:
-            TypeError: A key that is not typed, sparse features, other arguments.
-            ValueError: Something is not declared, or shapes do not fit.
-        """
-        owner, (budget, key, table, units) = self._owner, self._entry(X, key, refused)
+    @override
+    def _fit(self, entry, y):
+        owner, units, known = self._owner, entry.units, (entry.budget, entry.public)
         ends, center, half = self._target_units()
-        column = as_numbers("y", self._column(y, table))
-        grouped = self._rows(groups, table)
-        count = grouped.count(len(table))
-        public = PublicSize.of(owner, self.neighbours, self.size, count, grouped.unit)
+        column = as_numbers("y", self._column(y, entry.table))
         settings = _INFERENCE if self.intervals else _SETTINGS
         settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)
         inside = np.clip(np.where(counts, column, center), *ends)
-        rows = units.rows(table)
+        rows = units.rows(entry.table)
         features = with_constant(rows, counts, self._constant)
         usable = with_nan(rows, counts)
-        of_rows = public.rows(grouped.records(usable))
-        lengths = Lengths(budget, public, of_rows, units.longest)
         label = ((inside - center) / half).astype(features.dtype)
-        known = np.where(np.isfinite(usable).all(axis=1), label, np.nan)
-        spread = Spread(budget, public, grouped.records(known), self._constant)
+        targets = np.where(np.isfinite(usable).all(axis=1), label, np.nan)
+        spread = Spread(*known, entry.people.records(targets), self._constant)
         wrong = ~((column >= ends[0]) & (column <= ends[1]))
-        cells = self._describe(table, units, {"y": wrong})
-        check = self._check(budget, public, records=(grouped, cells))
+        lengths, check = self._planned(entry, usable, {"y": wrong})
         start = jnp.zeros(features.shape[1])
-        moments = self._moments(budget, public, len(units.scale), start.size, 1.0)
+        moments = self._moments(*known, len(units.scale), start.size, 1.0)
         planned = check[0], lengths, spread, moments
         before = tuple(made for one in planned for made in one.releases)
         loss = weighted(huber_loss) if self.intervals else squared_loss
         penalty = loss, float(self.ridge), self._constant
-        options = start.shape, budget, public, settings, before, moments.kind
+        options = start.shape, *known, settings, before, moments.kind
         problem, plan = plan_descent(*penalty, *options)
-        records = grouped.records({"features": features, "label": label})
-        records = public.rows(records)
+        records = entry.records({"features": features, "label": label})
         of_target, shorter = [0.0, 1.0], _CLIPPED if self.intervals else 1.0
-        key, last = moments.keys(key)
+        entry, last = moments.with_keys(entry)
 
         def moved(rows: Any) -> Any:
             center, half = of_target
@@ -189,7 +156,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
             problem, solver, records, w0 = run
             return problem, solver, moments.shortened(on_rows(moved, records)), w0
 
-        run = problem, plan, records, start, key, check, units, lengths
+        run = entry, problem, plan, records, start, check, lengths
         answer = self._run_plan(*run, in_unit)
         records = on_rows(moved, lengths.in_unit(records, self._unit))
         run = problem, plan.solver, answer, moments.shortened(records)
@@ -206,7 +173,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
         self.target_range_ = most
         # The check warns of targets beyond the bounds, which are cut to an end.
         if of_target[1] < _SMALL and not self.records_check_.remarks:
-            warnings.warn(f"{owner}.fit: {_WIDE.format(*most)}", stacklevel=2)
+            warnings.warn(f"{owner}.fit: {_WIDE.format(*most)}", stacklevel=3)
         return self
 
     def _target_units(self) -> tuple[tuple[float, float], float, float]:

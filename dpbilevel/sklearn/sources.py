@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from .. import _checks
 from .._extras import check_installed
@@ -21,12 +22,15 @@ from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..runs.interrupts import step_bar
 from .base import Description
+from .beforehand import PublicSize, Rows
 from .declared import declared, index_of
-from .descent import plan_of
-from .linear import LinearClassifier
-from .public_size import PublicSize, Rows
+from .linear import LinearClassifier, plan_of
 
 _problem = functools.lru_cache(maxsize=64)(source_weighting)  # compiled once
+_IN_BOTH = (
+    'DPSourceReweighting.fit: people="disjoint", but an id is in both levels. Leave '
+    'such people out of one level, or give "overlapping".'
+)
 EXAMPLE = 'sources=["north", "south"]'
 
 
@@ -90,7 +94,7 @@ class DPSourceReweighting(LinearClassifier):
     effort: Effort = "fast"
     verbose: bool = False
 
-    def fit(
+    def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         X: Any,
         y: Any,
@@ -101,7 +105,7 @@ class DPSourceReweighting(LinearClassifier):
         people: str = "overlapping",
         key: PRNGKey | None = None,
         **refused: Any,
-    ) -> "DPSourceReweighting":
+    ) -> Self:
         """Fit the model: plan without records, then run the plan once.
 
         Args:
@@ -126,41 +130,45 @@ class DPSourceReweighting(LinearClassifier):
             ValueError: Something is not declared, shapes do not fit, or tqdm is not
                 installed for `verbose=True`.
         """
-        budget, key, table, units = self._entry(X, key, refused)
+        entry = self._entry(X, key, refused, groups)
         if sources is None or clean is None:
             what = "give sources=, one for each record, and clean=(X, y)."
             raise ValueError(f"{self._owner}.fit: {what}")
-        labels = self._read_labels(y, table)
+        upper = self._clean(clean, entry.units, groups is not None)
+        if people == "disjoint":
+            self._check_disjoint(X, clean[0])
+            check_disjoint_ids(upper[-1].ids, entry.people.ids, _IN_BOTH)
+        return self._fit(entry, y, sources, upper, people)
+
+    @override
+    def _fit(self, entry, y, sources=None, clean: Any = None, people=""):
+        labels = self._read_labels(y, entry.table)
         self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
         _checks.non_negative(self._owner, ridge=self.ridge)
-        rows = units.rows(table)
+        rows = entry.units.rows(entry.table)
         lower = self._records(rows, labels)
-        named = self._column(sources, table, "sources")
+        named = self._column(sources, entry.table, "sources")
         source = index_of(self._owner, "sources", self.sources_, named)
         counts = np.isfinite(rows).all(axis=1) & (labels >= 0)
         lower["source"] = np.where(counts, source, -1).astype(np.int32)
         beside = {"y": labels < 0, "sources": source < 0}
         place = "sources", self.sources_, source
-        cells = self._describe(table, units, beside, labels, place)
-        grouped = self._rows(groups, table)
-        upper, clean_cells, above = self._clean(clean, units, groups is not None)
-        if people == "disjoint":
-            self._check_disjoint(X, clean[0])
-            check_disjoint_ids(f"{self._owner}.fit", above.ids, grouped.ids)
+        cells = self._describe(entry.table, entry.units, beside, labels, place)
+        upper, clean_cells, above = clean
         problem = _problem(self._loss, len(self.sources_), ridge=float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
-        counts = above.count(len(upper["label"])), grouped.count(len(table))
+        counts = above.count(len(upper["label"])), entry.people.count(len(entry.table))
         sizes = Sizes(*counts, people)
-        public = PublicSize(Neighbours.REPLACE_ONE, sizes, grouped.unit)
+        public = PublicSize(Neighbours.REPLACE_ONE, sizes, entry.people.unit)
         problem = public.problem(problem)
-        levels = {"upper": (above, clean_cells), "lower": (grouped, cells)}
-        check = self._check(budget, public, **levels)
-        self.plan_ = self._plan(problem, budget, sizes, start, check[0].releases)
+        levels = {"upper": (above, clean_cells), "lower": (entry.people, cells)}
+        check = self._check(entry.budget, public, **levels)
+        self.plan_ = self._plan(problem, entry.budget, sizes, start, check[0].releases)
         self.two_levels_ = getattr(self.plan_, "two_levels", None)
-        data = Levels(above.records(upper), grouped.records(lower))
-        found = self._run_plan(problem, self.plan_, data, start, key, check, units)
+        data = Levels(above.records(upper), entry.people.records(lower))
+        found = self._run_plan(entry, problem, self.plan_, data, start, check)
         self.source_weights_ = np.asarray(source_weights(found[0]))
-        self._keep(found[1], units)
+        self._keep(found[1], entry.units)
         return self
 
     def _clean(

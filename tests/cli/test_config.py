@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli.columns import Table
 from dpbilevel.cli.config import parse_config, read_config
+from dpbilevel.cli.tables import Table
 from dpbilevel.cli.toml_tables import Location
 from tests.cli.config_changes import changed
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dpbilevel.cli import init, plans, results
-from dpbilevel.cli.csv_files import MALFORMED, read_csv
 from dpbilevel.cli.main import main
+from dpbilevel.cli.tables import MALFORMED, read_csv
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import rows_of, write_csv
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dpbilevel.cli import init
-from dpbilevel.cli.columns import Table
 from dpbilevel.cli.init import OFFERED, Range
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare, read_for_run
+from dpbilevel.cli.tables import Table
 from tests.cli.test_cli import failure
 
 HEADER = "age,dose,ward,site,sick"

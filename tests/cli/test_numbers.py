@@ -6,8 +6,9 @@ import tomllib
 import numpy as np
 import pytest
 
-from dpbilevel.cli.columns import Label, Numeric, Table, check_unit, reader
+from dpbilevel.cli.columns import Label, Numeric, check_unit, reader
 from dpbilevel.cli.main import main
+from dpbilevel.cli.tables import Table
 from tests.cli.test_csv_files import TRAINING
 
 

@@ -15,16 +15,21 @@ import pytest
 import scipy.special
 
 from dpbilevel.cli import results
-from dpbilevel.cli.cells import date_reader, declaration_for
-from dpbilevel.cli.columns import Label, Table
+from dpbilevel.cli.columns import Label
 from dpbilevel.cli.config import parse_config, read_config
-from dpbilevel.cli.csv_files import read_csv
 from dpbilevel.cli.data import CsvData
 from dpbilevel.cli.evaluation import evaluate
 from dpbilevel.cli.loading import load_test
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
-from dpbilevel.cli.table_files import read_names, read_table
+from dpbilevel.cli.tables import (
+    Table,
+    date_reader,
+    declaration_for,
+    read_csv,
+    read_names,
+    read_table,
+)
 from dpbilevel.cli.tasks.training import softmax_loss
 from dpbilevel.cli.toml_tables import Location
 from tests.cases import slow

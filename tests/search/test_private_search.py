@@ -420,7 +420,7 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
         (
             {"space": {"alfa": dpb.search.Range(0, 1)}},
             ValueError,
-            "no parameter 'alfa'; did you mean 'alpha'",
+            "Invalid parameter 'alfa' for estimator Ridge",
         ),
         ({"space": {"alpha": [0, 1]}}, TypeError, r"Give .*Range\(0.1, 10"),
         ({"estimator": Ridge}, TypeError, "must be an instance such as"),

@@ -214,12 +214,12 @@ def test_an_unknown_choice_fails_before_a_private_row_is_read():
         (
             {"kernl": Categorical(["rbf", "poly"])},
             ValueError,
-            "no parameter 'kernl'; did you mean 'kernel'",
+            "Invalid parameter 'kernl' for estimator SVR",
         ),
         (
             KERNELS | {"gama": Range(0.1, 1.0, when={"kernel": "rbf"})},
             ValueError,
-            "no parameter 'gama'; did you mean 'gamma'",
+            "Invalid parameter 'gama' for estimator SVR",
         ),
         ({"kernel": ["rbf", "poly"]}, TypeError, "or Categorical, got"),
     ],

@@ -8,9 +8,9 @@ from sklearn.linear_model import LogisticRegression
 import dpbilevel as dpb
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPMLPClassifier, DPRidge
+from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.declared import frame, weights_of
 from dpbilevel.sklearn.logistic import Effects
-from dpbilevel.sklearn.public_size import PublicSize
 from tests.cases import slow
 
 N = 4000

@@ -10,8 +10,8 @@ import dpbilevel as dpb
 from dpbilevel.core import usability
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, base, logistic
+from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.logistic import Effects
-from dpbilevel.sklearn.public_size import PublicSize
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 WIDTH = 3

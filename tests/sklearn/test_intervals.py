@@ -12,8 +12,8 @@ from dpbilevel.core import usability
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.privacy.records.people import PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, intervals
+from dpbilevel.sklearn.beforehand import PublicSize, Rows
 from dpbilevel.sklearn.intervals import Moments, matrix_of, of_short_rows, squares_of
-from dpbilevel.sklearn.public_size import PublicSize, Rows
 from tests.cases import fast_first
 from tests.sklearn.test_guarantee import releases_of
 

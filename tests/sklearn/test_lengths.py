@@ -11,8 +11,7 @@ from dpbilevel.core import usability
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
-from dpbilevel.sklearn.lengths import PART, Lengths, in_bins
-from dpbilevel.sklearn.public_size import PublicSize
+from dpbilevel.sklearn.beforehand import PART, Lengths, PublicSize, in_bins
 from tests.cases import slow
 
 N = 2000

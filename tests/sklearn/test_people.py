@@ -16,9 +16,8 @@ from dpbilevel.sklearn import (
     DPSourceReweighting,
     FairClassifier,
 )
-from dpbilevel.sklearn.lengths import in_bins
+from dpbilevel.sklearn.beforehand import PublicSize, Rows, in_bins
 from dpbilevel.sklearn.logistic import Effects, rows_of
-from dpbilevel.sklearn.public_size import PublicSize, Rows
 from dpbilevel.sklearn.ridge import comparisons
 from tests.cases import fast_first
 

@@ -11,8 +11,8 @@ import dpbilevel as dpb
 from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
+from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.network import PART, Recalibration
-from dpbilevel.sklearn.public_size import PublicSize
 from tests.cases import slow
 
 N = 20_000

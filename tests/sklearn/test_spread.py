@@ -12,7 +12,7 @@ from dpbilevel.core import usability
 from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPRidge, ridge
-from dpbilevel.sklearn.public_size import PublicSize
+from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.ridge import Spread, comparisons
 from tests.cases import slow
 

@@ -16,8 +16,8 @@ from dpbilevel.sklearn import (
     FairClassifier,
     base,
 )
+from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.logistic import Effects
-from dpbilevel.sklearn.public_size import PublicSize
 from tests.sklearn import test_guarantee
 from tests.sklearn.test_guarantee import STRANGE, estimators, fits, others, table
 

@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from ...core.usability import Columns
 from ...games.bilinear import BilinearGame, matrix_game
-from ..columns import Records, Standardized, Table
+from ..columns import Records, Standardized
 from ..data import AbstractGenerated, CsvFile, stacked
+from ..tables import Table
 from ..task import AbstractModel, Blocks, Start, Task
 from ..toml_tables import Location
 
