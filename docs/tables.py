@@ -27,7 +27,6 @@ from dpbilevel.cli.config import public_classes
 from dpbilevel.core.descent import StepSize
 from dpbilevel.core.outputs import AbstractOutput
 from dpbilevel.core.solver import MECHANISM_FIELDS
-from dpbilevel.games.bilinear import BilinearGame
 from dpbilevel.games.groups import GroupGame
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel.problem import AbstractFiniteSum
@@ -43,7 +42,6 @@ PLACES = {
     PenaltyTuning: '`[solver]`, for `task = "penalty_tuning"`',
     SourceWeighting: '`[solver]`, for `task = "source_weighting"`',
     AbstractVariationalInequality: "`[solver]`, for games",
-    BilinearGame: '`[solver]`, for `task = "matrix_game"`',
     GroupGame: '`[solver]`, for `task = "group_fair"` and `"group_robust"`',
     AbstractFiniteSum: (
         '`[solver]`, for `task = "training"`; `[solver.inner]` and `[refit]`'

@@ -8,7 +8,7 @@ import numpy as np
 
 from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
-from .data import CsvFile, TableData
+from .data import CsvData
 from .loading import find_files, test_file, without_sources
 from .people import ids_of, is_id
 from .tables import Cells, Table, declaration_for
@@ -48,7 +48,7 @@ def check(
         NON-PRIVATE, and every line says so: lines contain cells of the files.
     """
     source = config.data
-    if not isinstance(source, CsvFile):
+    if not isinstance(source, CsvData):
         raise config.place.error(
             f'check reads files, and source = "{source.source}" names none.'
         )
@@ -63,8 +63,8 @@ def check(
             yield from (f"NON-PRIVATE:   {line}" for line in lines)
 
 
-def _lines(data: CsvFile, table: Table) -> Iterator[str]:
-    lists = _lists(data) if isinstance(data, TableData) else {}
+def _lines(data: CsvData, table: Table) -> Iterator[str]:
+    lists = _lists(data)
     marks, columns = data.encode(table).marks, data.checked_columns
     assert marks is not None
     assert columns is not None
@@ -100,7 +100,7 @@ def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
             yield f"  set person = {name!r} in [privacy] to protect people, not rows"
 
 
-def _lists(data: TableData) -> dict[str, tuple[tuple[Value, ...], str]]:
+def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str]]:
     """Return, by column, its listed values and the effect of an unlisted value."""
     label, none = data.label, "the record has no influence"
     found = {b.column: (b.values, "counts as none of them") for b in data.categorical}

@@ -52,9 +52,7 @@ class Records:
         return dataclasses.replace(self, **parts)
 
     def tree(self) -> PyTree:
-        """Return an array, or a dict of arrays, for the losses of the library."""
-        if self.features.ndim > 2:
-            return self.features
+        """Return a dict of arrays, for the losses of the library."""
         parts = {k: v for k, v in vars(self).items() if v is not None}
         return {k: v for k, v in parts.items() if k not in ("marks", "ids")}
 

@@ -19,7 +19,7 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
 from ..privacy.records.people import PersonUnit
 from ..privacy.sampling.base import AbstractSampling
-from .data import AbstractData, TableData
+from .data import SOURCES, AbstractData, TableData
 from .task import AbstractModel, Problem, Task
 from .tasks import TASKS
 from .toml_tables import (
@@ -220,7 +220,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
     privacy, model, data = collect_errors(
         (reader.build, Privacy, tables["privacy"], place.child("privacy")),
         (reader.build, task.model, tables["model"], place.child("model")),
-        (reader.build_named, task.data_types, tables["data"], where, "source"),
+        (reader.build_named, SOURCES, tables["data"], where, "source"),
     )
     solver = _solver(tables, place, privacy.neighbours, task.problem_type)
     found, wanted = solver.neighbours, privacy.neighbours
@@ -367,10 +367,8 @@ def _check_test(config: Config) -> None:
     test, where = config.data.test, config.place.child("data.test")
     if test is None:
         return
-    task, neighbours = config.task, config.privacy.neighbours
-    if not task.has_model:
-        raise where.error(f'task = "{task.name}" releases no model to test; remove it.')
-    if test.accuracy == "counted" and neighbours is not Neighbours.REPLACE_ONE:
+    relation = config.privacy.neighbours
+    if test.accuracy == "counted" and relation is not Neighbours.REPLACE_ONE:
         raise where.error(
             'accuracy = "counted" needs neighbours = "replace_one"; use "public".'
         )

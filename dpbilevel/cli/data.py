@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from ..core.usability import Columns
-from .columns import Categorical, Label, Marks, Numeric, Records, named
+from .columns import Categorical, Label, Numeric, Records, named
 from .people import with_ids
 from .sources import Groups, HeldOut, Sources
 from .tables import Table, read_table
@@ -23,24 +23,24 @@ class AbstractData(abc.ABC):
 
     Args:
         training: Number of training records.
-
-    Attributes:
-        source: Name of the source in a config.
         validation: Number of validation records; 0 for one level.
         sources: The sources of the training records.
         groups: The groups of the records.
+
+    Attributes:
+        source: Name of the source in a config.
         test: The file on which the released model is tested.
         split_seed: Public seed of the split. Not a privacy seed.
         checked_columns: The columns and classes that a run checks first; `None` if
             the records are generated.
-        feature_blocks: Blocks of features, without the constant; empty for matrices.
+        feature_blocks: Blocks of features, without the constant.
     """
 
     source: ClassVar[str]
     training: int
-    validation: ClassVar[int] = 0
-    sources: ClassVar[Sources | None] = None
-    groups: ClassVar[Groups | None] = None
+    validation: int = 0
+    sources: Sources | None = None
+    groups: Groups | None = None
     test: ClassVar[HeldOut | None] = None
     split_seed: ClassVar[int]
     checked_columns: ClassVar[Columns | None] = None
@@ -50,13 +50,13 @@ class AbstractData(abc.ABC):
     def blocks(self) -> tuple[tuple[str, int], ...]:
         """Pairs of each block's name and number of features, the constant last."""
         sizes = ((block.name, len(block.names)) for block in self.feature_blocks)
-        return (*sizes, (_CONSTANT, 1)) if self.feature_blocks else ()
+        return (*sizes, (_CONSTANT, 1))
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Name of each feature, the constant last; empty for matrices."""
+        """Name of each feature, the constant last."""
         names = (name for block in self.feature_blocks for name in block.names)
-        return (*names, _CONSTANT) if self.feature_blocks else ()
+        return (*names, _CONSTANT)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class AbstractData(abc.ABC):
 
     @abc.abstractmethod
     def load(self, file: Path | None, person: str = "") -> Records:
-        """Read, download or generate the records, and return them as `Records`.
+        """Read or generate the records, and return them as `Records`.
 
         Args:
             file: The file, if there is one.
@@ -81,7 +81,7 @@ class AbstractData(abc.ABC):
 
         Raises:
             ValueError: A column is missing.
-            OSError: A file cannot be read or downloaded.
+            OSError: A file cannot be read.
 
         Privacy:
             Row by row, by constants of the config; a cell's content never raises.
@@ -89,50 +89,7 @@ class AbstractData(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractTable(AbstractData):
-    """Records in a table with a header."""
-
-    @override
-    def load(self, file: Path | None, person: str = "") -> Records:
-        table = self.table(file)
-        records = self.encode(table)
-        return with_ids(records, table, person) if person else records
-
-    @abc.abstractmethod
-    def table(self, file: Path | None) -> Table:
-        """Read or download the table; errors are those of `load`."""
-
-    @abc.abstractmethod
-    def encode(self, table: Table) -> Records:
-        """Return the rows of a table as `Records`; raise `ValueError` without a column.
-
-        Privacy:
-            Row by row, by constants of the config; a cell's content never raises.
-        """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvFile(AbstractTable):
-    """A file: comma-separated text with a header, or Parquet.
-
-    Args:
-        path: The file, relative to the config.
-        separator: Separator of the cells of a row of text.
-        missing: Texts of cells without a value, beside the empty text.
-    """
-
-    path: str = ""
-    separator: Literal[",", ";", "\t"] = ","
-    missing: tuple[str, ...] = ()
-
-    @override
-    def table(self, file: Path | None) -> Table:
-        assert file is not None
-        return read_table(file, self.separator, self.missing)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableData(AbstractTable):
+class TableData(AbstractData):
     """Records from a table with a header.
 
     Args:
@@ -145,9 +102,6 @@ class TableData(AbstractTable):
     label: Label
     numeric: tuple[Numeric, ...] = ()
     categorical: tuple[Categorical, ...] = ()
-    validation: int = 0
-    sources: Sources | None = None
-    groups: Groups | None = None
     split_seed: int = 0
 
     def __post_init__(self):
@@ -161,12 +115,26 @@ class TableData(AbstractTable):
     def feature_blocks(self) -> tuple[Numeric | Categorical, ...]:
         return (*self.numeric, *self.categorical)
 
+    @abc.abstractmethod
+    def table(self, file: Path | None) -> Table:
+        """Read the table; errors are those of `load`."""
+
+    @override
+    def load(self, file: Path | None, person: str = "") -> Records:
+        table = self.table(file)
+        records = self.encode(table)
+        return with_ids(records, table, person) if person else records
+
     def design(self, table: Table) -> np.ndarray:
         """Return the features of the rows of a table, which needs no label."""
         return _unit_rows([block.encode(table)[0] for block in self.feature_blocks])
 
-    @override
     def encode(self, table: Table) -> Records:
+        """Return the rows of a table as `Records`; raise `ValueError` without a column.
+
+        Privacy:
+            Row by row, by constants of the config; a cell's content never raises.
+        """
         numeric = [block.encode(table) for block in self.numeric]
         categorical = [block.encode(table) for block in self.categorical]
         label = self.label.encode(table)
@@ -183,7 +151,8 @@ class TableData(AbstractTable):
         features = _unit_rows([values for values, _ in (*numeric, *categorical)])
         if source is not None:  # no model of any method may use an unlisted source
             features = np.where(source[:, None] < 0, np.float32(np.nan), features)
-        marks = stacked(marks, self.checked_columns)
+        marks = np.stack([marks[name] for name in self.checked_columns.names], 1)
+        marks = marks.astype(np.int8)
         return Records(features, label[0].astype(np.float32), source, group, marks)
 
     @property
@@ -204,10 +173,13 @@ class TableData(AbstractTable):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvData(TableData, CsvFile):
-    """Records from a comma-separated file with a header.
+class CsvData(TableData):
+    """Records from a file: comma-separated text with a header, or Parquet.
 
     Args:
+        path: The file, relative to the config.
+        separator: Separator of the cells of a row of text.
+        missing: Texts of cells without a value, beside the empty text.
         validation_path: File of the validation records, relative to the config, with
             the same columns; that of the sources may be missing. Without it they are a
             random part of the one file.
@@ -216,8 +188,16 @@ class CsvData(TableData, CsvFile):
 
     source: ClassVar[str] = "csv"
 
+    path: str = ""
+    separator: Literal[",", ";", "\t"] = ","
+    missing: tuple[str, ...] = ()
     validation_path: str = ""
     test: HeldOut | None = None
+
+    @override
+    def table(self, file: Path | None) -> Table:
+        assert file is not None
+        return read_table(file, self.separator, self.missing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,36 +217,10 @@ class SklearnData(TableData):
         import sklearn.datasets  # an extra
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()
-        return _table(f"scikit-learn's {self.name}", bunch, ["target"])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OpenmlData(TableData):
-    """Records downloaded from openml.org and kept in scikit-learn's cache.
-
-    Args:
-        name: Name of the data set there, such as `"adult"`.
-        version: Version of the data set.
-    """
-
-    source: ClassVar[str] = "openml"
-
-    name: str
-    version: int
-
-    @override
-    def table(self, file: Path | None) -> Table:
-        from sklearn.datasets import fetch_openml
-
-        try:
-            bunch: Any = fetch_openml(
-                self.name, version=self.version, as_frame=False, parser="liac-arff"
-            )
-        except OSError as error:
-            raise OSError(
-                f"cannot download {self.name!r} from OpenML: {error}. Go online once."
-            ) from error
-        return _table(f"openml's {self.name}", bunch, bunch.target_names)
+        cells = zip(bunch.feature_names, bunch.data.T, strict=True)
+        columns = {str(name): list(map(str, values)) for name, values in cells}
+        columns["target"] = list(map(str, bunch.target))
+        return Table(f"scikit-learn's {self.name}", columns, len(bunch.target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,35 +253,18 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractGenerated(AbstractData):
-    """Synthetic records.
-
-    Args:
-        data_seed: Public seed of the records. Not a privacy seed.
-    """
-
-    data_seed: int = 0
-
-    @property
-    @override
-    def split_seed(self) -> int:
-        return self.data_seed
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneratedData(AbstractGenerated):
+class GeneratedData(AbstractData):
     """Synthetic records of a logistic model: normal features, random coefficients.
 
     Args:
         block: Blocks of features.
+        data_seed: Public seed of the records. Not a privacy seed.
     """
 
     source: ClassVar[str] = "generated"
 
     block: tuple[Block, ...]
-    validation: int = 0
-    sources: Sources | None = None
-    groups: Groups | None = None
+    data_seed: int = 0
 
     def __post_init__(self):
         if not self.block:
@@ -336,6 +273,11 @@ class GeneratedData(AbstractGenerated):
             raise ValueError(
                 "generated records have no columns: give flip, or frequency and turn."
             )
+
+    @property
+    @override
+    def split_seed(self) -> int:
+        return self.data_seed
 
     @property
     @override
@@ -355,30 +297,11 @@ class GeneratedData(AbstractGenerated):
         return Records(_unit_rows([features]), label.astype(np.float32), group=group)
 
 
-_KINDS = CsvData, SklearnData, OpenmlData, GeneratedData
+_KINDS = CsvData, SklearnData, GeneratedData
 SOURCES: dict[str, type[AbstractData]] = {kind.source: kind for kind in _KINDS}
-
-
-def _table(name: str, bunch: Any, targets: list[str]) -> Table:
-    """Return a data set of scikit-learn as a `Table`; NaN becomes an empty cell."""
-    columns = {}
-    for j, feature in enumerate(bunch.feature_names):
-        # Nominal cells are positions in the list of the column's categories.
-        texts = bunch.get("categories", {}).get(feature)
-        columns[str(feature)] = [
-            "" if v != v else str(texts[int(v)] if texts else v)
-            for v in bunch.data[:, j]
-        ]
-    columns |= {target: [str(v) for v in bunch.target] for target in targets}
-    return Table(name, columns, len(bunch.target))
 
 
 def _unit_rows(blocks: list[np.ndarray]) -> np.ndarray:
     """Return rows of the blocks and a constant 1, scaled to unit length or NaN."""
     rows = np.concatenate([*blocks, np.ones((len(blocks[0]), 1))], 1)
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-
-
-def stacked(marks: Marks, columns: Columns) -> np.ndarray:
-    """Return the marks of the checked columns, one row per record."""
-    return np.stack([marks[name] for name in columns.names], 1).astype(np.int8)

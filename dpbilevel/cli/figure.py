@@ -106,13 +106,12 @@ def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
     task, model = result.task, result.model
     if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
         add(f"{task.label} at every step", _draw_path, 0)
-    if not task.shows_model and (result.has_moved or model is None):
+    if not task.shows_model and result.has_moved:
         add("the released answer", _draw_bars, len(result.names))
-    if model is not None:
-        title = "coefficients of the released model"
-        if model.size > MOST_NAMED:
-            title = f"the {MOST_NAMED} largest of {model.size} coefficients"
-        add(title, _draw_model, model.size)
+    title = "coefficients of the released model"
+    if model.size > MOST_NAMED:
+        title = f"the {MOST_NAMED} largest of {model.size} coefficients"
+    add(title, _draw_model, model.size)
     return panels
 
 
@@ -169,14 +168,13 @@ def _draw_bars(axes: Any, result: Result) -> None:
 
 def _draw_model(axes: Any, result: Result) -> None:
     """Draw the largest coefficients with their names."""
-    model = np.asarray(result.model).ravel()
-    names = result.features or [f"coefficient {i}" for i in range(model.size)]
+    model = np.ravel(result.model)
     kept, colors = largest(model), "#737373"
     if result.task.shows_model:
         colors = np.asarray(_colors(result))[kept]
     axes.barh(range(len(kept)), model[kept], color=colors, height=0.7)
     axes.axvline(0, color=INK, linewidth=1)
-    _name(axes, [names[i] for i in kept])
+    _name(axes, [result.features[i] for i in kept])
     axes.set_ylim(len(kept) - 0.4, -0.6)
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)

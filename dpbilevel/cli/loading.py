@@ -17,7 +17,7 @@ from ..privacy.records.people import PersonUnit
 from ..privacy.records.stores import copies
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
-from .data import AbstractData, CsvData, CsvFile
+from .data import AbstractData, CsvData
 from .people import hashes_of, means, people_of, rows_of_people
 from .tables import existing
 
@@ -42,7 +42,7 @@ def find_files(
         ("--data", data, "path", "records"),
         ("--validation", validation, "validation_path", "validation records"),
     ):
-        if given is not None and not isinstance(source, CsvFile):
+        if given is not None and not isinstance(source, CsvData):
             raise ValueError(
                 f'leave {option} out: source = "{source.source}" reads no file.'
             )
@@ -50,7 +50,7 @@ def find_files(
         file = given or (config.folder / path if path else None)
         files.append(file and existing(file, what, f"name another with {option} PATH"))
     file, other = files
-    if file is None and isinstance(source, CsvFile):
+    if file is None and isinstance(source, CsvData):
         raise ValueError("no file of records: set path in [data], or give --data PATH.")
     if other is None:
         return file, None

@@ -248,8 +248,8 @@ def _run(arguments: argparse.Namespace) -> None:
     Without a table [solver] the settings are those that dpbilevel auto chooses.
     """
     config, is_planned = plans.read_for_run(arguments.config)
-    is_downloaded = config.data.source in ("sklearn", "openml")
-    check_installed("this command", "matplotlib", "tqdm", *["sklearn"] * is_downloaded)
+    needs_sklearn = config.data.source == "sklearn"
+    check_installed("this command", "matplotlib", "tqdm", *["sklearn"] * needs_sklearn)
     names = (field.name for field in dataclasses.fields(run.Options))
     options = {name: getattr(arguments, name) for name in names}
     run.refuse(config, arguments.out, **options)

@@ -50,7 +50,7 @@ def page(result: Result, spent: str, title: str) -> str:
     """
     report, config, task = result.report, result.config.tables, result.task
     coefficients = []
-    if result.model is not None and result.features and not task.shows_model:
+    if not task.shows_model:
         coefficients = _rows(result.features, np.ravel(result.model))
     has_guarantee = report.status is not Status.HEURISTIC
     templates = environment(autoescape=True)

@@ -11,7 +11,7 @@ import scipy.special
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
-from .data import CsvFile, TableData
+from .data import CsvData, TableData
 from .tables import existing, read_table
 
 
@@ -66,10 +66,10 @@ def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
     """
     result = results.load(folder)
     data = result.config.data
-    if result.model is None or not isinstance(data, TableData):
+    if not isinstance(data, TableData):
         raise ValueError(f"{folder} has no model of the columns of a table.")
     existing(file, "new records", "give its path")
-    table = data.table(file) if isinstance(data, CsvFile) else read_table(file)
+    table = data.table(file) if isinstance(data, CsvData) else read_table(file)
     numeric = [name for block in data.numeric for name in block.columns]
     needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]

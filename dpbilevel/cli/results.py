@@ -75,11 +75,9 @@ class Result:
         return self.config.data.coefficients
 
     @property
-    def model(self) -> np.ndarray | None:
-        """Coefficients of the released model; `None` if the task has no model."""
-        if not self.task.has_model:
-            return None
-        return self.y if self.task.two_levels else self.x  # of a game the first
+    def model(self) -> np.ndarray:
+        """The released linear model; of a game that of the first player."""
+        return self.x if self.y is None or not self.task.two_levels else self.y
 
     @property
     def has_moved(self) -> bool:
@@ -121,17 +119,14 @@ class Result:
         lines = [f"released {task.label} of each {task.of}{stays}:"]
         lines += _aligned(self.names, self.shown)
         lines += [f"  ({task.remark})"] if task.remark else []
-        if self.model is not None:
-            model = np.ravel(self.model)
-            text = f"released model: {model.size} coefficients in {ARRAYS}, of columns "
-            text += "as the config encodes them"
-            kept = largest(model) if self.features and not task.shows_model else []
-            if len(kept):
-                text += ", the largest:" if len(kept) < model.size else ":"
-            lines.append(text)
-            lines += _aligned(
-                [self.features[i] for i in kept], [float(model[i]) for i in kept]
-            )
+        model = np.ravel(self.model)
+        text = f"released model: {model.size} coefficients in {ARRAYS}, of columns "
+        text += "as the config encodes them"
+        kept = [] if task.shows_model else largest(model)
+        if len(kept):
+            text += ", the largest:" if len(kept) < model.size else ":"
+        lines.append(text)
+        lines += _aligned([self.features[i] for i in kept], map(float, model[kept]))
         lines += [] if self.test is None else [str(self.test)]
         lines += self.checked
         lines += [f"WARNING: {remark}" for remark in self.warnings]

@@ -12,7 +12,7 @@ from ..bilevel.problem import BilevelProblem
 from ..games.problem import AbstractSaddleProblem, AbstractVariationalInequality
 from ..onelevel.problem import FiniteSum
 from .columns import named
-from .data import SOURCES, AbstractData
+from .data import AbstractData
 from .sources import Groups, Sources
 from .toml_tables import Location
 
@@ -85,9 +85,7 @@ class Task(Generic[Model]):
         terms: Meaning of each release that its solvers make, for the page of a report.
         template: Lines of `[model]` and further tables in a config that `init` writes,
             as a jinja2 template; empty if `init` does not offer the task.
-        has_model: Whether the solution holds a linear model.
-        shows_model: Whether that model is the whole answer.
-        data_types: Sources of its records, by name.
+        shows_model: Whether the linear model is the whole answer.
         places: Table of `[data]` that says where records belong, if the task needs one.
         planned: Keys of `[model]` that `dpbilevel auto` sets if they are missing.
         remark: Limit of what the released values say, for every report.
@@ -102,9 +100,7 @@ class Task(Generic[Model]):
     of: str
     terms: Mapping[str, str]
     template: str = ""
-    has_model: bool = True
     shows_model: bool = False
-    data_types: Mapping[str, type] = dataclasses.field(default_factory=lambda: SOURCES)
     places: Literal["", "sources", "groups"] = ""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     remark: str = ""

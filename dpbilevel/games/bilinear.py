@@ -199,6 +199,7 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
     caution: NonNegative = 1.0
     game_steps: Count = eqx.field(static=True, default=2000)
     problem_type: ClassVar[type] = BilinearGame
+    in_config: ClassVar[bool] = False
     num_steps: ClassVar[int] = 1
 
     @override

@@ -331,25 +331,6 @@ def test_both_levels_are_checked_and_the_one_with_the_sources_for_them(
     assert set(as_levels(records).lower) == {"features", "label", "source"}
 
 
-def test_matrices_are_checked_entry_by_entry(tmp_path):
-    (tmp_path / "m.csv").write_text("a,b\n" + "1,x\n" * 300 + "2,\n" * 300)
-    tables = {
-        "task": "matrix_game",
-        "privacy": {"epsilon": 9.0, "delta": 1e-5, "neighbours": "replace_one"},
-        "data": {"source": "csv_matrices", "path": "m.csv", "training": 600,
-                 "columns": [["a", "b"]], "mean": 0, "scale": 1},
-        "model": {"rows": 1, "columns": 2},
-        "solver": {"type": "NoisyExtragradient", "num_steps": 2, "step_size": 1.0,
-                   "clip_norm": 1.0},
-    }  # fmt: skip
-    config = parse_config(tables, Location(str(tmp_path / "a.toml")))
-    records = loaded(config)
-    rows = {"records": indicators(config.check.columns[0][1], records["records"])}
-    level = config.check.release(rows, key=jax.random.key(0)).levels["records"]
-    assert level.usable == pytest.approx(0.5, abs=5 * level.noise_std)
-    assert level.wrong == ("b",)
-
-
 def test_a_cell_changes_the_indicators_of_its_own_record_alone(folder):
     config = read_config(folder / "a.toml")
     columns = config.check.columns[0][1]

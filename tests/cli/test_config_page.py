@@ -10,7 +10,6 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli import columns, data, sources, tasks
 from dpbilevel.cli.config import Privacy, parse_config
-from dpbilevel.cli.tasks import matrix_game
 from dpbilevel.cli.toml_tables import Location
 from tests.cli.test_runner import GENERATED
 
@@ -21,10 +20,7 @@ WHERE = {
     Privacy: ["`privacy`"],
     data.CsvData: ["`data`", LISTED, "`data` (csv)"],
     data.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
-    data.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
     data.GeneratedData: ["`data`", "`data` (generated)"],
-    matrix_game.CsvMatrices: ["`data` (csv_matrices)"],
-    matrix_game.GeneratedMatrices: ["`data` (generated_matrices)"],
     data.Block: ["`data.block`"],
     sources.HeldOut: ["`data.test`"],
     sources.Groups: ["`data.groups`"],

@@ -2,13 +2,11 @@
 
 import functools
 import shutil
-import urllib.error
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sklearn.datasets
 
 import dpbilevel as dpb
 from dpbilevel.cli.loading import as_levels
@@ -232,41 +230,3 @@ def test_a_second_file_is_refused_where_levels_share_their_records(tmp_path):
 def test_a_second_file_for_generated_records_is_refused(prepared, tmp_path):
     with pytest.raises(ValueError, match="leave --validation out"):
         run(prepared, tmp_path / "out", validation=tmp_path / "x.csv")
-
-
-OPENML = CSV_DATA.replace('"csv"', '"openml"').replace(
-    'path = "people.csv"', 'name = "people"\nversion = 1'
-)
-
-
-def openml_levels(monkeypatch, tmp_path, fetch):
-    monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
-    config = config_of(tmp_path, data=OPENML)
-    return as_levels(loaded(config))
-
-
-def test_openml_records_are_those_of_the_same_csv_file(monkeypatch, tmp_path):
-    rows = rows_of(60)
-    pay, town, clinic, rich = zip(*rows, strict=True)
-    lists = {"town": ["Ulm", "Rom"], "clinic": ["A", "B"]}
-    codes = [[lists["town"].index(v) for v in town]]
-    codes += [[lists["clinic"].index(v) for v in clinic]]
-    bunch = sklearn.utils.Bunch(
-        data=np.stack([np.asarray(pay, float), *codes], 1),
-        target=np.asarray(rich, object),
-        feature_names=["pay", "town", "clinic"],
-        target_names=["rich"],
-        categories=lists,
-    )
-    fetched = openml_levels(monkeypatch, tmp_path, lambda *a, **k: bunch)
-    expected = levels_of(tmp_path, rows)
-    same = jax.tree.map(np.array_equal, fetched, expected)
-    assert all(jax.tree.leaves(same))
-
-
-def test_offline_download_says_what_to_do(monkeypatch, tmp_path):
-    def fetch(*arguments, **options):
-        raise urllib.error.URLError("Name or service not known")
-
-    with pytest.raises(OSError, match=r"cannot download 'people'.*Go online once"):
-        openml_levels(monkeypatch, tmp_path, fetch)

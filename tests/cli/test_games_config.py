@@ -41,34 +41,6 @@ num_steps = 40
 step_size = 4.0
 clip_norm = 1.5
 """
-MATRICES = """
-task = "matrix_game"
-[privacy]
-epsilon = 2.0
-delta = 1e-5
-neighbours = "replace_one"
-[data]
-source = "generated_matrices"
-training = 4000
-mean = [[0.6, -0.6], [-0.6, 0.6], [0.5, 0.5]]
-[model]
-rows = 3
-columns = 2
-[solver]
-type = "NoisyExtragradient"
-num_steps = 40
-step_size = 0.5
-clip_norm = 2.3
-"""
-TABLE = {
-    "source": "csv_matrices",
-    "path": "costs.csv",
-    "training": 3,
-    "columns": [["a", "b"], ["c", "d"], ["e", "f"]],
-    "mean": 5.0,
-    "scale": 10.0,
-    "clip": 0.5,
-}
 PEOPLE = {
     "source": "csv",
     "path": "people.csv",
@@ -81,11 +53,6 @@ PEOPLE = {
 
 def parsed(*changes, folder="."):
     return parse_config(changed(TEXT, changes), Location(str(Path(folder) / "a.toml")))
-
-
-def game(*changes, folder="."):
-    place = Location(str(Path(folder) / "a.toml"))
-    return parse_config(changed(MATRICES, changes), place)
 
 
 def test_tables_are_the_game_and_its_solver():
@@ -211,67 +178,3 @@ def test_strength_of_a_robust_game_is_its_public_penalty():
     away = np.array([0.0, 1.0]) - [0.8, 0.2]
     expected = -0.25 * np.sum(away**2 / np.array([0.8, 0.2]))
     np.testing.assert_allclose(config.problem.public(x, y), expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_run_of_a_matrix_game_leaves_the_row_that_is_always_worse(tmp_path):
-    result = run(prepare(game()), tmp_path / "out", chunk=20)
-    assert result.names == ("row 0", "row 1", "row 2", "column 0", "column 1")
-    np.testing.assert_allclose(result.trajectory[0], [1 / 3] * 3 + [1 / 2] * 2)
-    np.testing.assert_array_equal(result.shown, np.r_[result.x, result.y])
-    np.testing.assert_allclose(result.shown[:2], [0.5, 0.5], atol=0.15)
-    page = str(results.load(tmp_path / "out"))
-    assert "released weight of each row and column:" in page
-    assert "coefficients" not in page
-
-
-def test_a_payoff_is_released_once_and_its_page_says_so(tmp_path):
-    result = run(prepare(game(("solver", {"type": "NoisyPayoff"}))), tmp_path / "out")
-    assert result.trajectory.shape == (2, 5)
-    np.testing.assert_allclose(result.shown[:2], [0.5, 0.5], atol=0.1)
-    assert "1 x payoff" in str(result.report)
-    with pytest.raises(ValueError, match="NoisyPayoff"):
-        parsed(("solver", {"type": "NoisyPayoff"}))
-
-
-def test_matrices_of_a_table_are_its_columns_row_by_row(tmp_path):
-    cells = ["0,10,5,6,x,", "100,-9,5,5,5,5", "5,5,5,5,5,5"]
-    (tmp_path / "costs.csv").write_text("\n".join(["a,b,c,d,e,f", *cells]))
-    config = game(("data", TABLE), folder=tmp_path)
-    data = as_levels(loaded(config))
-    assert data.shape == (3, 3, 2)
-    assert data.dtype == np.float32
-    order = np.argsort(data[:, 0, 1])
-    np.testing.assert_allclose(data[order[0], 0], [1.0, -1.0])
-    np.testing.assert_allclose(data[order[1]], 0)
-    row = [[-1.0, 1.0], [0.0, 0.2], [np.nan, np.nan]]
-    np.testing.assert_allclose(data[order[2]], row, rtol=1e-6)
-    assert np.isfinite(config.problem.fun(jnp.ones(3) / 3, jnp.ones(2) / 2, data[0]))
-    everyone = ("privacy.neighbours", "add_or_remove_one")
-    config = game(("data", TABLE), everyone, folder=tmp_path)
-    data = as_levels(loaded(config))
-    assert len(data) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ([("data.source", "csv")], '"generated_matrices"'),
-        ([("model.rows", 2)], "[data]: lists matrices of 3 rows and 2 columns, but"),
-        ([("data.mean", [[0.5], [0.1, 0.2]])], "a list of rows of one length"),
-        ([("data.mean", [[0.5, 2.0]] * 3)], "numbers in [-1, 1]"),
-        ([("data", TABLE | {"scale": 0.0})], "scale must be positive"),
-        ([("data.groups", {"frequency": [1.0], "turn": [0.0]})], "unknown key"),
-        ([("model.columns", 0)], "columns must be an integer of at least 1"),
-    ],
-)
-def test_bad_config_of_a_matrix_game_is_refused_with_the_remedy(changes, said):
-    with pytest.raises(ValueError, match=r"^a\.toml") as error:
-        game(*changes)
-    assert said in str(error.value)
-
-
-def test_matrix_sources_are_for_matrix_games_alone():
-    with pytest.raises(ValueError, match=r"^a\.toml: \[data\]") as error:
-        parsed(("data", TABLE))
-    assert "csv_matrices" in str(error.value)

@@ -4,10 +4,9 @@ from typing import Any
 
 from ..task import Task
 from .groups import GROUP_FAIR, GROUP_ROBUST
-from .matrix_game import MATRIX_GAME
 from .training import TRAINING
 from .two_levels import PENALTY_TUNING, SOURCE_WEIGHTING
 
 _TASKS = TRAINING, SOURCE_WEIGHTING, PENALTY_TUNING
-_GAMES = GROUP_FAIR, GROUP_ROBUST, MATRIX_GAME
+_GAMES = GROUP_FAIR, GROUP_ROBUST
 TASKS: dict[str, Task[Any]] = {task.name: task for task in (*_TASKS, *_GAMES)}
