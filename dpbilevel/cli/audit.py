@@ -1,6 +1,5 @@
 """The command `dpbilevel audit`: runs of a config's solver on canaries."""
 
-import json
 import math
 from pathlib import Path
 
@@ -8,11 +7,10 @@ from ..audit.canaries import Canary, canaries
 from ..audit.tradeoff import TradeOff, audit_canaries
 from ..privacy.noise import root_key
 from ..runs import checkpoint
-from ..runs.interrupts import uninterruptible
 from .config import Config
 from .plans import Prepared, prepare
 
-JSON, PICTURE = "audit.json", "audit.png"
+JSON = "audit.json"
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
@@ -38,14 +36,11 @@ def canaries_of(prepared: Prepared) -> dict[str, Canary]:
 
 
 def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
-    """Write `audit.png`, then `audit.json` into a folder, each atomically.
+    """Write `audit.json` into a folder, atomically.
 
     Raises:
         OSError: The disk refuses.
     """
-    from . import figure  # needs an extra
-
-    picture = figure.png(figure.of_audit(outcomes))
     page = {
         "format": 1,
         "passed": all(outcome.passed for outcome in outcomes),
@@ -53,12 +48,8 @@ def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
         "versions": checkpoint.versions(),
         "config": config.tables,
     }
-    text = json.dumps(_plain(page), indent=2, allow_nan=False) + "\n"
-    with uninterruptible():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / JSON).unlink(missing_ok=True)  # never a picture of another audit
-        checkpoint.replace(folder / PICTURE, picture)
-        checkpoint.replace(folder / JSON, text.encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.replace_json(folder / JSON, _plain(page))
 
 
 def _plain(value):

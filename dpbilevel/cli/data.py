@@ -200,29 +200,6 @@ class CsvData(TableData):
         return read_table(file, self.separator, self.missing)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SklearnData(TableData):
-    """Records from a data set that comes with scikit-learn; its label is `target`.
-
-    Args:
-        name: One of breast_cancer, diabetes, digits, iris, wine.
-    """
-
-    source: ClassVar[str] = "sklearn"
-
-    name: Literal["breast_cancer", "diabetes", "digits", "iris", "wine"]
-
-    @override
-    def table(self, file: Path | None) -> Table:
-        import sklearn.datasets  # an extra
-
-        bunch = getattr(sklearn.datasets, f"load_{self.name}")()
-        cells = zip(bunch.feature_names, bunch.data.T, strict=True)
-        columns = {str(name): list(map(str, values)) for name, values in cells}
-        columns["target"] = list(map(str, bunch.target))
-        return Table(f"scikit-learn's {self.name}", columns, len(bunch.target))
-
-
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A block of generated features.
@@ -297,7 +274,7 @@ class GeneratedData(AbstractData):
         return Records(_unit_rows([features]), label.astype(np.float32), group=group)
 
 
-_KINDS = CsvData, SklearnData, GeneratedData
+_KINDS = CsvData, GeneratedData
 SOURCES: dict[str, type[AbstractData]] = {kind.source: kind for kind in _KINDS}
 
 

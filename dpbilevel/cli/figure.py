@@ -1,4 +1,4 @@
-"""Figures of a run and of an audit; needs matplotlib."""
+"""Figures of a run; needs matplotlib."""
 
 import io
 import re
@@ -7,13 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import scipy
 from matplotlib import colormaps, rc_context
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from ..audit.claims import TradeOffCurve
-from ..audit.tradeoff import TradeOff
 from .results import MOST_NAMED, Result, largest
 
 # Colors of everything but bars and lines, which a page replaces on a dark screen.
@@ -28,7 +25,6 @@ _PANEL, _LEAST_HEIGHT, _AROUND, _BAR = 4.6, 4.2, 1.5, 0.39
 _NARROW = 3.7  # width of a telephone, to which a page scales the figure
 _SMALL, _LABEL, _TITLE = 8, 9, 10
 _NAME_WIDTH, _NAME_LINES = 24, 2
-_RATES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 
 
 @rc_context(_STYLE)
@@ -80,19 +76,6 @@ def drawings(result: Result) -> dict[str, str]:
         text = text[text.index("<svg") :]
         found[title] = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return found
-
-
-@rc_context(_STYLE)
-def of_audit(outcomes: tuple[TradeOff, ...]) -> Figure:
-    """Return the figure of what claims allow and what was measured.
-
-    There is one panel per outcome. Scales are normal: Gaussian claims are lines.
-    """
-    figure = Figure((5.2 * len(outcomes), 5.0), layout="constrained")
-    panels = np.ravel(figure.subplots(1, len(outcomes)))
-    for axes, outcome in zip(panels, outcomes, strict=True):
-        _draw_audit(axes, outcome)
-    return figure
 
 
 def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
@@ -179,36 +162,6 @@ def _draw_model(axes: Any, result: Result) -> None:
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)
     axes.set_xlabel("released coefficient", fontsize=_LABEL)
-
-
-def _draw_audit(axes: Any, outcome: TradeOff) -> None:
-    scale = scipy.stats.norm.ppf
-    rates = scipy.stats.norm.cdf(np.linspace(-3.6, 3.6, 400))
-    allowed = np.clip(TradeOffCurve(outcome.claim)(rates), 1e-6, 1 - 1e-6)
-    x, y = scale(rates), scale(allowed)
-    axes.fill_between(x, y, 9, color="#D55E00", alpha=0.12, lw=0)
-    axes.plot(x, y, color="#D55E00", label="claimed at most")
-    axes.plot(x, x, "--", color="0.6", lw=1, label="guessing")
-    kinds = ("#0072B2", "o", "measured, with confidence"), ("#000000", "s", "violation")
-    for violated, (color, marker, label) in enumerate(kinds):
-        cuts = [cut for cut in outcome.cuts if cut.violated == violated]
-        if cuts:
-            measured = scale([[c.false_positives, c.true_positives] for c in cuts]).T
-            axes.plot(*measured, marker, color=color, label=label)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(scale(_RATES), [f"{t:g}" for t in _RATES], fontsize=_SMALL)
-    axes.set(xlim=(-3.5, 3.5), ylim=(-3.5, 3.5))
-    axes.set_xlabel("false positive rate, at most")
-    axes.set_ylabel("true positive rate, at least")
-    axes.set_title(
-        f"{outcome.name}: {outcome.verdict}\n{outcome.counted}\n"
-        f"claimed μ {outcome.claimed_mu:.3f}, measured at least "
-        f"{outcome.measured_mu:.3f}",
-        fontsize=_LABEL,
-        loc="left",
-    )
-    axes.legend(fontsize=_SMALL, frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _name(axes: Any, names: list[str]) -> None:

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     once("--restart", **_FLAG, help=again)
     once("--chunk", metavar="N", type=int, help="steps between two checkpoints")
-    pages = "write audit.json and audit.png to this new folder"
+    pages = "write audit.json to this new folder"
     attack("--out", **_FOLDER, help=pages)
     sides = "runs per side (50000)"
     attack("--runs", metavar="N", type=int, default=50_000, help=sides)
@@ -248,8 +248,7 @@ def _run(arguments: argparse.Namespace) -> None:
     Without a table [solver] the settings are those that dpbilevel auto chooses.
     """
     config, is_planned = plans.read_for_run(arguments.config)
-    needs_sklearn = config.data.source == "sklearn"
-    check_installed("this command", "matplotlib", "tqdm", *["sklearn"] * needs_sklearn)
+    check_installed("this command", "matplotlib", "tqdm")
     names = (field.name for field in dataclasses.fields(run.Options))
     options = {name: getattr(arguments, name) for name in names}
     run.refuse(config, arguments.out, **options)
@@ -309,7 +308,6 @@ def _audit(arguments: argparse.Namespace) -> int:
     and compares what leaks with what is claimed. Reads none of the config's records.
     """
     if arguments.out is not None:
-        check_installed("this command", "matplotlib")
         checkpoint.check_empty("--out", arguments.out)
     config = _planned(arguments.config, sys.stdout)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)

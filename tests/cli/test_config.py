@@ -302,8 +302,8 @@ def test_no_table_takes_a_key(path):
 def test_private_counts_refuse_corruption_by_row_number():
     relation = ("privacy.neighbours", "add_or_remove_one")
     data = {
-        "source": "sklearn",
-        "name": "breast_cancer",
+        "source": "csv",
+        "path": "a.csv",
         "training": 300,
         "validation": 100,
         "label": {"column": "target", "positive": ["1"], "negative": ["0"]},

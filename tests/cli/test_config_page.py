@@ -15,11 +15,9 @@ from tests.cli.test_runner import GENERATED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
 ROW = re.compile(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (.*?) \| .* \|$", re.MULTILINE)
-LISTED = "`data` (all but generated)"
 WHERE = {
     Privacy: ["`privacy`"],
-    data.CsvData: ["`data`", LISTED, "`data` (csv)"],
-    data.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
+    data.CsvData: ["`data`", "`data` (csv)"],
     data.GeneratedData: ["`data`", "`data` (generated)"],
     data.Block: ["`data.block`"],
     sources.HeldOut: ["`data.test`"],

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
 
-from dpbilevel.cli import audit, figure
+from dpbilevel.cli import figure
 from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.results import Result
@@ -141,15 +141,6 @@ NAMES = [
 @pytest.mark.parametrize("task", ["source_weighting", "group_fair", "training"])
 def test_no_text_of_a_figure_touches_another(task, name, count):
     assert touching(figure.of_result(result_of(task, name, count))) == []
-
-
-@pytest.mark.slow
-def test_no_text_of_the_figure_of_an_audit_touches_another(tmp_path):
-    tables = tomllib.loads(TRAINING + SETTINGS)
-    config = parse_config(tables, Location("a.toml"))
-    outcomes = audit.audit_config(config, 1000)
-    longer = dataclasses.replace(outcomes[0], name="lower, a record of the other sign")
-    assert touching(figure.of_audit((*outcomes, longer))) == []
 
 
 def test_texts_that_touch_are_seen():

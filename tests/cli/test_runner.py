@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sklearn.datasets
 
 import dpbilevel as dpb
 from dpbilevel.cli import results
@@ -329,8 +330,8 @@ def test_penalties_of_example_data_run_to_the_end(tmp_path):
     tables = tomllib.loads(GENERATED) | {"task": "penalty_tuning"}
     tables["model"] = {"loss": "logistic", "bounds": [-6.0, 0.0]}
     tables["data"] = {
-        "source": "sklearn",
-        "name": "breast_cancer",
+        "source": "csv",
+        "path": "cells.csv",
         "training": 400,
         "validation": 169,
         "label": {"column": "target", "positive": ["1"], "negative": ["0"]},
@@ -340,7 +341,12 @@ def test_penalties_of_example_data_run_to_the_end(tmp_path):
         ],
     }
     del tables["refit"]
-    prepared = prepare(parse_config(tables, Location("a.toml")))
+    bunch = sklearn.datasets.load_breast_cancer()
+    rows = np.column_stack([bunch.data, bunch.target]).tolist()
+    lines = [[*bunch.feature_names, "target"], *([*v[:-1], int(v[-1])] for v in rows)]
+    text = "\n".join(",".join(map(str, line)) for line in lines)
+    (tmp_path / "cells.csv").write_text(text)
+    prepared = prepare(parse_config(tables, Location(str(tmp_path / "a.toml"))))
     result = run(prepared, tmp_path / "out")
     assert result.names == ("mean", "worst", "constant")
     assert result.shown.shape == (3,)

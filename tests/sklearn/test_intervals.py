@@ -269,7 +269,9 @@ def test_the_release_is_charged_once_and_has_its_own_key(name, monkeypatch):
         made, charged, _ = releases_of(KINDS[name](), pytest.MonkeyPatch())
     assert len(made) == len(charged) + 1
     with monkeypatch.context() as patch:  # a broken copy: it shares the key of the run
-        patch.setattr(Moments, "keys", lambda self, key: (key, jax.random.clone(key)))
+        patch.setattr(
+            Moments, "with_keys", lambda self, v: (v, jax.random.clone(v.key))
+        )
         _, _, keys = releases_of(KINDS[name](), pytest.MonkeyPatch())
         assert len(set(keys)) < len(keys)
 
