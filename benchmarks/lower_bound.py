@@ -77,12 +77,17 @@ def regularized_bound(setting):
     return 2 * setting.noise(setting.dimension_x)
 
 
+def accuracy(setting, constants):
+    """Kornowski, Theorem 4, without its constant, where no loss of a record reads x."""
+    scale = GAP ** (1 / 6) * constants.ell ** (5 / 6) * constants.kappa ** (11 / 6)
+    root = math.sqrt(setting.dimension_y) / (setting.records * setting.epsilon)
+    return scale * root ** (1 / 3)
+
+
 def first_order_bound(setting):
-    """Kornowski, Theorem 4, times the diameter, because F is convex."""
+    """Theorem 4, times the diameter, because F is convex."""
     problem = instance(setting._replace(records=2), 1.0).problem
-    theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
-    full = dpb.privacy.FullBatch()
-    return 2 * theorem.accuracy(setting.epsilon, setting.records, full)
+    return 2 * accuracy(setting, problem.constants)
 
 
 CURVES = {
@@ -149,7 +154,7 @@ def solvers(setting, problem):
     difference = dpb.bilevel.FiniteDifferenceBilevel(STEPS, **single)
     yield "finite difference", problem, difference
     tuned = localized(setting, problem)
-    yield "Algorithms 1 + 2, tuned (from_theorem refuses)", problem, tuned
+    yield "Algorithms 1 + 2, tuned", problem, tuned
     if setting != Setting(setting.records):
         return
     if setting.records <= DRAWN:
@@ -164,17 +169,13 @@ def localized(setting, problem):
     theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
     given = "", theorem, problem, setting.budget, INNER_STEPS
     planner = PenaltyPlanner(dpb.PenaltyBilevel, *given)
-    noise = dpb.privacy.Gaussian()
-    fields = planner.common | planner.least("localized", setting.sizes, noise)
-    given = setting.sizes, fields["num_steps"], fields["penalty"]
-    return dpb.PenaltyBilevel(**(fields | planner.localized(*given)))
+    return planner.planned("localized", setting.sizes, {})
 
 
 def as_in_theorem(setting, problem, inner):
-    """Parameters of the theorem, even if `from_theorem` refuses its bound."""
+    """Return `PenaltyBilevel` with the parameters of Theorem 4."""
     theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
-    full = dpb.privacy.FullBatch()
-    alpha = theorem.accuracy(setting.epsilon, setting.records, full)
+    alpha = accuracy(setting, theorem.constants)
     steps = math.ceil(GAP * theorem.smoothness / alpha**2)
     clip_norms = theorem.outer_lipschitz, theorem.constants.upper_lipschitz
     fields = {"step_size": 1 / theorem.smoothness, "output": dpb.outputs.SmallestStep()}
@@ -230,34 +231,6 @@ def measured():
     return {a: [measure(Setting()._replace(**{a: v})) for v in AXES[a]] for a in AXES}
 
 
-def on_population(n, d=10):
-    """Excess on new records where Gopi, Lee and Liu's Theorem 31 bounds it from below.
-
-    Losses are <x, z> on the unit ball. After d values of each loss all is known.
-    """
-    facts = {"w_set": dpb.sets.Ball(1.0), "lipschitz": 1.0, "smoothness": 0.0}
-    problem, budget = dpb.FiniteSum(lambda x, z: x @ z, **facts), Setting().budget
-    fields = {"sampler": SAMPLER, "dimension": d, "convex": True}
-    planned = dpb.draws.RegularizedExponentialMechanism.from_theorem
-    draw = planned(problem, budget, n, **fields)
-    draw = dpb.calibrate(problem, draw, budget, sizes=n).solver
-
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(None, 0))
-    def excess(mean, key):
-        key, key_records = jax.random.split(key)
-        shown = jax.random.bernoulli(key_records, (1 + mean) / 2, (n, d))
-        records = (2.0 * shown - 1) / math.sqrt(d)
-        x = dpb.solve(problem, draw, records, jnp.zeros(d), key=key).value
-        return mean * (1 + jnp.sum(x) / math.sqrt(d))
-
-    least, keys = 1 / (16 * math.sqrt(n)), jax.random.split(jax.random.key(0), 64)
-    found = [excess(mean, keys).mean() for mean in np.geomspace(least, 1.0, MEANS)]
-    promised = 4 * (math.sqrt(d * math.log(1 / DELTA)) / n + 1 / math.sqrt(n))
-    numbers = max(found), least, promised, draw.bound(problem, population=True)
-    return [str(n), *(f"{number:.2g}" for number in numbers)]
-
-
 def slope(values, results, start=START):
     """Fit the power of an axis, over results below half of those at the start."""
     rows = zip(values, results, strict=True)
@@ -285,7 +258,7 @@ def points(curve, axis):
 
 
 def tables(found):
-    """Yield in Markdown excesses by records, slopes by axis, and on new records."""
+    """Yield in Markdown excesses by records and slopes by axis."""
     names, excesses, slopes = names_of(found), [], []
     bounds = [points(curve, "records") for curve in CURVES.values()]
     for n, row, *values in zip(AXES["records"], found["records"], *bounds, strict=True):
@@ -299,8 +272,6 @@ def tables(found):
     head = [*names, *CURVES]
     yield table(["records", *head], excesses)
     yield table(["power of", *head], slopes)
-    head = ["records", "worst excess", "Theorem 31", "Theorem 29", "`bound`"]
-    yield table(head, [on_population(n) for n in AXES["records"][:3]])
 
 
 def draw(found):

@@ -3,8 +3,8 @@
 One pass and many passes, with the parameters that minimize the bounds, on families
 whose gap is known: a fixed vector per record on a ball (the instance of the lower
 bounds), x'Ay + b'x - c'y on two balls, and matrix games with entries -1 or 1. Several
-passes take at most n steps, as the theory asks of NISPP (of NSEG: n^2). Another table
-compares the methods with one noisy mean matrix.
+passes take at most n steps, as the theory asks of NISPP. Another table compares the
+methods with one noisy mean matrix.
 
 `python -m benchmarks saddle`; `--only=matrix` stops after the second table. Prints the
 tables of docs/games.md, which also go to runs/saddle. NON-PRIVATE evaluation.
@@ -49,13 +49,11 @@ class Variant:
     method: str
     passes: str
     sizes: tuple[int, ...]
-    power: int = 1  # at most n^power steps
 
     @property
     def name(self):
         """Name in a table."""
-        steps = ", n^2 steps" if self.power == 2 else ""
-        return f"{self.method}, {self.passes} pass{steps}"
+        return f"{self.method}, {self.passes} pass"
 
 
 VARIANTS = (
@@ -63,7 +61,6 @@ VARIANTS = (
     Variant("NISPP", "single", SINGLE),
     Variant("NSEG", "multi", MULTI),
     Variant("NISPP", "multi", MULTI),
-    Variant("NSEG", "multi", (100, 200, 400), power=2),
 )
 
 
@@ -163,12 +160,6 @@ def tuned(kind, problem, n, dimension, passes, most_steps):
     return kind(**kind.tuned_fields(constants, BUDGET, passes, most_steps))
 
 
-def of_theorem(kind, problem, n, dimension):
-    """Return the solver of `from_theorem`, even if that refuses its bound."""
-    constants = TheoremConstants.of(problem, dimension, n)
-    return kind(**kind.theorem_fields(constants, BUDGET, "single"))
-
-
 def unhidden(family, solver):
     """Return the gap of the same steps on the true mean, without noise."""
     exact = dataclasses.replace(
@@ -186,7 +177,7 @@ def gaps(name, variant, n):
     # Noise across a simplex is projected away, but a proximal point rounds there, too.
     nseg = variant.method == "NSEG"
     dimension = family.problem.w_set.dimension(family.w0) if nseg else 2 * SIDE
-    given = family.problem, n, dimension, variant.passes, n**variant.power
+    given = family.problem, n, dimension, variant.passes, n
     solver = tuned(METHODS[variant.method], *given)
     solver = dpb.calibrate(family.problem, solver, BUDGET, sizes=n, w0=family.w0).solver
     promised = solver.bound(family.problem, dimension=dimension)
@@ -262,14 +253,11 @@ GAMES = {
 
 def solvers_of(problem, n, dimension):
     """Return the solvers of the table by name; `None` stands for a linear program."""
-    nseg, nispp = METHODS["NSEG"], METHODS["NISPP"]
-    given = problem, n, dimension
+    nseg = METHODS["NSEG"]
     tail = {"output": dpb.outputs.TailMean(0.5)}
     rounds = nseg(25, 2.0, 0.2, **tail)
     return {
-        "NISPP, one pass, of the theorem": of_theorem(nispp, *given),
-        "NSEG, one pass, of the theorem": of_theorem(nseg, *given),
-        "NSEG, one pass, tuned": tuned(nseg, *given, "single", n),
+        "NSEG, one pass, tuned": tuned(nseg, problem, n, dimension, "single", n),
         "`NoisyExtragradient`, 100 steps": nseg(100, 2.0, 0.2, **tail),
         "the same, steps of the entropy": nseg(100, 2.0, 0.3, **tail),
         "`RecursiveRegularization`, 4 x 25 steps": dpb.games.RecursiveRegularization(
@@ -293,17 +281,13 @@ def pure_game(make, n, *shape):
     dimension, found = family.problem.w_set.dimension(family.w0), {}
     found["uniform mixtures"] = [float(family.gap(family.w0))]
     for name, solver in solvers_of(family.problem, n, dimension).items():
-        # In float32, rounding of a proximal point in large batches is refused.
-        with jax.enable_x64("NISPP" in name):
-            family = make(n, *shape)
-            if "entropy" in name:
-                family = with_entropy(family)
-            if solver is None:
-                found[name] = exact(family, n)
-            else:
-                options = {"sizes": n, "w0": family.w0}
-                plan = dpb.calibrate(family.problem, solver, BUDGET, **options)
-                found[name] = evaluated(family, plan.solver, n)
+        chosen = with_entropy(family) if "entropy" in name else family
+        if solver is None:
+            found[name] = exact(chosen, n)
+        else:
+            options = {"sizes": n, "w0": chosen.w0}
+            plan = dpb.calibrate(chosen.problem, solver, BUDGET, **options)
+            found[name] = evaluated(chosen, plan.solver, n)
         print(f"  {name}: {np.mean(found[name]):.4f}", flush=True)
     return {name: f"{np.mean(values):.4f}" for name, values in found.items()}
 

@@ -1,4 +1,4 @@
-"""Planners of the penalty method: parameters and promises before any data."""
+"""Planner of the penalty method: parameters and promises before any data."""
 
 import dataclasses
 import math
@@ -14,8 +14,7 @@ from ..core.solver import AbstractSolver
 from ..onelevel.localized import LocalizedGD, theorem_radii
 from ..onelevel.noisy_gd import NoisyGD
 from ..privacy import FullBatch, Gaussian, PrivacyBudget
-from ..privacy.sampling.base import AbstractSampling
-from .penalty_theorem import Batches, PenaltyTheorem
+from .penalty_theorem import PenaltyTheorem
 from .problem import BilevelProblem, Sizes
 
 Inner = AbstractSolver | Literal["localized"]
@@ -23,88 +22,7 @@ Fields = dict[str, Any]
 
 
 class PlannedPenalty:
-    """Planners and bound of `PenaltyBilevel`."""
-
-    @classmethod
-    def from_theorem(
-        cls,
-        problem: BilevelProblem,
-        budget: PrivacyBudget,
-        sizes: Sizes,
-        *,
-        dimension_x: int,
-        dimension_y: int,
-        initial_gap: float,
-        inner: Inner,
-        inner_steps: int | None = None,
-        sampling: Batches = FullBatch(),
-        population: bool = False,
-        **fields: Any,
-    ) -> Self:
-        r"""Return a solver with the parameters of the theorems; hidden constants are 1.
-
-        With $\ell$, $\kappa$ of the constants, $\Delta$ the initial gap and $\alpha$
-        the accuracy that they promise, $\lambda = \ell \kappa^3 / \alpha$,
-        $\eta = 1 / (\ell \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2
-        \rceil$, $C_f = L_0^f$, $C_x = \ell \kappa$ and
-
-        $$\alpha = K_1 \Bigl(\frac{\sqrt{d_x}}{\varepsilon n}\Bigr)^{1/2} + K_2
-        \Bigl(\frac{\sqrt{d_y}}{\varepsilon n}\Bigr)^{1/3} + \ell \kappa
-        \sqrt{\frac1b - \frac1n} + \ell \kappa^3 \sqrt{\frac{d_x}{n}},$$
-
-        $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$, $K_2 = \Delta^{1/6} \ell^{5/6}
-        \kappa^{11/6}$. The third term is that of batches of $b$ records, the fourth
-        that of the population. If no record's loss reads $x$ the outer gradient is
-        free, and the first and the third are left out. `tuned` has a smaller `bound`.
-
-        Args:
-            problem: A problem with declared `Constants`.
-            budget: $\varepsilon$ of the whole run.
-            sizes: $n$ is the smaller of the two levels.
-            dimension_x: $d_x$.
-            dimension_y: $d_y$.
-            initial_gap: $\Delta \ge F(x_0) - \inf F$.
-            inner: The inner solver; or `"localized"` for the two `LocalizedGD` of the
-                theorem, with $\varepsilon / \sqrt{18 T}$ each: strong convexity $\mu_g$
-                for the lower problem, $\mu_g / 2$ for the penalized one.
-            inner_steps: The steps per round of `"localized"`, by default 100. The
-                theorem needs $n^2$.
-            sampling: The batches of the outer gradient, or `"theorem"` for the smallest
-                ones whose error is at most that of privacy: $b = (\ell \kappa /
-                \alpha_0)^2$ with $\alpha_0$ the first two terms.
-            population: Whether $\alpha$ is to hold for the population of the records.
-            **fields: Further fields of `PenaltyBilevel`.
-
-        Raises:
-            ValueError: The theorem does not cover so large an $\alpha$, or the fields;
-                or the plan's `bound` is not below the largest norm of a hypergradient
-                by the constants. The message has the number of records from which on
-                it is.
-
-        References:
-            Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population). The
-            last two terms of $\alpha$ are derived in docs/mathematics.md: Theorem 11
-            prints $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
-        """
-        owner = "PenaltyBilevel.from_theorem"
-        theorem = PenaltyTheorem.of(
-            owner, problem, dimension_x, dimension_y, initial_gap, population
-        )
-        _checks.instance(owner, (str, AbstractSampling), sampling=sampling)
-        if isinstance(sampling, str):
-            _checks.one_of(owner, "sampling", sampling, ("theorem",))
-
-        def made(sizes: Sizes) -> Fields:
-            given = budget.epsilon, min(sizes.upper, sizes.lower), sampling
-            alpha = theorem.accuracy(*given)
-            steps = math.ceil(initial_gap * theorem.smoothness / alpha**2)  # T
-            penalty = theorem.smoothness / alpha  # lambda
-            chosen = {"num_steps": steps, "penalty": penalty, "inner": inner}
-            return chosen | {"sampling": theorem.outer_sampling(*given)}
-
-        return PenaltyPlanner(cls, owner, theorem, problem, budget, inner_steps).kept(
-            made, sizes, fields
-        )
+    """Planner and bound of `PenaltyBilevel`."""
 
     @classmethod
     def tuned(
@@ -140,16 +58,19 @@ class PlannedPenalty:
         second half is averaged.
 
         Args:
-            problem: As in `from_theorem`, and so are the next five.
-            budget: $\varepsilon$ and $\delta$.
-            sizes: The planned sizes.
+            problem: A problem with declared `Constants`.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: The planned sizes; $n$ is the smaller level.
             dimension_x: $d_x$.
             dimension_y: $d_y$.
-            initial_gap: $\Delta$.
-            inner: The inner solver, by default a `NoisyGD`; or `"localized"`.
-            inner_steps: The steps of that `NoisyGD`, or per round of `"localized"`,
-                where 100 are the default.
-            population: Whether the bound is to hold for the population.
+            initial_gap: $\Delta \ge F(x_0) - \inf F$.
+            inner: The inner solver, by default a `NoisyGD`; or `"localized"` for the
+                two `LocalizedGD` of the theorem, with $\varepsilon / \sqrt{18 T}$ each:
+                strong convexity $\mu_g$ for the lower problem, $\mu_g / 2$ for the
+                penalized one.
+            inner_steps: The steps of that `NoisyGD`, or per round of `"localized"`, by
+                default 100 where the theorem needs $n^2$.
+            population: Whether the bound is to hold for the population of the records.
             **fields: Further fields of `PenaltyBilevel`.
 
         Raises:
@@ -159,17 +80,17 @@ class PlannedPenalty:
 
         Privacy:
             Touches no data.
+
+        References:
+            Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population), whose
+            rates and last two terms are in docs/mathematics.md.
         """
         owner = "PenaltyBilevel.tuned"
         theorem = PenaltyTheorem.of(
             owner, problem, dimension_x, dimension_y, initial_gap, population
         )
         planner = PenaltyPlanner(cls, owner, theorem, problem, budget, inner_steps)
-
-        def made(sizes: Sizes) -> Fields:
-            return planner.least(inner, sizes, fields.get("run_noise", Gaussian()))
-
-        return planner.kept(made, sizes, fields)
+        return planner.kept(inner, sizes, fields)
 
     def bound(
         self: Any,
@@ -215,7 +136,7 @@ class PlannedPenalty:
 
 @dataclasses.dataclass(frozen=True)
 class PenaltyPlanner:
-    """Steps that `from_theorem` and `tuned` share."""
+    """Planner of `tuned`."""
 
     solver: Callable[..., Any]  # the class of the planned solver
     owner: str
@@ -226,7 +147,7 @@ class PenaltyPlanner:
 
     @property
     def common(self) -> Fields:
-        """Fields that both planners choose alike."""
+        """Fields that do not depend on the sizes."""
         return {
             "step_size": 1 / self.theorem.smoothness,  # eta
             "clip_norm": self.theorem.outer_lipschitz,
@@ -234,26 +155,26 @@ class PenaltyPlanner:
             "output": SmallestStep(),
         }
 
-    def kept(self, made: Callable[[Sizes], Fields], sizes: Sizes, fields: Fields):
+    def planned(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
+        """Return the solver with the least bound, whatever that is."""
+        noise = fields.get("run_noise", Gaussian())
+        chosen = self.common | self.least(inner, sizes, noise)
+        if inner == "localized":
+            chosen |= self.localized(sizes, chosen["num_steps"], chosen["penalty"])
+        return self.solver(**(chosen | fields))
+
+    def kept(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
         """Return the solver for the sizes; refuse one with a trivial bound."""
         _checks.instance(self.owner, PrivacyBudget, budget=self.budget)
         self.problem.check_sizes(self.owner, sizes)
         theorem, records = self.theorem, min(sizes.upper, sizes.lower)
 
-        def solver(sizes: Sizes) -> Any:
-            chosen = made(sizes)
-            if chosen["inner"] == "localized":
-                chosen |= self.localized(sizes, chosen["num_steps"], chosen["penalty"])
-            return self.solver(**(self.common | chosen | fields))
-
-        planned = solver(sizes)
+        planned = self.planned(inner, sizes, fields)
 
         def bound(n: int) -> float:
             upper, lower = (-(-v * n // records) for v in (sizes.upper, sizes.lower))
             scaled = Sizes(upper, lower, sizes.people)
-            found = planned if n == records else solver(scaled)
-            if found.penalty < theorem.least_penalty[0] and "penalty" not in fields:
-                return math.inf  # the theorem does not cover so large an accuracy
+            found = planned if n == records else self.planned(inner, scaled, fields)
             theorem.check_covers(self.owner, found)
             given: Any = {"sizes": scaled, "precision": "float"}
             plan = calibrated(self.problem, found, self.budget, **given)

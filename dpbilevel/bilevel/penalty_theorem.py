@@ -2,24 +2,22 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from .. import _checks
 from ..core.descent import Rule
 from ..core.outputs import SmallestStep
 from ..core.proximal import check_smooth
-from ..privacy import FullBatch, Ledger, Poisson
+from ..privacy import Ledger
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import moves_by_entropy
 from .certificates.constants import Constants
 from .problem import BilevelProblem
 
-Batches = AbstractSampling | Literal["theorem"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PenaltyTheorem:
-    r"""Rates of the penalty method, every hidden constant and logarithm set to 1.
+    r"""Bound of the penalty method, every hidden constant and logarithm set to 1.
 
     $n$ is the number of records of the smaller level, `records`.
 
@@ -69,28 +67,6 @@ class PenaltyTheorem:
         r"""$\ell \kappa$, which bounds one record's part of the outer gradient."""
         return self.constants.ell * self.constants.kappa
 
-    def empirical(self, epsilon: float, records: float) -> float:
-        r"""Return $\alpha_0$, the accuracy of full batches on the records."""
-        ell, kappa, gap = self.constants.ell, self.constants.kappa, self.initial_gap
-        outer = gap**0.25 * ell**0.75 * kappa**1.25  # K_1
-        outer *= math.sqrt(math.sqrt(self.dimension_x) / (epsilon * records))
-        inner = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)  # K_2
-        inner *= (math.sqrt(self.dimension_y) / (epsilon * records)) ** (1 / 3)
-        return inner + (outer if self.outer else 0.0)
-
-    def outer_sampling(
-        self, epsilon: float, records: float, sampling: Batches
-    ) -> AbstractSampling:
-        """Return the sampling of the outer gradient's batches.
-
-        A batch has at most all records. If the outer gradient is free there is none.
-        """
-        if not isinstance(sampling, str):
-            return sampling
-        batch = (self.outer_lipschitz / self.empirical(epsilon, records)) ** 2  # b_out
-        everything = not self.outer or batch >= records
-        return FullBatch() if everything else Poisson(batch / records)
-
     def batch_error(self, sampling: AbstractSampling, records: float) -> float:
         r"""Return $\ell \kappa \sqrt{1 / b - 1 / n}$, the error of batch gradients."""
         if not self.outer:
@@ -103,12 +79,6 @@ class PenaltyTheorem:
         if not self.population:
             return 0.0
         return self.smoothness * math.sqrt(self.dimension_x / records)
-
-    def accuracy(self, epsilon: float, records: float, sampling: Batches) -> float:
-        r"""Return the accuracy $\alpha$ that the theorem promises of its parameters."""
-        batches = self.outer_sampling(epsilon, records, sampling)
-        found = self.empirical(epsilon, records) + self.batch_error(batches, records)
-        return found + self.generalization_error(records)
 
     def bound(self, solver: Any, problem: BilevelProblem) -> float:
         r"""Return the proof's bound on the gradient mapping for any parameters.

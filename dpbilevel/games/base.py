@@ -71,10 +71,6 @@ class TheoremConstants:
             dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set)),
         )
 
-    def privacy_dimension(self, budget: PrivacyBudget) -> float:
-        r"""Return $a = \sqrt{d \log(1 / \delta)} / \varepsilon$."""
-        return math.sqrt(self.dimension * math.log(1 / budget.delta)) / budget.epsilon
-
     @property
     def largest_step(self) -> float:
         r"""Largest step size of the extragradient theorems, $1 / (\sqrt3 L)$."""
@@ -169,7 +165,7 @@ def integers(most: int, count: int) -> np.ndarray:
 
 
 def estimated_multiplier(
-    rate: np.ndarray, count: np.ndarray, budget: PrivacyBudget
+    rate: np.ndarray, count: np.ndarray | int, budget: PrivacyBudget
 ) -> np.ndarray:
     r"""Estimate noise multipliers by a central limit, to compare candidates only.
 
@@ -201,45 +197,6 @@ class AbstractSaddleSolver(
     numbers_batches: ClassVar[bool] = True
 
     @classmethod
-    def from_theorem(
-        cls,
-        problem: AbstractVariationalInequality,
-        budget: PrivacyBudget,
-        sizes: int,
-        *,
-        dimension: int,
-        passes: Passes,
-        **fields: Any,
-    ) -> Self:
-        r"""Return the solver with the paper's parameters, in whole numbers.
-
-        Args:
-            problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the run.
-            sizes: $n \ge 2$.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
-            passes: `"single"` or `"multi"`.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`. It warns if the steps are too many
-            to be run.
-
-        Raises:
-            ValueError: A constant is not declared, the set is unbounded, there are
-                fewer than two records, or without `fields` the `bound` is not below the
-                problem's `largest_gap`. The message has the number of records from
-                which on it is; for several passes it is an estimate.
-        """
-
-        def made(n: int, fields: Fields) -> Self:
-            constants = cls._constants(problem, budget, n, dimension, passes)
-            return cls(**(cls.theorem_fields(constants, budget, passes) | fields))
-
-        given = problem, budget, sizes, dimension, fields
-        return cls._kept("from_theorem", made, *given)
-
-    @classmethod
     def tuned(
         cls,
         problem: AbstractVariationalInequality,
@@ -255,29 +212,46 @@ class AbstractSaddleSolver(
 
         Exact noise multipliers decide for a single pass. For several, candidates are
         compared by a central limit theorem and the one with the fewest operator values
-        is taken among those within 5 % of the least bound. `most_steps` is $n$ by
-        default; all else is as in `from_theorem`.
+        is taken among those within 5 % of the least bound.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            budget: $\varepsilon$ and $\delta$ of the run.
+            sizes: $n \ge 2$.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+            passes: `"single"` or `"multi"`.
+            most_steps: The most steps, $n$ by default.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`.
+
+        Raises:
+            ValueError: A constant is not declared, the set is unbounded, there are
+                fewer than two records, or without `fields` the `bound` is not below the
+                problem's `largest_gap`. The message has the number of records from
+                which on it is; for several passes it is an estimate.
         """
+        owner = f"{cls.__name__}.tuned"
+        _checks.instance(owner, AbstractVariationalInequality, problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        _checks.count(owner, sizes=sizes, dimension=dimension)
+        _checks.one_of(owner, "passes", passes, typing.get_args(Passes))
+        _checks.fraction(owner, delta=budget.delta)  # Gaussian noise needs one
+        if sizes < 2:
+            raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
+
+        constants = TheoremConstants.of(problem, dimension, sizes)
 
         def made(n: int, fields: Fields) -> Self:
             most = n if most_steps is None else most_steps
-            _checks.count(f"{cls.__name__}.tuned", most_steps=most)
-            constants = cls._constants(problem, budget, n, dimension, passes)
-            return cls(**(cls.tuned_fields(constants, budget, passes, most) | fields))
+            _checks.count(owner, most_steps=most)
+            planned = dataclasses.replace(constants, records=n)
+            return cls(**(cls.tuned_fields(planned, budget, passes, most) | fields))
 
-        given = problem, budget, sizes, dimension, fields
-        return cls._kept("tuned", made, *given)
-
-    @classmethod
-    def _kept(cls, name, made, problem, budget, sizes, dimension, fields) -> Self:
-        """Return the solver for the sizes; refuse one with a trivial bound.
-
-        Fields of the user may be outside the theorem, so the bound is without them.
-        """
         solver = made(sizes, fields)
-        constants = TheoremConstants.of(problem, dimension, sizes)
 
-        def bound(n: int) -> float:
+        def bound(n: int) -> float:  # without fields, which may be outside the theorem
             given = solver if n == sizes and not fields else made(n, {})
             given = given.with_sizes(n).with_precision("float")
             count, sampling = given.releases_per_step * given.num_steps, given.sampling
@@ -290,28 +264,8 @@ class AbstractSaddleSolver(
             return given.bound(problem, dimension=dimension)
 
         trivial = problem.largest_gap or constants.bound * constants.diameter
-        check_promise(f"{cls.__name__}.{name}", bound, trivial, sizes, most=10**7)
+        check_promise(owner, bound, trivial, sizes, most=10**7)
         return solver
-
-    @classmethod
-    def _constants(cls, problem, budget, sizes, dimension, passes) -> TheoremConstants:
-        """Check the arguments, and return a problem's `TheoremConstants`."""
-        owner = cls.__name__
-        _checks.instance(owner, AbstractVariationalInequality, problem=problem)
-        _checks.instance(owner, PrivacyBudget, budget=budget)
-        _checks.count(owner, sizes=sizes, dimension=dimension)
-        _checks.one_of(owner, "passes", passes, typing.get_args(Passes))
-        _checks.fraction(owner, delta=budget.delta)  # bounds have log(1 / delta)
-        if sizes < 2:
-            raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
-        return TheoremConstants.of(problem, dimension, sizes)
-
-    @classmethod
-    @abc.abstractmethod
-    def theorem_fields(
-        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
-    ) -> Fields:
-        """Return a dict of the solver's fields that `from_theorem` sets."""
 
     @classmethod
     @abc.abstractmethod

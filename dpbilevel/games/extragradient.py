@@ -1,7 +1,6 @@
 """Noisy extragradient, and rounds of a solver around their own answers."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar, cast
 
 import equinox as eqx
@@ -12,7 +11,6 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
 from ..core.plan import least_multiplier
@@ -27,7 +25,6 @@ from . import base
 from .base import AbstractSaddleSolver, Fields, TheoremConstants
 from .problem import AbstractVariationalInequality
 
-_MANY_STEPS = 10**7
 OPERATOR = "operator"
 
 
@@ -85,43 +82,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
     releases_per_step: ClassVar[int] = 2
-
-    @classmethod
-    def theorem_fields(cls, constants, budget, passes) -> Fields:
-        r"""Return a dict of the paper's parameters, in whole numbers.
-
-        With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
-        multiplier,
-
-        $$B = \min(\max(\lceil a \rceil, 1), \lfloor n / 2 \rfloor), \quad T =
-        \Bigl\lfloor \frac{n}{2 B} \Bigr\rfloor, \quad \sigma = \frac{2 M z}{B},
-        \quad \gamma = \min\Bigl(\frac{D}{\sqrt{\frac72 T (M^2 / B + d \sigma^2)}},
-        \frac{1}{\sqrt3 L}\Bigr)$$
-
-        for a single pass over disjoint batches and, for several, batches of one record,
-        $T = n^2$ and $\gamma = \min(D / M, 1 / L) / (n \max(\sqrt n, a))$: beyond a
-        thousand records more steps than can be run, so `tuned` is for those.
-
-        References:
-            Boob and Guzman, Corollary 1 and Theorem 4; there the step size of the first
-            has no cap, and the noise of the second covers half of the releases.
-        """
-        n, a = constants.records, constants.privacy_dimension(budget)
-        if passes == "single":
-            batch = min(max(math.ceil(a), 1), n // 2)
-            steps = n // (2 * batch)
-            multiplier = least_multiplier(SinglePass(batch), 2 * steps, n, budget)
-            std = multiplier * 2 * constants.spread / batch
-            step_size = _best_step(constants, steps, batch, std)
-            return _fields(constants, steps, step_size, SinglePass(batch))
-        if n**2 > _MANY_STEPS:
-            _checks.warn(
-                f"NoisyExtragradient.from_theorem: several passes take n^2 = {n**2} "
-                "steps of one record, or hours. Use tuned()."
-            )
-        step_size = 1 / (constants.scale * n * max(math.sqrt(n), a))
-        step_size = min(step_size, constants.largest_step)
-        return _fields(constants, n**2, step_size, FixedSize(1))
 
     @classmethod
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:

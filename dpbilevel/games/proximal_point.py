@@ -4,7 +4,6 @@ The values computed inside are not private and stay there; what leaves is sealed
 """
 
 import dataclasses
-import math
 from typing import Any, Self
 
 import equinox as eqx
@@ -238,31 +237,6 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             raise ValueError(
                 f"{OWNER}: proved under replace-one only. Use NoisyExtragradient."
             )
-
-    @classmethod
-    def theorem_fields(cls, constants, budget, passes) -> Fields:
-        r"""Return a dict of the paper's parameters, in whole numbers.
-
-        With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
-        batches has
-
-        $$B = \max(1, \mathrm{round}(n^{1/3})), \quad R = \lfloor n / B \rfloor, \quad
-        \lambda = \max(M / D, L) \max(n^{1/3}, a),$$
-
-        several passes over uniform subsets have $B = \lfloor \sqrt n \rfloor$, $R = n$
-        and $\lambda = \max(M / D, L) \max(\sqrt n, a)$, and both take $N = \lceil
-        \log(2 n) / \log(\lambda / L) \rceil$ steps of Picard's iteration.
-
-        References:
-            Boob and Guzman, Corollary 2 and Theorem 7.
-        """
-        n, a = constants.records, constants.privacy_dimension(budget)
-        if passes == "single":
-            batch = max(1, round(n ** (1 / 3)))
-            strength = constants.scale * max(n ** (1 / 3), a)
-            return _fields(constants, n // batch, strength, SinglePass(batch))
-        strength = constants.scale * max(math.sqrt(n), a)
-        return _fields(constants, n, strength, FixedSize(max(1, math.isqrt(n))))
 
     @classmethod
     def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:

@@ -309,28 +309,6 @@ CONSTANTS = dpb.bilevel.Constants(
 )
 
 
-def test_from_theorem_follows_the_theorem_line_by_line():
-    inner = dpb.NoisyGD(3, 2.0, step_size=0.2)
-    problem = dataclasses.replace(examples()["quadratic"].problem, constants=CONSTANTS)
-    solver = dpb.PenaltyBilevel.from_theorem(
-        problem,
-        dpb.PrivacyBudget(1.0, 1e-9),
-        dpb.Sizes(4 * 10**7, 8 * 10**7),
-        dimension_x=3,
-        dimension_y=9,
-        initial_gap=2.0,
-        inner=inner,
-    )
-    ell, kappa = 2.0, 4.0
-    alpha = 2**0.25 * ell**0.75 * kappa**1.25 * (3**0.5 / 4e7) ** 0.5
-    alpha += 2 ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6) * (3 / 4e7) ** (1 / 3)
-    assert math.isclose(solver.penalty, ell * kappa**3 / alpha)
-    assert math.isclose(solver.step_size, 1 / (ell * kappa**3))
-    assert solver.num_steps == math.ceil(2.0 * ell * kappa**3 / alpha**2)
-    assert solver.upper_clip_norm == 1.0
-    assert solver.clip_norm == ell * kappa
-
-
 def paper_multiplier(epsilon, delta, num_steps):
     """Noise of one outer query over its sensitivity, by the theorem's constants."""
     epsilon_0 = epsilon / math.sqrt(18 * num_steps)

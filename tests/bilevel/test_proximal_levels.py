@@ -316,7 +316,7 @@ def test_other_refusals_say_what_to_do():
     )
     certified = dataclasses.replace(certified, constants=constants)
     with pytest.raises(ValueError, match="proximal terms are not planned for"):
-        dpb.PenaltyBilevel.from_theorem(certified, BUDGET, SIZES, inner=inner, **fields)
+        dpb.PenaltyBilevel.tuned(certified, BUDGET, SIZES, inner=inner, **fields)
 
 
 def test_penalties_are_the_terms_of_the_docstring():

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games.base import TheoremConstants
 from tests.cases import Audited, Case, planned, slow
 from tests.games.saddle_zoo import N, example, normal, point
 from tests.problems import LOWER, SADDLE, SADDLE_START
@@ -274,44 +273,22 @@ def test_public_terms_are_free_and_count_in_the_operator():
     assert float(optax.tree.norm(optax.tree.sub(*runs))) > 1e-3
 
 
-def test_the_theorems_parameters_are_whole_and_within_its_conditions():
-    problem = dataclasses.replace(
-        example("bilinear").problem, lipschitz=1.0, bound=1.0, y_set=dpb.sets.Simplex()
-    )
-    kind = dpb.games.NoisyExtragradient
-
-    def made(n, passes):
-        constants = TheoremConstants.of(problem, 4, n)
-        return kind(**kind.theorem_fields(constants, BUDGET, passes))
-
-    for n in (2, 3, 1001):
-        solver = made(n, "single")
-        assert 1 <= solver.sampling.size <= n // 2
-        assert 2 * solver.num_steps * solver.sampling.size <= n
-        assert solver.step_size <= 1 / 3**0.5
-    many = made(50, "multi")
-    assert many.num_steps == 2500
-    assert many.sampling == dpb.FixedSize(1)
-    with pytest.warns(UserWarning, match="100000000 steps of one record"):
-        made(10_000, "multi")
-
-
 GAME = dpb.games.matrix_game(5, 5)
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "passes"),
+    ("name", "passes"),
     [
-        ("NoisyExtragradient", "tuned", "single"),
-        ("InexactProximalPoint", "from_theorem", "single"),
-        pytest.param("InexactProximalPoint", "tuned", "multi", marks=pytest.mark.slow),
+        ("NoisyExtragradient", "single"),
+        ("InexactProximalPoint", "single"),
+        pytest.param("InexactProximalPoint", "multi", marks=pytest.mark.slow),
     ],
 )
 def test_a_bound_above_the_largest_gap_is_refused_with_the_records_it_takes(
-    name, how, passes
+    name, passes
 ):
     """Payoffs are in [-1, 1], so that no pair has a gap above 2."""
-    planner = getattr(getattr(dpb.games, name), how)
+    planner = getattr(dpb.games, name).tuned
     budget, known = dpb.PrivacyBudget(1.0, 1e-6), {"dimension": 8, "passes": passes}
     with jax.enable_x64(True):
         with pytest.raises(ValueError, match=r"hopeless: .* worse than 2\.") as caught:
@@ -328,10 +305,10 @@ def test_without_a_declared_one_the_largest_gap_is_the_bound_times_the_diameter(
     undeclared = dataclasses.replace(GAME, largest_gap=None)
     budget, known = dpb.PrivacyBudget(1.0, 1e-6), {"dimension": 8, "passes": "single"}
     with pytest.raises(ValueError, match=r"worse than 6\.325"):  # 2 sqrt(10)
-        dpb.games.NoisyExtragradient.from_theorem(undeclared, budget, 500, **known)
+        dpb.games.NoisyExtragradient.tuned(undeclared, budget, 500, **known)
 
 
-def test_tuned_parameters_promise_more_than_the_theorems():
+def test_tuned_parameters_promise_a_small_gap():
     problem = dataclasses.replace(
         example("bilinear").problem,
         lipschitz=1.0,
@@ -339,14 +316,11 @@ def test_tuned_parameters_promise_more_than_the_theorems():
         x_set=dpb.sets.Ball(0.5**1.5),
         y_set=dpb.sets.Ball(0.5**1.5),
     )
-    budget, promised = dpb.PrivacyBudget(1.0, 1e-6), {}
-    for kind in ("from_theorem", "tuned"):
-        make = getattr(dpb.games.NoisyExtragradient, kind)
-        solver = make(problem, budget, 10_000, dimension=10, passes="single")
-        plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
-        promised[kind] = plan.solver.bound(problem, dimension=10)
-    assert promised["from_theorem"] == pytest.approx(0.412, abs=0.01)
-    assert promised["tuned"] == pytest.approx(0.115, abs=0.01)
+    budget, tuned = dpb.PrivacyBudget(1.0, 1e-6), dpb.games.NoisyExtragradient.tuned
+    solver = tuned(problem, budget, 10_000, dimension=10, passes="single")
+    plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
+    promised = plan.solver.bound(problem, dimension=10)
+    assert promised == pytest.approx(0.115, abs=0.01)
 
 
 def test_bounds_are_refused_where_no_theorem_holds():

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games.base import TheoremConstants
 from dpbilevel.games.proximal_point import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling.base import Batch
@@ -342,7 +340,7 @@ def test_the_steps_that_a_refusal_asks_for_are_enough():
     assert asked > 3
 
 
-def test_tuned_parameters_promise_more_than_the_theorems():
+def test_tuned_parameters_promise_a_small_gap():
     problem = dataclasses.replace(
         example("bilinear").problem,
         lipschitz=1.0,
@@ -350,26 +348,10 @@ def test_tuned_parameters_promise_more_than_the_theorems():
         x_set=dpb.sets.Ball(0.5**1.5),
         y_set=dpb.sets.Ball(0.5**1.5),
     )
-    promised = {}
+    budget, tuned = dpb.PrivacyBudget(1.0, 1e-6), dpb.games.InexactProximalPoint.tuned
     with jax.enable_x64(True):
-        for kind in ("from_theorem", "tuned"):
-            make = getattr(dpb.games.InexactProximalPoint, kind)
-            budget = dpb.PrivacyBudget(1.0, 1e-6)
-            solver = make(problem, budget, 10_000, dimension=10, passes="single")
-            plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
-            promised[kind] = plan.solver.bound(problem, dimension=10)
-            assert solver.inner_steps in (3, 4)
-    assert promised["from_theorem"] == pytest.approx(0.293, abs=0.01)
-    assert promised["tuned"] == pytest.approx(0.25, abs=0.01)
-
-
-def test_the_theorems_parameters_for_several_passes_are_those_of_the_paper():
-    problem = dataclasses.replace(example("bilinear").problem, lipschitz=1.0, bound=1.0)
-    kind, constants = (
-        dpb.games.InexactProximalPoint,
-        TheoremConstants.of(problem, 4, 1024),
-    )
-    solver = kind(**kind.theorem_fields(constants, BUDGET, "multi"))
-    assert (solver.num_steps, solver.sampling) == (1024, dpb.FixedSize(32))
-    assert solver.strength == pytest.approx(32.0)
-    assert solver.inner_steps == math.ceil(math.log(2048) / math.log(32))
+        solver = tuned(problem, budget, 10_000, dimension=10, passes="single")
+        plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
+        promised = plan.solver.bound(problem, dimension=10)
+    assert solver.inner_steps in (3, 4)
+    assert promised == pytest.approx(0.25, abs=0.01)
