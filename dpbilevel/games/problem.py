@@ -174,8 +174,8 @@ class SaddleProblem(AbstractSaddleProblem):
 
     Privacy:
         `fun` sees one record at a time and is clipped; convexity and concavity matter
-        to utility alone, but for an `InexactProximalPoint` by operator extrapolation.
-        The public term must hold no private data, not even a statistic of it.
+        to utility alone. The public term must hold no private data, not even a
+        statistic of it.
 
     References:
         Boob and Guzman, "Optimal algorithms for differentially private stochastic

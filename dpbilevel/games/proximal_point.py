@@ -31,7 +31,7 @@ from ..privacy.sampling.base import AbstractSampling, Batch
 from ..privacy.sampling.fixed_size import FixedSize, SinglePass
 from .base import AbstractSaddleSolver, Fields, cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
-from .resolvents import OWNER, Inner, Resolvent
+from .resolvents import OWNER, Resolvent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,8 @@ class ResolventQuery(AbstractCertifiedQuery):
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
         Picard's iteration it is enforced by clipping; for more it rests on the
-        Lipschitz constants, and for operator extrapolation on monotonicity and the
-        bound too, and on operators exact to 32 units of roundoff. Steps are not
-        private and are not returned.
+        Lipschitz constants, and on operators exact to 32 units of roundoff. Steps are
+        not private and are not returned.
     """
 
     resolvent: Resolvent  # what is computed, and its constants
@@ -101,15 +100,13 @@ def approximate_resolvent(
     batch = dataclasses.replace(batch, records=records, mask=mask)
 
     def operator(u):
-        fun, clip_norm = problem.saturated_operator(u), resolvent.largest_clip
+        fun, clip_norm = problem.saturated_operator(u), resolvent.clip_norm
         mean = clipping.clipped_mean(
             fun, batch, clip_norm=clip_norm, precision=precision
         )
         return optax.tree.add(clipping.unsealed(mean), _public(problem, u))
 
-    picard = resolvent.inner == "picard"
-    solver = _picard if picard else _operator_extrapolation
-    value = solver(resolvent, operator, centre)
+    value = _picard(resolvent, operator, centre)
     return optax.tree.where(all_finite(value), value, centre)  # which is public
 
 
@@ -135,29 +132,6 @@ def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
     return jax.lax.fori_loop(0, resolvent.steps, step, centre)
 
 
-def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
-    r"""Iterate $x_{j+1} = \Pi_W(x_j - g (G_j + \theta (G_j - G_{j-1})))$ from $v$.
-
-    $G_j = F_B(x_j) + P(x_j) + \lambda (x_j - v)$ and $g = 1 / (2 (L + \lambda))$.
-    """
-    project = resolvent.problem.w_set.project
-    size = 1 / (2 * (resolvent.lipschitz + resolvent.strength))
-
-    def regularized(u):
-        pull = optax.tree.sub(u, centre)
-        return add_scaled(operator(u), resolvent.strength, pull)
-
-    def step(_, state):
-        x, before = state
-        now = regularized(x)
-        change = optax.tree.sub(now, before)
-        direction = add_scaled(now, resolvent.extrapolation, change)
-        return project(add_scaled(x, -size, direction)), now
-
-    start = centre, regularized(centre)  # x_0 = x_1: no extrapolation at first
-    return jax.lax.fori_loop(0, resolvent.steps, step, start)[0]
-
-
 RESOLVENT = "resolvent"
 
 
@@ -178,18 +152,16 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     $$
 
     The answer is the projection of the average of the $w_k$, which may leave the set
-    one by one. `inner="picard"` takes $N$ steps $u \leftarrow \Pi_W(v_k - F_{B_k}(u) /
-    \lambda)$ from $u = v_k$, which converge if $\lambda$ exceeds the Lipschitz constant
-    of the operator; for `"operator_extrapolation"` any $\lambda > 0$ will do. Both read
-    one batch $N$ times and release once. No inner state survives a step.
+    one by one. A round takes $N$ steps $u \leftarrow \Pi_W(v_k - F_{B_k}(u) / \lambda)$
+    of Picard's iteration from $u = v_k$, which converge if $\lambda$ exceeds the
+    Lipschitz constant of the operator. It reads one batch $N$ times and releases once.
+    No inner state survives a step.
 
     Args:
         num_steps: The number of rounds. Static.
-        clip_norm: The bound $C$ on one record's operator in $\ell_2$. Operator
-            extrapolation needs the problem's `bound` at least.
+        clip_norm: The bound $C$ on one record's operator in $\ell_2$.
         strength: The weight $\lambda$ of the proximal term: one over a step size.
         inner_steps: The number $N$ of inner steps on one batch. Static.
-        inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
         output: The output rule, whose point is projected: `Mean()`, as in the
             theorems, or for instance `TailMean(0.5)`, which forgets the start and is
@@ -200,7 +172,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     Privacy:
         `num_steps` Gaussian releases of a point of $W$. With $m$ the batch's
-        denominator, Picard's iteration has $\ell_2$ sensitivity
+        denominator, a round has $\ell_2$ sensitivity
 
         $$\frac{2C}{\lambda m} \sum_{j < N} q^j \le \frac{2C}{(\lambda - L) m}, \qquad
         q = \frac{L}{\lambda},$$
@@ -208,10 +180,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         under replace-one. For $N = 1$ that is enforced by clipping, whatever the
         operator is. For $N > 1$ it rests on the Lipschitz constant $L$ of records and
         public term together (status `CONDITIONAL`); monotonicity is not needed and
-        clipping keeps $L$. Operator extrapolation has $2M / (\lambda m)$ plus twice
-        its error at the fixed number of steps, and rests on $L$, $M$ and monotonicity
-        of the records' operators and of the public one.
-        Rounding is added to all of them. The projection must be exact, so sets are
+        clipping keeps $L$. Rounding is added. The projection must be exact, so sets are
         bounded: `Ball`, `Box`, `Simplex` or a `Product`. Only $w_k$ and what follows
         from it is released. Add-or-remove-one is refused.
 
@@ -227,7 +196,6 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     clip_norm: Positive
     strength: Positive
     inner_steps: Count = eqx.field(static=True)
-    inner: Inner = eqx.field(static=True, default="picard")
     dimension: Count = eqx.field(static=True, default=100)
     dtype: str | None = eqx.field(static=True, default=None)
 
@@ -279,9 +247,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @property
     def basis(self) -> Basis:
-        """Basis: clipping for one step of Picard's iteration, else constants."""
-        one = self.inner == "picard" and self.inner_steps == 1
-        return Basis.CLIPPED if one else Basis.CONSTANTS
+        """Basis: clipping for one inner step, else constants."""
+        return Basis.CLIPPED if self.inner_steps == 1 else Basis.CONSTANTS
 
     def init(self, problem, w0) -> _State:
         """Return the state at `w0`, projected; refuse one coarser than planned."""
@@ -308,8 +275,9 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """Return the `Resolvent` that a round on `n` records computes."""
         numbers = _checks.number(self.clip_norm), _checks.number(self.strength)
         counts, batch = (self.inner_steps, self.dimension), self.sampling
-        counts = *counts, batch.rows(n), batch.denominator(n)
-        return Resolvent(problem, *numbers, self.inner, *counts)
+        return Resolvent(
+            problem, *numbers, *counts, batch.rows(n), batch.denominator(n)
+        )
 
     def release(self, problem, sizes) -> Release:
         """Return the `CertifiedRelease` of a resolvent of proved sensitivity."""
@@ -329,16 +297,13 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     def assumptions(self, problem, sizes) -> tuple[str, ...]:
         if self.basis is Basis.CLIPPED:
             return ()
-        names = ["lipschitz"] if self.inner == "picard" else ["lipschitz", "bound"]
+        names = ["lipschitz"]
         if problem.public is not None:
             names += ["public_lipschitz", "public_bound"]
         declared = {name: problem.constant(name) for name in names}
         listed = ", ".join(f"{name}={value:.3g}" for name, value in declared.items())
-        monotone = "" if self.inner == "picard" else "is monotone and "
-        public = ("the public operator is monotone",) if monotone else ()
         return (
-            *(public if problem.public is not None else ()),
-            f"every possible record's operator {monotone}has the declared constants "
+            "every possible record's operator has the declared constants "
             f"on the set: {listed}",
             f"{self.inner_steps} inner steps per release; their rounding, for "
             f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",

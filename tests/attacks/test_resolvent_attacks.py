@@ -55,19 +55,6 @@ def test_a_public_term_beyond_its_declared_bound_does_not_spoil_rounding():
     assert abs(float(coarse[0] - coarse[1])) != pytest.approx(1.3 / N, rel=0.5)
 
 
-@pytest.mark.parametrize("public", [None, lambda w: -0.5 * w])
-def test_monotonicity_of_the_public_operator_is_listed_where_privacy_rests_on_it(
-    public, x64
-):
-    constants = {} if public is None else {"public_lipschitz": 0.5, "public_bound": 0.5}
-    problem = inequality(public, **constants)
-    fields = {"inner": "operator_extrapolation", "inner_steps": 400, "dimension": 1}
-    listed = planned(problem, **fields).report.assumptions
-    assert ("the public operator is monotone" in listed) is (public is not None)
-    picard = planned(problem, inner_steps=3, dimension=1).report.assumptions
-    assert "the public operator is monotone" not in picard
-
-
 class Jumping(dpb.sets.Ball):
     """A set whose projection is not nonexpansive."""
 
@@ -85,7 +72,7 @@ def test_only_the_librarys_own_projections_are_trusted(w_set):
 
 def test_a_batch_of_other_numbers_than_the_seal_is_refused():
     problem = inequality()
-    resolvent = Resolvent(problem, 1.0, 1.0, "picard", 1, 1, N, float(N))
+    resolvent = Resolvent(problem, 1.0, 1.0, 1, 1, N, float(N))
     for rows, denominator in ((1, 1), (N + 1, N)):
         with pytest.raises(ValueError, match="planned for at most 1000 rows"):
             read(resolvent, jnp.zeros((rows, 1)), jnp.zeros(1), denominator)
@@ -93,10 +80,10 @@ def test_a_batch_of_other_numbers_than_the_seal_is_refused():
 
 def test_extreme_units_keep_a_sensitivity_or_are_refused():
     problem = inequality(bound=5e29)
-    resolvent = Resolvent(problem, 5e29, 1e36, "picard", 1, 1, N, float(N))
+    resolvent = Resolvent(problem, 5e29, 1e36, 1, 1, N, float(N))
     contribution = jax.jit(
         lambda strength: Resolvent(
-            problem, jnp.float32(5e29), strength, "picard", 1, 1, N, float(N)
+            problem, jnp.float32(5e29), strength, 1, 1, N, float(N)
         ).contribution(jnp.float32, "float")
     )(jnp.float32(1e36))
     exact = resolvent.contribution(jnp.float32, "float")
@@ -108,7 +95,7 @@ def test_extreme_units_keep_a_sensitivity_or_are_refused():
 
 def test_records_that_overflow_in_the_dtype_of_the_start_contribute_nothing(x64):
     problem = inequality()
-    plan = Resolvent(problem, 1.0, 2.0, "picard", 3, 1, N, float(N))
+    plan = Resolvent(problem, 1.0, 2.0, 3, 1, N, float(N))
     centre = jnp.full(1, 0.25, jnp.float32)
     found = read(plan, jnp.zeros((N, 1)).at[0].set(1e300), centre).raw
     np.testing.assert_array_equal(found, centre)

@@ -329,7 +329,7 @@ INEQUALITY = dpb.games.VariationalInequality(
 
 
 # Batches of at most 20 rows over 10: sums may be twice as large as means.
-PLAN = Resolvent(INEQUALITY, 2.0, 6.0, "picard", 3, 4, 20, 10.0)
+PLAN = Resolvent(INEQUALITY, 2.0, 6.0, 3, 4, 20, 10.0)
 
 
 UNIT = 2.0**-24
@@ -353,23 +353,3 @@ def test_every_rounding_of_a_step_is_part_of_a_resolvent(steps):
     ratio = (1.0 * 2 + 0.5) / 6 if steps > 1 else 0.0
     total = (2.0 / 6 / 10 + 2 * omega) * (1 + ratio + ratio**2)
     assert plan.contribution(jnp.float32, "float") == pytest.approx(total, rel=1e-9)
-
-
-def test_every_error_of_operator_extrapolation_is_part_of_a_resolvent():
-    plan = dataclasses.replace(PLAN, inner="operator_extrapolation", steps=5)
-    lipschitz, records, public, width = 2 * 1.0 + 0.5, 2 * 3.0, 0.7, 3.0
-    largest, smoothness = records + public, lipschitz + 6
-    theta = 1 / (1 + 6 / smoothness)
-    solved = math.sqrt(2) * theta**2.5 * min(width, largest / 6)
-    assert float(plan.solve_error()) == pytest.approx(solved, rel=1e-6)
-    mean = 2 * 32 + 4 + 32 + 64 + 8
-    operator = UNIT * (mean * records + 32 * public + 3 * largest)
-    operator = 4 * operator + 20 * UNIT * 6 * width
-    step = 1 / (2 * smoothness)
-    length = 3 * step * (largest + 6 * width)
-    point = UNIT * projection_units(4) * (2 * 1.5 + length)
-    rounded = (4 * step * operator + 8 * point) / (1 - math.sqrt(theta))
-    assert float(plan.solve_rounding(jnp.float32)) == pytest.approx(rounded, rel=1e-6)
-    total = 3.0 / 6 / 10 + 2 * (solved + rounded)
-    found = plan.contribution(jnp.float32, "float")
-    assert float(found) == pytest.approx(total, rel=1e-6)

@@ -7,14 +7,13 @@ import jax
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.queries import Query
 from tests.audit.runs import audited
 from tests.cases import Mutant
 from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_group_descent import planned_group_descent
 from tests.games.test_noisy_payoff import planned_payoff
-from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
+from tests.games.test_proximal_point import planned_proximal
 from tests.games.test_recursive import planned_recursive
 
 
@@ -43,22 +42,6 @@ class HalfSensitiveResolvent(dpb.games.InexactProximalPoint):
     def step(self, problem, data, state, *, key):
         half = dataclasses.replace(self, noise_multiplier=0.5 * self.noise_multiplier)
         return dpb.games.InexactProximalPoint.step(half, problem, data, state, key=key)
-
-
-class FirstStep(Resolvent):
-    """Takes what a record moves in the first inner step for what it moves in all."""
-
-    def contribution(self, dtype, precision):
-        step = 1 / (2 * (self.lipschitz + self.strength))
-        return step * self.problem.constant("bound") / self.denominator
-
-
-class FirstStepSensitive(dpb.games.InexactProximalPoint):
-    """Forgets that its steps add up."""
-
-    def resolvent(self, problem, sizes):
-        found = dpb.games.InexactProximalPoint.resolvent(self, problem, sizes)
-        return FirstStep(**vars(found))
 
 
 class WarmResolvent(dpb.games.InexactProximalPoint):
@@ -163,11 +146,6 @@ MUTANTS = {
     ),
     "inner solver started from an unreleased point": of_proximal(
         lambda: audited(planned_proximal(kind=WarmResolvent), runs=20_000)
-    ),
-    "steps of operator extrapolation that do not add up": Mutant(
-        "InexactProximalPoint, extrapolation",
-        lambda: audited(planned_extrapolated(kind=FirstStepSensitive), runs=20_000),
-        lambda: audited(planned_extrapolated(), runs=20_000),
     ),
     "rounds that count as one": Mutant(
         "RecursiveRegularization",
