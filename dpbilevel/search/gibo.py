@@ -27,6 +27,7 @@ from ..privacy.releases import Release
 from ..privacy.sampling.base import FullBatch
 from .base import AbstractAskTellSolver, Proposal, SearchProblem
 from .design import choose_batch
+from .gibo_bound import BoundedDescent
 from .gp import GradientPosterior, History, gradient_posterior, record_gradient
 from .kernels import RBF, AbstractKernel, cast
 from .random_search import Choice, Portfolio, relative
@@ -52,7 +53,9 @@ def _tolerance(value: Any) -> Any:
 
 
 class GradientInformativeBO(
-    AbstractAskTellSolver[_State], AbstractNoisySolver[SearchProblem, _State]
+    BoundedDescent,
+    AbstractAskTellSolver[_State],
+    AbstractNoisySolver[SearchProblem, _State],
 ):
     r"""Descent along private gradients that a Gaussian process infers from losses.
 
