@@ -213,32 +213,48 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
                 "every possible dataset. Declare convex=True if you can prove it."
             )
 
-    def bound(self, problem: DrawProblem, *, distance: float | None = None) -> float:
+    def bound(
+        self,
+        problem: DrawProblem,
+        *,
+        distance: float | None = None,
+        population: bool = False,
+    ) -> float:
         r"""Return a bound on the expected excess of the answer, known before any data.
 
         $$\frac{d}{k} + \frac{\mu_0}{2} \|x^* - c\|^2 + t L D$$
 
         on the records themselves, with $\mu_0$ the quadratic term, $L$ the Lipschitz
         constant of $\Phi$ and $t$ how far the distribution of the draw may be from the
-        density in total variation.
+        density in total variation. On the population that independent records are from,
+        $n S^2 / \mu$ more, with $\mu$ the convexity of the regularized score.
 
         Args:
             problem: The problem that the solver is calibrated for.
             distance: An upper bound on the distance of a minimizer $x^*$ from the
                 initial point; by default the diameter of the set.
+            population: Whether the excess is that on the population; one level only.
 
         Raises:
-            ValueError: The solver is not calibrated, or constants are missing.
+            ValueError: The solver is not calibrated, constants are missing, or the
+                population of a problem of two levels is asked for.
 
         References:
-            Gopi, Lee and Liu, Theorem 25.
+            Gopi, Lee and Liu, Theorems 25 and 28, whose $G / (n \mu)$ is to be $G^2 /
+            (n \mu)$, as in Theorem 21.
         """
+        owner = "RegularizedExponentialMechanism.bound"
+        if population and not isinstance(problem, FiniteSum):
+            raise ValueError(f"{owner}: population=True is for one level.")
         if distance is not None:
-            owner = "RegularizedExponentialMechanism.bound"
             _checks.non_negative(owner, distance=distance)
         diameter = float(feasible_set(problem).diameter)
         distance = diameter if distance is None else min(distance, diameter)
         noise, mu, error = self.bound_terms(problem)
+        if population:
+            _, release = self.planned(problem)
+            convexity = mu + self.strong_convexity
+            error += self.sizes * (2 * release.contribution) ** 2 / convexity
         return noise + mu / 2 * distance**2 + error
 
     def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:

@@ -1,12 +1,16 @@
 """Bounds of draws against the exact laws that they are about."""
 
+import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import dpbilevel as dpb
+from tests.problems import EXACT
 
 BUDGET = dpb.PrivacyBudget(1.0, 0.0)
 LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
@@ -78,3 +82,41 @@ def test_a_sampler_that_is_cut_short_has_no_bound():
     plan = dpb.calibrate(problem, solver, BUDGET, sizes=10)
     with pytest.raises(ValueError, match="cut short"):
         plan.solver.bound(problem)
+
+
+def from_mean(w, record):
+    return 0.5 * (w[0] - record) ** 2
+
+
+def population_excess(rate, regularizer, n):
+    """Exact, for fair signs: the law is a normal one in [-1, 1], given the mean."""
+    convexity, heads = 1 + regularizer, np.arange(n + 1)
+    means = (2 * heads - n) / n / convexity
+    scale = 1 / math.sqrt(rate * convexity)
+    law = scipy.stats.truncnorm((-1 - means) / scale, (1 - means) / scale, means, scale)
+    # The loss on the population is (w^2 + 1) / 2, least at 0.
+    squares = law.var() + law.mean() ** 2
+    return 0.5 * np.sum(scipy.stats.binom.pmf(heads, n, 0.5) * squares)
+
+
+def test_the_excess_on_the_population_is_within_its_bound():
+    n = 200
+    problem = dpb.FiniteSum(
+        from_mean, w_set=LINE, lipschitz=2.0, lipschitz_spread=1.0, smoothness=1.0
+    )
+    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-12)
+    solver = dpb.draws.RegularizedExponentialMechanism(
+        sampler, convex=True, dimension=1, regularizer=1e-3, strong_convexity=1.0
+    )
+    with jax.enable_x64(True):
+        budget = dpb.PrivacyBudget(1.0, 1e-6)
+        solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
+        rate = solver.plan(problem, n).rate
+        found = population_excess(rate, 1e-3, n)
+        bound = solver.bound(problem, distance=1.0, population=True)
+        without = solver.bound(problem, distance=1.0)
+        assert bound - without == pytest.approx(4 / n / 1.001, rel=1e-3)
+        assert without < found <= bound  # the control is the bound on the records
+        two = dataclasses.replace(solver, sizes=dpb.Sizes(20, 40, "disjoint"))
+        with pytest.raises(ValueError, match="one level"):
+            two.bound(EXACT.problem, population=True)
