@@ -1,20 +1,25 @@
 """Exponential mechanisms: one private draw, with a quadratic term or without."""
 
 import math
-from typing import Literal
+from typing import Any, Literal, Self
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Number, Positive, check_fields
+from ..bilevel.certificates.certified import certificate_of
+from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
+from ..privacy.budget import PrivacyBudget
 from ..privacy.per_example.clipping import Basis
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
 from .hyper import GradientNorm, HyperObjective
 from .mean_loss import AbstractScore, DrawProblem, MeanLoss
 from .mechanisms import Exponential, RegularizedExponential
+from .samplers.base import AbstractSampler
 from .samplers.grid import Grid
 
 
@@ -177,6 +182,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         regularizer: $\mu$; by default the one above.
         strong_convexity: The declared strong convexity of $\Phi$, which adds to $\mu$.
             Static.
+        largest_rate: An upper bound on $k$, for the generalization of the answer.
         mechanism: The mechanism and its noise multiplier.
         dimension: $d$, the number of coordinates of $x$. Static.
         dtype: The dtype of scores in the plan; set by `calibrate`. Static.
@@ -200,6 +206,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     radius: Positive | None = eqx.field(default=None, kw_only=True)
     regularizer: NonNegative | None = None
     strong_convexity: NonNegative = eqx.field(static=True, default=0.0)
+    largest_rate: Positive | None = eqx.field(static=True, default=None)
     mechanism: RegularizedExponential = eqx.field(
         default=RegularizedExponential(), kw_only=True
     )
@@ -212,6 +219,64 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
                 "RegularizedExponentialMechanism: the objective must be convex on "
                 "every possible dataset. Declare convex=True if you can prove it."
             )
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: FiniteSum | BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Any,
+        *,
+        sampler: AbstractSampler,
+        dimension: int,
+        **fields: Any,
+    ) -> Self:
+        r"""Return the solver with the paper's parameters for the loss on new records.
+
+        One level, with $G$-Lipschitz losses:
+
+        $$\mu = \frac{G}{D} \sqrt{2 \Bigl(\frac{2 \log(3 / (4 \delta)) d}{\varepsilon^2
+        n^2} + \frac{1}{2 n}\Bigr)}, \qquad k \le \frac{2 n d \mu}{G^2}.$$
+
+        Two levels, with $G = S n / 2$ for the sensitivity $S$ of the hypergradient, $n$
+        the smaller level and $C = \beta_{gxy} (1 + \beta_{gyy} / \mu_g)$:
+
+        $$\mu = \frac{1}{D} \sqrt{\frac{G L_{fy} C}{\varepsilon n \mu_g} + \frac{G^2 d
+        \log(1/\delta)}{\varepsilon^2 n^2} + \frac{G C L_{fy}}{\mu_g \sqrt n} +
+        \frac{G \bar L}{n}}.$$
+
+        Privacy may ask for a smaller $k$, which `calibrate` finds.
+
+        Args:
+            problem: A problem on a bounded set, with `lipschitz` or a certificate.
+            budget: $\varepsilon$, and $\delta$ in (0, 1/10).
+            sizes: The planned number of records, or `Sizes`.
+            sampler: The sampler.
+            dimension: $d$.
+            **fields: Further fields, `convex=True` among them.
+
+        Raises:
+            TypeError: Another kind of problem, or of sizes.
+            ValueError: A number out of range, or constants are missing.
+
+        References:
+            Gopi, Lee and Liu, Theorem 29; Lowy and Liu, Theorem B.8, whose $G$ is not
+            the sensitivity (docs/mathematics.md).
+        """
+        owner = "RegularizedExponentialMechanism.from_theorem"
+        _checks.instance(owner, (FiniteSum, BilevelProblem), problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        problem.check_sizes(owner, sizes)
+        _checks.count(owner, dimension=dimension)
+        epsilon, delta, rate = budget.epsilon, budget.delta, None
+        if not 0 < delta < 0.1:
+            raise ValueError(f"{owner}: delta must be in (0, 1/10), got {delta}.")
+        if isinstance(problem, FiniteSum):
+            regularizer, rate = _one_level(problem, sizes, dimension, epsilon, delta)
+        else:
+            regularizer = _two_levels(problem, sizes, dimension, epsilon, delta)
+        defaults = {"regularizer": regularizer, "largest_rate": rate}
+        return cls(sampler, dimension=dimension, **(defaults | fields))
 
     def bound(
         self,
@@ -275,7 +340,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return self.strong_convexity
 
     def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
-        r"""Return the mechanism and $\mu$."""
+        r"""Return the mechanism, no sharper than `largest_rate`, and $\mu$."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
         if regularizer is None:
@@ -283,7 +348,11 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             regularizer = multiplier * sensitivity * (2 * self.coordinates()) ** 0.5
             radius = diameter if self.radius is None else self.radius
             regularizer = regularizer / radius
-        return self.mechanism, regularizer + self.strong_convexity
+        convexity = regularizer + self.strong_convexity
+        if self.largest_rate is not None:
+            least = (convexity / self.largest_rate) ** 0.5 / sensitivity
+            multiplier = jnp.maximum(multiplier, least)  # so that k is no larger
+        return self.mechanism.with_multiplier(multiplier), convexity
 
     @override
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
@@ -297,3 +366,30 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         if isinstance(problem, FiniteSum):
             return MeanLoss(problem, "slope", sizes)
         return HyperObjective(problem, "slope", sizes, uniform=True)
+
+
+def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
+    r"""Return $\mu$ and the largest $k$ of the theorem for one level."""
+    score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
+    lipschitz = score.regularity(dtype, dimension).lipschitz
+    diameter = float(problem.w_set.diameter)
+    private = 2 * math.log(3 / (4 * delta)) * dimension / (epsilon * n) ** 2
+    regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / n)
+    return regularizer, 2 * n * dimension * regularizer / lipschitz**2
+
+
+def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
+    r"""Return $\mu$ of the theorem for two levels."""
+    score = HyperObjective(problem, "slope", sizes)
+    contributions = score.contributions(jnp.result_type(float)).values()
+    constants = certificate_of(problem).second_order
+    n, mu = min(sizes.upper, sizes.lower), constants.strong_convexity
+    slope = n * sum(map(float, contributions))  # G: contributions are half of S
+    shift = constants.upper_y * constants.lower_xy * (1 + constants.lower_yy / mu) / mu
+    square = (  # Theorem B.8
+        slope * shift / (epsilon * n)
+        + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
+        + slope * shift / math.sqrt(n)
+        + slope * constants.upper_total / n
+    )
+    return math.sqrt(square) / float(problem.x_set.diameter)

@@ -191,6 +191,48 @@ def test_convexity_and_constants_are_listed_and_the_distance_counts():
     assert plan.report.epsilon <= 1.0
 
 
+@pytest.mark.usefixtures("wide")
+def test_the_rate_for_the_population_is_capped():
+    budget = dpb.PrivacyBudget(4.0, 1e-6)
+    solver = dpb.draws.RegularizedExponentialMechanism.from_theorem(
+        smooth(), budget, 40, sampler=sampler(), dimension=1, convex=True
+    )
+    plan = dpb.calibrate(smooth(), solver, budget, sizes=40)
+    rate, mu = temperature_and_regularizer(plan, smooth(), 40)
+    assert rate == pytest.approx(2 * 40 * mu / 0.5**2, rel=2e-3)
+    # What is not used of the budget is not claimed.
+    assert plan.report.epsilon < 3.9
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem():
+    example = two_levels.quadratic_bilevel(
+        jnp.zeros((50, 1), jnp.float64), jnp.zeros((80, 1), jnp.float64), radius=1.0
+    )
+    sizes = dpb.Sizes(50, 80, "disjoint")
+    settings = {"sampler": sampler(), "dimension": 1, "convex": True}
+    population = dpb.draws.RegularizedExponentialMechanism.from_theorem(
+        example.problem, dpb.PrivacyBudget(1.0, 1e-6), sizes, **settings
+    )
+    # n S / 2 = G, C = cross (1 + curvature / mu) and the four terms of the theorem.
+    known = example.problem.constants.second_order
+    bounds = known.bounds(sizes)
+    slope = 50 * (bounds.upper + bounds.lower) / 2
+    mu = known.strong_convexity
+    steep = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
+    square = slope * (
+        steep / 50
+        + slope * math.log(1e6) / 50**2
+        + steep / math.sqrt(50)
+        + known.upper_total / 50
+    )
+    assert population.regularizer == pytest.approx(math.sqrt(square) / 2, rel=1e-6)
+    with pytest.raises(ValueError, match="1/10"):
+        dpb.draws.RegularizedExponentialMechanism.from_theorem(
+            example.problem, dpb.PrivacyBudget(1.0, 0.5), sizes, **settings
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_stochastic_rejection_serves_losses_with_a_kink():
