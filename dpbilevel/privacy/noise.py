@@ -27,7 +27,7 @@ _GENERATORS = {"threefry2x32": 2, "threefry4x32": 4, "philox4x32": 2}
 NAMES = """next step sampling noise upper lower penalized outer search refit answer
 first then select walk cell smooth reject restart side distance proposal rival index
 stages accept ask tell repeats model models mixture score fit remixture screen setting
-value base length move moments remoments usability run lengths prepare curvature
+value base length move moments remoments usability run lengths prepare curvature rows
 """.split()
 
 

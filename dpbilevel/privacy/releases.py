@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._extras import dp_accounting
-from .budget import People
+from .budget import Neighbours, People
 from .exact.int61 import MOST_PLACES
 from .ledger import AbstractRelease
 from .mechanisms import AbstractNoise
@@ -79,7 +79,9 @@ class AbstractNoisyRelease(AbstractRelease):
             records = of_role(data, query.role)
             check_rows(query.role, records, query.size, self.neighbours)
         key_batch, key_noise = None, key
-        if any(query.sampling.needs_key for query in self.queries):
+        # Batches of all records use one to put them in rows at random.
+        drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
+        if drawn or any(query.sampling.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
         bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
@@ -127,7 +129,11 @@ class AbstractNoisyRelease(AbstractRelease):
             raise ValueError(
                 f"{self.name!r} is charged for queries of {roles}, but reads {[*funs]}."
             )
-        drawn = [query.role for query in self.queries if query.sampling.needs_key]
+        drawn = [
+            query.role
+            for query in self.queries
+            if query.sampling.needs_key or key is not None
+        ]
         key_of = {RECORDS: key}
         if drawn and drawn != [RECORDS]:
             key_of = dict(zip(drawn, derive(check_key(key), *drawn), strict=True))

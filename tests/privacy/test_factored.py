@@ -84,6 +84,20 @@ def layer_norm(w, record):
     return jnp.sum(jnp.sin(x))
 
 
+def adapted(w, record):
+    x = jnp.tanh((w["b"] @ w["a"]) @ record)
+    return jnp.sum(jnp.sin(record @ (w["a"].T @ w["b"].T)) * x)
+
+
+def by_side(w, record):
+    whole = jnp.einsum("ia,abk->ibk", w["whole"], w["rest"])
+    part = jnp.einsum("ia,abk->ibk", w["part"], w["some"])
+    along = jnp.einsum("i,ibk->bk", record[:, 0], whole)
+    return jnp.sum(jnp.sin(along)) + jnp.sum(
+        jnp.sin(jnp.einsum("ib,ibk->k", record, part))
+    )
+
+
 def reshaped(w, record):
     heads = record @ w.reshape(8, 30)
     return jnp.sum(jnp.tanh(heads.reshape(5, 6)) ** 2)
@@ -94,6 +108,9 @@ HEADS |= {"o": normal(2, 20, 40, seed=3)}
 LAYERS = {"a": normal(5, 7), "b": normal(7, seed=2), "c": normal(7, 3, seed=3)}
 TABLE = {"table": normal(50, 8), "a": normal(8, 6, seed=1)}
 NORMED = {"a": normal(5, 7), "scale": jnp.ones(7), "shift": jnp.zeros(7)}
+LOW_RANK = {"b": normal(9, 6), "a": normal(6, 5, seed=1)}
+SIDES = {"whole": normal(5, 4), "rest": normal(4, 3, 6, seed=1)}
+SIDES |= {"part": normal(5, 4, seed=2), "some": normal(4, 3, 6, seed=3)}
 ROWS = jnp.asarray([3, 7, 3, -1, 60])
 VECTOR, MATRIX = normal(5, seed=3), normal(5, 7)
 IMAGE, KERNEL = normal(6, 6, 2), normal(3, 3, 2, 4, seed=1)
@@ -134,6 +151,8 @@ LOSSES = {
         1,
         0,
     ),
+    "low rank": (adapted, LOW_RANK, VECTOR, 2, 0),
+    "products by one side": (by_side, SIDES, normal(5, 3, seed=4), 3, 0),
     "reshaped weights": (reshaped, normal(8, 5, 6), normal(8, seed=3), 1, 0),
     "no gradient": (lambda w, r: jnp.sum(r) + 0 * jnp.sum(w), MATRIX, VECTOR, 0, 0),
     "layer norm": (layer_norm, NORMED, VECTOR, 1, 0),

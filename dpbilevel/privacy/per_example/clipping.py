@@ -17,16 +17,25 @@ from ..budget import Neighbours
 from ..exact.floats import accumulation_dtype, is_below
 from ..exact.grid import Grid
 from ..exact.matmul_check import check_products
+from ..noise import PRNGKey, check_key
 from ..records.disk import OnDisk, reader, shapes_of
-from ..records.rows import BLOCK, Shards, shards_of
+from ..records.rows import BLOCK, Shards, shards_of, taken
 from ..sampling.base import Batch
 from .factored import is_structured
 from .microbatches import pass_rows, whole_blocks
 from .norms import TOO_LONG, scale_and_norm
 from .structure import opened
-from .summation import MOST_ROUNDING, AbstractSum, FloatSum, GridSum
+from .summation import (
+    MOST_ROUNDING,
+    STRETCH,
+    AbstractSum,
+    FloatSum,
+    GridSum,
+    is_grouped,
+)
 
 Precision = Literal["float", "grid"]
+_WORDS = 4  # 32 random bits each; two of n rows have the same with n^2 2^-129
 SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
 
@@ -136,6 +145,7 @@ def clipped_mean(
     microbatch: int | Literal["auto"] = "auto",
     precision: Precision = "grid",
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
+    key: PRNGKey | None = None,
 ) -> Bounded:
     r"""Return the clipped mean of a per-record function, sealed in a `Bounded`.
 
@@ -176,6 +186,9 @@ def clipped_mean(
         neighbours: The relation that the mean is released under. Under replace-one all
             other records keep their rows, which makes sums of products cheaper and
             their margin for rounding smaller.
+        key: A typed key for this call alone, as secret as the noise's. Where a record
+            that comes or goes moves others to other rows, records are then put in rows
+            at random, which makes sums of products as cheap as under replace-one.
 
     Returns:
         A `Bounded` with the shape of `fun`'s value.
@@ -197,11 +210,11 @@ def clipped_mean(
 
         On the grid the sum of rounded values is exact, whatever their order. Products
         of factors are added in groups and rounded group by group, with a margin for
-        what one record moves: its group if the others keep their rows, else all
-        groups. What one record contributes is computed by a program that depends on the
-        number of rows; it does not depend on the values of other rows, nor, in
-        micro-batches of a power of two, on its place (tested on CPU and GPU, but a
-        property of the compiler).
+        what one record moves: its group if the others keep their rows or rows are drawn
+        by `key`, else all groups. What one record contributes is computed by a program
+        that depends on the number of rows; it does not depend on the values of other
+        rows, nor, in micro-batches of a power of two, on its place (tested on CPU and
+        GPU, but a property of the compiler).
         Under add-or-remove-one the number of rows must therefore be public: pad the
         records and mask the padding, as `solve` does for a plan.
 
@@ -220,13 +233,13 @@ def clipped_mean(
     _checks.strict_floats("clipped_mean")
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
-    rows_fixed = neighbours is Neighbours.REPLACE_ONE
+    rows_fixed = replaced = neighbours is Neighbours.REPLACE_ONE
     size = shards = None
     if isinstance(records, Batch):
         if mask is not None or denominator is not None:
             raise ValueError("clipped_mean: a Batch has its mask= and denominator=.")
-        rows_fixed = records.rows_fixed and rows_fixed
-        size, shards = records.size, records.shards
+        rows_fixed = replaced = records.rows_fixed and rows_fixed
+        size, shards, key = records.size, records.shards, records.key
         records, mask, denominator = records.records, records.mask, records.denominator
     n = _checks.leading_axis("records", shapes_of(records))
     records = _checks.on_device(records)
@@ -238,15 +251,23 @@ def clipped_mean(
     _check_mask(mask, n, on_disk=on_disk)
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
     shards = Shards() if on_disk else shards or shards_of((records, mask))
-    size, part = n if size is None else size, n // shards.count
     record = one_record(records)
     plain, constants = opened(fun, record, shards)
+    size = n if size is None else size
+    # Rows stay where they are if only the compiler knows on which devices that is.
+    may_move = not (rows_fixed or on_disk) and shards.known == shards.count
+    if key is not None and may_move:
+        _, value = _cheapest(plain, constants, record, products=True)
+        if any(map(is_grouped, jax.tree.leaves(value, is_leaf=is_structured))):
+            records, mask, shards = _in_random_rows(records, mask, n, size, key=key)
+            n, rows_fixed = len(mask), True
+    part = n // shards.count
     for products in (True, False):
         cheap, value = _cheapest(plain, constants, record, products=products)
         per_shard, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
         rows = rows if n % BLOCK else whole_blocks(per_shard, rows)
         given = _widened(value), *numbers, size, rows, rows_fixed, per_shard
-        rule = SUMS[precision](*given)
+        rule = SUMS[precision](*given, joins=not replaced)
         if rows_fixed or rule.rounding <= MOST_ROUNDING:
             break
     if rule.rounding:
@@ -261,7 +282,7 @@ def clipped_mean(
         return sums if axes is None else here.joined(sums, axes)
 
     mean = rule.mean(shards.summed(summed, (constants, *numbers), (records, mask)))
-    relation = Neighbours.REPLACE_ONE if rule.rounding and rows_fixed else None
+    relation = Neighbours.REPLACE_ONE if rule.rounding and replaced else None
     return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, relation)
 
 
@@ -274,6 +295,22 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
         raise ValueError(
             f"clipped_mean: mask must be ({n},) booleans, got {mask.dtype}{mask.shape}."
         )
+
+
+def _in_random_rows(
+    records: PyTree, mask, n: int, size: int, *, key: PRNGKey
+) -> tuple[PyTree, Bool[Array, " rows"], Shards]:
+    """Return the first `size` of n rows in a secret random order, and their mask.
+
+    Whoever joins them takes a row of its own: the rows of all others have the same
+    distribution with and without it.
+    """
+    words = jax.random.bits(check_key(key), (_WORDS, size), jnp.uint32)
+    *_, order = jax.lax.sort((*words, jnp.arange(size)), num_keys=_WORDS)
+    order = jnp.pad(order, (0, n - size), constant_values=n)
+    records, order, shards = taken(records, order)
+    mask = jnp.ones(n, bool) if mask is None else mask
+    return records, mask.at[order].get(mode="fill", fill_value=False), shards
 
 
 def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
@@ -295,7 +332,7 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, TOO_LONG)
         # Places that cancel count for the rounding of their sum, if not for its norm.
-        norms = jnp.maximum(norms, lengths / rule.cancellation_factor)
+        norms = jnp.maximum(norms, lengths / STRETCH)
         fraction = rule.clip_fraction
         weights = jnp.where(keep, fraction / jnp.maximum(norms, fraction), 0)
         return rule.add(sums, weights, values), None

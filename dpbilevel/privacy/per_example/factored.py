@@ -105,6 +105,36 @@ class Factored(eqx.Module):
         left, right = (tuple(map(place, axes)) for axes in (left, right))
         return Factored(self.left, self.right, tuple(shape), left, right, self.given)
 
+    def multiplied(
+        self, matrix: Array, axes: Sequence[Sequence[int]], first: bool, precision: Any
+    ) -> "Factored":
+        """Return the tensor product with a matrix: that of `left`, and `right`.
+
+        Args:
+            matrix: Any array; it need not be a matrix.
+            axes: The contracted axes, all of them of `left`, and those of the matrix.
+            first: Whether axes of this array come first in the result.
+            precision: As for `jnp.tensordot`.
+        """
+        ours, theirs = axes
+        left = _widened(self.left)
+        left = left.reshape(-1, *(self.shape[axis] for axis in self.left_axes))
+        pairs = [self.left_axes.index(axis) + 1 for axis in ours], theirs
+        left = jnp.tensordot(left, _widened(matrix), pairs, precision=precision)
+        rest = [axis for axis in range(len(self.shape)) if axis not in ours]
+        others = [axis for axis in range(matrix.ndim) if axis not in theirs]
+        shape = [self.shape[axis] for axis in rest]
+        added = [matrix.shape[axis] for axis in others]
+        shape, shift = (shape + added, 0) if first else (added + shape, len(others))
+        ahead = len(rest) if first else 0
+        kept = [axis for axis in self.left_axes if axis in rest]
+        kept, right = (
+            [rest.index(axis) + shift for axis in side]
+            for side in (kept, self.right_axes)
+        )
+        sides = (*kept, *range(ahead, ahead + len(others))), tuple(right)
+        return Factored(left.reshape(len(left), -1), self.right, tuple(shape), *sides)
+
     def plus(self, other: "Factored | SparseRows") -> "Factored | None":
         """Return the sum as `Factored`; `None` if axes are split differently."""
         if not isinstance(other, Factored):
@@ -224,7 +254,7 @@ def relative_error(size: int, value: Factored) -> float:
 def largest_group(value: Factored) -> int:
     """Return the most records of a group if all other records keep their rows."""
     if value.places > 1:
-        return 2 ** int(math.log2(2**11 / value.places) / 2)
+        return 2 ** int(math.log2(2**12 / value.places) / 2)
     return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
 
 

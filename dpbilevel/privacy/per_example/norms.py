@@ -27,7 +27,7 @@ def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Sc
     Returns:
         The value; at least its norm, which is above `TOO_LONG` where the value is not
         finite; and at least $(\sum_l (\sum_t |l_t| |r_t|)^2)^{1/2}$ over its factored
-        leaves, which may cancel in the norm.
+        leaves of several places, which may cancel in the norm.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_structured)
     parts = [_part(leaf, clip_norm) for leaf in leaves]
@@ -53,7 +53,7 @@ class _Part:
     value: Any
     squares: Scalar  # at least their sum, but for the rounding of `size` additions
     size: int
-    squared_length: Scalar | None = None  # of the places together
+    squared_length: Scalar | None = None  # of several places together
 
 
 def _part(leaf: Any, clip_norm: Scalar) -> _Part:
@@ -91,8 +91,7 @@ def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
         right = jax.lax.optimization_barrier(units / lengths)
         right = right.reshape(leaf.right.shape)
         value = dataclasses.replace(leaf, left=left[None], right=right)
-        squares = _squares(units)
-        return _Part(value, squares, q, squares)
+        return _Part(value, _squares(units), q)
     value = dataclasses.replace(leaf, left=left / lengths, right=units)
     squared_length = jnp.sum(jnp.sqrt(_squares(units, axis=1))) ** 2
     products = [jnp.matmul(v, v.T, precision="highest") for v in (value.left, units)]

@@ -164,11 +164,18 @@ def _is_zero(operand: Any) -> bool:
 def _product(run: _Run, eqn, operands: list[Any]):
     """Return a function that makes a matrix product `Factored`, or `None`.
 
-    The contracted axes are the places.
+    The contracted axes are the places, unless those of an operand's form are fewer.
     """
     contracted, batched = eqn.params["dimension_numbers"]
     if batched[0] or not _is_floating(*eqn.invars):
         return None
+    count = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted[0])
+    for i, form in enumerate(map(_form_of, operands)):
+        for made in (form, form.turned()) if isinstance(form, Factored) else ():
+            axes = contracted[i], contracted[1 - i]
+            if made.places < count and set(axes[0]) <= set(made.left_axes):
+                options = axes, i == 0, eqn.params["precision"]
+                return lambda: made.multiplied(_array(operands[1 - i]), *options)
 
     def form():
         sides, widths = [], []

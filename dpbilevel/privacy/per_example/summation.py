@@ -21,9 +21,9 @@ from .factored import GROUP, Factored, SparseRows, is_structured
 
 # Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
 _MOST_RECORDS = 2**34
-# How much longer the places of a record may be together than its value, before they
-# count for less.
-_STRETCH = 16.0
+# How much longer the places of a record may be together than its value, before the
+# record counts for less.
+STRETCH = 16.0
 # C / m in steps of the grid.
 _BITS = 23
 # The most of the clip norm that is given up for the rounding of sums in any order.
@@ -45,6 +45,7 @@ class AbstractSum(abc.ABC):
         n: The number of rows that may be records: the first ones of all parts.
         rows: How many of them are added at once: a chunk.
         rows_fixed: Whether neighbouring data have all other records in the same rows.
+        joins: Whether a record then joins the others and does not replace one.
         rows_per_shard: Number of rows of each shard, if there are several.
     """
 
@@ -55,6 +56,7 @@ class AbstractSum(abc.ABC):
     rows: int
     rows_fixed: bool = True
     rows_per_shard: int | None = None
+    joins: bool = False
 
     def __post_init__(self) -> None:
         """Check that sums have room for so many records."""
@@ -77,28 +79,36 @@ class AbstractSum(abc.ABC):
         return jax.tree.leaves(self.value, is_leaf=is_structured)
 
     @property
-    def cancellation_factor(self) -> float:
-        r"""$\Lambda \ge 1$: the most that places may be longer than their sum."""
-        return _STRETCH if any(v.places > 1 for v in self._grouped) else 1.0
+    def _kinds(self) -> list[tuple[float, list[Factored]]]:
+        r"""Leaves that are summed in groups, by their $\Lambda$: one place or more."""
+        one = [v for v in self._grouped if v.places == 1]
+        return [(1.0, one), (STRETCH, [v for v in self._grouped if v.places > 1])]
 
     @property
     def rounding(self) -> float:
         r"""Fraction of the clip norm that is kept for the rounding of groups' sums.
 
         Let leaf $l$ have $T_l$ places and groups of $k_l$ records, $m_l = k_l T_l + 4$,
-        $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. If all others keep their
-        rows it is $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$,
-        else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
-        groups in all. The derivation is in docs/precision.md.
+        $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Leaves of one place have
+        $\Lambda = 1$, others `STRETCH`. If all others keep their rows it is $R$, the
+        root of the sum, over both kinds, of the squares of
+        $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$; where a
+        record joins them, $2 R + \sqrt d \, 2^{-24}$ with $d$ numbers in all leaves;
+        else $2 n (\sum \Lambda^2 \max_l \gamma_l^2)^{1/2} + \sqrt{\sum_l g_l^2 d_l}
+        2^{-23}$ with $g_l$ groups in all. The derivation is in docs/precision.md.
         """
         if not self.rows_fixed:
             return self._margin(self._group_places)
-        leaves = self._grouped
-        sizes = [self.group_size(v) for v in leaves]
-        pairs = zip(sizes, leaves, strict=True)
-        roots = [factored.relative_error(k, v) * math.sqrt(k) for k, v in pairs]
-        largest = max(sizes, default=0)
-        return self.cancellation_factor * math.sqrt(largest) * max(roots, default=0.0)
+        parts = []
+        for stretch, leaves in self._kinds:
+            pairs = [(self.group_size(v), v) for v in leaves]
+            roots = [factored.relative_error(k, v) * math.sqrt(k) for k, v in pairs]
+            largest = max((k for k, _ in pairs), default=0)
+            parts.append(stretch * math.sqrt(largest) * max(roots, default=0.0))
+        replaced = math.hypot(*parts)
+        size = sum(math.prod(v.shape) for v in self._grouped)
+        joined = 2 * replaced + math.sqrt(size) * 2.0 ** -(_BITS + 1)
+        return joined if self.joins else replaced
 
     def group_size(self, value: Factored) -> int:
         """Return the number of records whose products are added before rounding."""
@@ -117,11 +127,13 @@ class AbstractSum(abc.ABC):
 
     def _margin(self, places: int) -> float:
         """Return the margin, in clip norms, of sums by groups of `places` places."""
-        pairs = [(self._group_records(v, places), v) for v in self._grouped]
-        worst = max((factored.relative_error(k, v) for k, v in pairs), default=0.0)
-        steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
-        summed = 2 * self.cancellation_factor * self.n * worst
-        return summed + math.sqrt(steps) * 2.0**-_BITS
+        parts, steps = [], 0
+        for stretch, leaves in self._kinds:
+            pairs = [(self._group_records(v, places), v) for v in leaves]
+            errors = [factored.relative_error(k, v) for k, v in pairs]
+            parts.append(stretch * max(errors, default=0.0))
+            steps += sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
+        return 2 * self.n * math.hypot(*parts) + math.sqrt(steps) * 2.0**-_BITS
 
     def groups(self, size: int) -> int:
         """Return the number of groups of all shards that may hold a record."""
@@ -135,7 +147,7 @@ class AbstractSum(abc.ABC):
 
     @property
     def _grouped(self) -> list[Factored]:
-        return [v for v in self.leaves if _is_grouped(v)]
+        return [v for v in self.leaves if is_grouped(v)]
 
     @property
     @abc.abstractmethod
@@ -215,7 +227,7 @@ class GridSum(AbstractSum):
             return jnp.clip(counts, -largest, largest)
 
         def add(v, total):
-            if _is_grouped(v):
+            if is_grouped(v):
                 size = self.group_size(v)
                 sums_of = factored.products(weights, v, size)
                 # A sum of k such rows is at most k times as long.
@@ -320,7 +332,7 @@ class FloatSum(AbstractSum):
         return eqx.combine(means, counted)
 
 
-def _is_grouped(value: Any) -> bool:
+def is_grouped(value: Any) -> bool:
     """Return whether values of several records are added before they are rounded."""
     return isinstance(value, Factored) and not value.narrow
 

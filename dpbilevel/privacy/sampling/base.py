@@ -15,7 +15,7 @@ from typing_extensions import override
 from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
-from ..noise import PRNGKey, check_key
+from ..noise import PRNGKey, check_key, derive
 from ..records.rows import BLOCK, Shards, padded_rows, taken, unpacked
 
 # The probability, per draw, that a batch exceeds the default capacity. Ten million
@@ -39,6 +39,7 @@ class Batch(eqx.Module):
         size: How many rows may be records, where those after them only make parts on
             several devices equal. Static.
         shards: How the rows are spread over devices, where that is known. Static.
+        key: A typed key that `clipped_mean` may draw other rows by, if any.
     """
 
     records: PyTree
@@ -47,6 +48,7 @@ class Batch(eqx.Module):
     rows_fixed: bool = eqx.field(static=True, default=True)
     size: int | None = eqx.field(static=True, default=None)
     shards: Shards | None = eqx.field(static=True, default=None)
+    key: PRNGKey | None = None
 
 
 class AbstractSampling(_checks.Checked):
@@ -138,9 +140,9 @@ class FullBatch(AbstractSampling):
     needs_key: ClassVar[bool] = False
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Return a `Batch` of all records; the key is not used."""
+        """Return a `Batch` of all records, with the key if one is given."""
         records, present = unpacked(records)
-        return Batch(records, present, self.denominator(size))
+        return Batch(records, present, self.denominator(size), key=key)
 
     @override
     def rows(self, size: int) -> int:
@@ -214,13 +216,15 @@ class Poisson(AbstractSampling):
                 f"Poisson: capacity={self.capacity} is for {size} records, got {n} "
                 "rows. Calibrate for them, or leave capacity out."
             )
-        bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
+        key_members, key_rows = derive(check_key(key), "sampling", "rows")
+        bits = jax.random.bits(key_members, (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
         planned = padded_rows(size)
         most = max(n, planned)  # more on several devices
         if self.rows(size) != planned:  # otherwise no overflow is accounted for
             most = self._capacity(most)
-        return masked_batch(records, present, chosen, most, self.denominator(size))
+        count = self.denominator(size)
+        return masked_batch(records, present, chosen, most, count, key=key_rows)
 
     def denominator(self, size: int) -> float:
         """Return the expected number of records in a batch."""
@@ -266,6 +270,8 @@ def masked_batch(
     chosen: Bool[Array, " n"],
     most: int,
     denominator: float,
+    *,
+    key: PRNGKey | None = None,
 ) -> Batch:
     """Return a `Batch` of the first `most` chosen rows, with a mask.
 
@@ -275,6 +281,7 @@ def masked_batch(
         chosen: Which rows are in the batch.
         most: The room of the batch.
         denominator: That of the batch.
+        key: As in `Batch`.
     """
     n = len(chosen)
     # Slots beyond those of the chosen rows are filled with nothing, up to whole
@@ -286,7 +293,7 @@ def masked_batch(
     if present is not None:
         mask &= present.at[members].get(mode="fill", fill_value=False)
     # A record that is drawn moves all that come after it by a row.
-    return Batch(batch, mask, denominator, False, most, shards)
+    return Batch(batch, mask, denominator, False, most, shards, key)
 
 
 def unnumbered(owner: str, sampling: AbstractSampling) -> None:
