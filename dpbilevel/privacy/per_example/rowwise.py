@@ -22,6 +22,8 @@ from ..exact.floats import accumulation_dtype
 from ..jaxprs import bound, inner_jaxprs, retraced
 
 CONVOLUTION = "conv_general_dilated"
+_POOLED = "select_and_scatter_add"  # the derivative of maxima over windows
+_MOST_SLICES = 16
 # Primitives whose batching rules compute each record's result from that record alone,
 # for every value of the others. Each has a canary in tests/attacks/canaries.py.
 ROWWISE = frozenset(
@@ -147,6 +149,8 @@ def computed(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Return the results of an equation, in a form that can be batched over records."""
     if eqn.primitive.name == CONVOLUTION:
         return [_convolution(tuple(eqn.params.items()), *operands)]
+    if eqn.primitive.name == _POOLED and _has_small_windows(eqn.params):
+        return [_by_slices(eqn.params, *operands)]
     if not any(map(_convolves, inner_jaxprs(eqn))):
         return bound(eqn, operands, eqn.params)
     params = {key: retraced(value, _inside) for key, value in eqn.params.items()}
@@ -163,6 +167,40 @@ def _convolves(jaxpr: Any) -> bool:
         eqn.primitive.name == CONVOLUTION or any(map(_convolves, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
+
+
+def _has_small_windows(params: dict[str, Any]) -> bool:
+    """Return whether slices replace the primitive: few, of maxima, not padded."""
+    few = math.prod(params["window_dimensions"]) <= _MOST_SLICES
+    return few and params["select_prim"].name == "ge" and not np.any(params["padding"])
+
+
+def _by_slices(params: dict[str, Any], source: Array, operand: Array) -> Array:
+    """Return the sums at the maxima of windows, one slice for each place of a window.
+
+    Many times faster on a CPU than the primitive, and equal but for the order of sums.
+    """
+    strides, sizes = params["window_strides"], operand.shape
+    spans = [(n - 1) * step + 1 for n, step in zip(source.shape, strides, strict=True)]
+    places = [*np.ndindex(*params["window_dimensions"])]
+
+    def seen(place):
+        ends = np.add(place, spans).tolist()
+        return jax.lax.slice(operand, place, ends, strides)
+
+    largest, chosen = seen(places[0]), jnp.zeros(source.shape, jnp.int32)
+    for number, place in enumerate(places[1:], 1):
+        found = seen(place)
+        kept = largest >= found  # never where one of them is NaN, like the primitive
+        largest = jnp.where(kept, largest, found)
+        chosen = jnp.where(kept, chosen, number)
+    total = jnp.zeros(sizes, source.dtype)
+    for number, place in enumerate(places):
+        part = jnp.where(chosen == number, source, 0)
+        zipped = zip(place, spans, sizes, strides, strict=True)
+        padding = [(at, n - at - span, step - 1) for at, span, n, step in zipped]
+        total += jax.lax.pad(part, jnp.zeros((), part.dtype), padding)
+    return total
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
