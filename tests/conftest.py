@@ -1,5 +1,9 @@
-"""Strict promotion for the whole suite, fixed keys, derandomized searches."""
+"""Strict promotion for the whole suite, fixed keys, derandomized searches.
 
+With DPBILEVEL_KEYS=chacha20 all keys from seeds are of the cryptographic generator.
+"""
+
+import functools
 import gc
 import itertools
 import os
@@ -10,11 +14,14 @@ import pytest
 from hypothesis import settings
 
 from dpbilevel.core import process_spending
+from dpbilevel.privacy.chacha20 import CHACHA20
 
 MAPS = pathlib.Path("/proc/self/maps" if os.path.exists("/proc") else os.devnull)
 TESTS = itertools.count(1)
 EVERYWHERE = jax.config.jax_debug_key_reuse
 
+if os.environ.get("DPBILEVEL_KEYS") == "chacha20":
+    jax.random.key = functools.partial(jax.random.key, impl=CHACHA20)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=40)

@@ -48,6 +48,8 @@ class Privacy:
         precision: `"grid"`, or `"float"` for research.
         allow_large_delta: Whether `run` accepts a delta of one over the number of
             records or more.
+        randomness: Generator of the random bits, as in `root_key`; `"chacha20"` is the
+            cryptographic one.
         check_records: Whether a run first releases the fraction of usable records.
         person: Column with the id of the person of each row; empty if each row is a
             person.
@@ -61,6 +63,7 @@ class Privacy:
     neighbours: Neighbours
     precision: Precision = "grid"
     allow_large_delta: bool = False
+    randomness: Literal["threefry4x32", "chacha20"] = "threefry4x32"
     check_records: bool = True
     person: str = ""
     most_rows: int = 8

@@ -226,7 +226,8 @@ def prepare(config: Config) -> Prepared:
         Touches no data.
     """
     plan = _calibrated(config, config.solver)
-    w0, report = _start(config), evaluation.reported(plan.report, config)
+    report = evaluation.reported(plan.report, config)
+    report, w0 = report.with_generator(config.privacy.randomness), _start(config)
     return Prepared(config, config.problem, plan.solver, w0, report, config.check)
 
 

@@ -95,7 +95,8 @@ def run(
             prepared.problem,
             prepared.solver,
             prepared.w0,
-            key=root_key(),  # a run that is resumed has its own
+            # A run that is resumed has its own key.
+            key=root_key(prepared.config.privacy.randomness),
             fingerprint=_fingerprint(prepared, read, given.chunk, before),
             with_start=True,
         )

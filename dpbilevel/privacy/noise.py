@@ -3,7 +3,8 @@
 import hashlib
 import hmac
 import math
-import os
+import secrets
+from collections.abc import Hashable
 from typing import Any, Self
 
 import jax
@@ -11,17 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key, PyTree, UInt32
 
 from .. import _checks
+from .chacha20 import CHACHA20
 
 PRNGKey = Key[Array, ""]
 
 # Counter-based generators whose keys batch correctly under vmap, with the 32-bit words
 # of a key. The rbg family uses only the first key of a batch, and philox2x32 has one
-# word.
-_GENERATORS = {"threefry2x32": 2, "threefry4x32": 4, "philox4x32": 2}
+# word. The last one alone is cryptographic.
+GENERATORS: dict[Hashable, int] = {
+    "threefry2x32": 2,
+    "threefry4x32": 4,
+    "philox4x32": 2,
+    CHACHA20: 8,
+}
+_NAMED = {str(impl): impl for impl in GENERATORS}
 
 # Names that keys are derived for, each listed once. A new name changes no other key.
 NAMES = """next step sampling noise upper lower penalized outer search refit answer
@@ -47,10 +55,10 @@ def check_key(key: Any) -> PRNGKey:
         )
     if key.shape != ():
         raise ValueError(f"key must be one key, got shape {key.shape}; use jax.vmap.")
-    name = str(jax.random.key_impl(key))
-    if name not in _GENERATORS:
+    impl = jax.random.key_impl(key)
+    if impl not in GENERATORS:
         raise ValueError(
-            f"generator {name!r} is unfit for privacy; use dpbilevel.root_key()."
+            f"generator {str(impl)!r} is unfit for privacy; use dpbilevel.root_key()."
         )
     return key
 
@@ -74,19 +82,35 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
         raise ValueError("keys of processes differ; call root_key() together.")
 
 
-def root_key(impl: str = "threefry4x32") -> PRNGKey:
+def wrapped(words: ArrayLike, generator: str) -> Key[Array, "..."]:
+    """Return the keys that have these words as `jax.random.key_data`.
+
+    Args:
+        words: Words of 32 bits, a key a row.
+        generator: The name of the generator.
+
+    Raises:
+        ValueError: The generator is not fit for privacy noise.
+    """
+    _checks.one_of("wrapped", "generator", generator, _NAMED)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=_NAMED[generator])
+
+
+def root_key(randomness: str = "threefry4x32") -> PRNGKey:
     """Return a fresh typed key from the operating system's entropy source.
 
     `jax.random.key(seed)` keeps 32 bits of the seed unless 64-bit mode is on, few
-    enough to try them all. This key is drawn whole: 128 bits for `threefry4x32`, 64
-    for the others.
+    enough to try them all. This key is drawn whole: 256 bits for `chacha20`, 128 for
+    `threefry4x32`, 64 for the others.
 
     In a program of several processes (`jax.distributed`) all of them call this together
     and get the key of process 0: with keys of their own they would publish one value
     under several noises, which cancel out.
 
     Args:
-        impl: The generator: `threefry4x32`, `threefry2x32` or `philox4x32`.
+        randomness: The generator. `chacha20` is cryptographic: whoever can predict its
+            bits breaks the cipher. JAX's own `threefry4x32`, `threefry2x32` and
+            `philox4x32` compile faster and only pass statistical tests.
 
     Returns:
         A scalar typed key. Whoever knows it can subtract the noise: do not store it.
@@ -94,11 +118,12 @@ def root_key(impl: str = "threefry4x32") -> PRNGKey:
     Raises:
         ValueError: The generator is not fit for privacy noise.
     """
-    _checks.one_of("root_key", "impl", impl, _GENERATORS)
-    words = np.frombuffer(os.urandom(4 * _GENERATORS[impl]), np.uint32)
+    _checks.one_of("root_key", "randomness", randomness, _NAMED)
+    size = GENERATORS[_NAMED[randomness]]
+    words = np.frombuffer(secrets.token_bytes(4 * size), np.uint32)
     if jax.process_count() > 1:
         words = multihost_utils.broadcast_one_to_all(words)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+    return wrapped(words, randomness)
 
 
 def number_of(name: str) -> int:

@@ -6,11 +6,13 @@ import enum
 import importlib.metadata
 import json
 import math
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Self
 
 from .._version import __version__
 from .accounting import profiles
 from .budget import Neighbours, PrivacyBudget
+from .chacha20 import CHACHA20
 from .ledger import Ledger
 from .per_example.clipping import Basis
 from .records.people import PersonUnit
@@ -28,6 +30,7 @@ class Status(enum.Enum):
 
 _INFINITE = {math.inf: "inf", -math.inf: "-inf"}  # numbers that JSON has not
 GENERATOR = "JAX's generator of random bits is not a cryptographic one"
+CRYPTOGRAPHIC = "no one tells the key stream of ChaCha20 (RFC 8439) from random bits"
 IDEALISED = {
     "grid": "the noise is a rounded Gaussian, for each released number up to 2^-54 of "
     "epsilon and (1 + exp(epsilon)) 2^-81 of delta",
@@ -120,6 +123,20 @@ class PrivacyReport:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             message = f"PrivacyReport: not the JSON of a report: {error}."
             raise ValueError(message) from error
+
+    def with_generator(self, generator: Hashable) -> Self:
+        """Return the report of runs whose keys are of this generator.
+
+        A plan does not know the keys of its runs and assumes JAX's generators.
+
+        Args:
+            generator: The name of the generator, or `jax.random.key_impl` of a key.
+        """
+        if str(generator) != str(CHACHA20):
+            return self
+        assumed = (CRYPTOGRAPHIC if v == GENERATOR else v for v in self.assumptions)
+        prng = "ChaCha20, keys of 256 bits"
+        return dataclasses.replace(self, assumptions=tuple(assumed), prng=prng)
 
     @property
     def claim(self) -> str:

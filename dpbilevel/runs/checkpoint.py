@@ -25,7 +25,7 @@ from ..core.descent import rejected_updates
 from ..core.problem import AbstractProblem
 from ..core.solution import Solution
 from ..core.solver import AbstractSolver
-from ..privacy.noise import PRNGKey
+from ..privacy.noise import PRNGKey, wrapped
 from . import lock
 from .interrupts import uninterruptible
 
@@ -122,7 +122,7 @@ def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint
     states, paths = public["leaves"]
     return Checkpoint(
         done=public["done"],
-        key=jax.random.wrap_key_data(arrays["key"], impl=public["generator"]),
+        key=wrapped(arrays["key"], public["generator"]),
         state=[arrays[f"state_{i}"] for i in range(states)],
         path=[arrays[f"path_{i}"] for i in range(paths)],
         fingerprint=public["fingerprint"],

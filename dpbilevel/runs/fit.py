@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jaxtyping import PyTree
 
 from .. import _checks
@@ -101,7 +102,8 @@ def fit(
         solution: Any = run.solution
     else:
         solution = run_checked(problem, plan.solver, data, w0, **options)
-        solution = dataclasses.replace(solution, report=plan.report)
+        report = plan.report.with_generator(jax.random.key_impl(key))
+        solution = dataclasses.replace(solution, report=report)
         solution = solution if leaves is None else solution.with_leaves(leaves)
     count()
     rejected = solution.rejected_updates

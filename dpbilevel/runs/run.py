@@ -84,7 +84,8 @@ class Run:
         path = jax.tree.map(lambda v: v[: self.done], self.path)
         value = self.plan.solver.answer(self.problem, self.state)
         rejected = rejected_updates(self.state)
-        solution = Solution(value, path, rejected, self.plan.report)
+        report = self.plan.report.with_generator(jax.random.key_impl(self.key))
+        solution = Solution(value, path, rejected, report)
         return solution if self.leaves is None else solution.with_leaves(self.leaves)
 
     @cached_property

@@ -87,7 +87,8 @@ def plan_run(
             options = {"sizes": n, "w0": w0, "precision": precision}
             plan = calibrated(problem, solver, budget, **options)
             plan.warn(owner)
-            solver, report = plan.solver, plan.report
+            report = plan.report.with_generator(jax.random.key_impl(key))
+            solver = plan.solver
             if folder is not None:
                 assumptions = (*report.assumptions, _COPIES)
                 report = dataclasses.replace(report, assumptions=assumptions)

@@ -368,7 +368,8 @@ class PrivateEstimator(_Fitted, abc.ABC):
         first_of_all, *declared = DECLARED
         of_run = *plan.report.assumptions, *first.assumptions
         assumed = first_of_all, *of_run, *declared
-        self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
+        report = dataclasses.replace(plan.report, assumptions=assumed)
+        self.privacy_report_ = report.with_generator(jax.random.key_impl(key))
         self.records_check_, self.records_usable_ = found, found.usable
         remarks = [f"{text} {_COMPARE}" for text in found.remarks]
         if lengths is not None and mean_noise(plan.report) > _MOST_NOISE:

@@ -36,7 +36,7 @@ DRIVER = """
 import sys
 import jax
 from dpbilevel.cli import main as cli, run as runner
-runner.root_key = lambda: jax.random.key(11)
+runner.root_key = lambda *_: jax.random.key(11)
 cli.main(sys.argv[1:])
 """
 
@@ -86,13 +86,13 @@ def test_killed_run_ends_in_the_bits_of_one_that_was_left_alone(tmp_path, monkey
     done = checkpoint.read(killed).done
     assert 0 < done < 20
     run(prepared, killed, resume=True)
-    monkeypatch.setattr(runner, "root_key", lambda: jax.random.key(11))
+    monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(11))
     run(prepared, unharmed, chunk=1)
     assert bits(killed) == bits(unharmed)
     (spent,) = spending.read(killed).runs
     assert spent.resumed == 1
     # The control: another key ends elsewhere.
-    monkeypatch.setattr(runner, "root_key", lambda: jax.random.key(12))
+    monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(12))
     run(prepared, tmp_path / "other", chunk=1)
     assert bits(tmp_path / "other") != bits(unharmed)
 

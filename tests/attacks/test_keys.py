@@ -276,12 +276,12 @@ def test_a_key_is_neither_drawn_from_nor_derived_from_twice():
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "philox4x32"])
+@pytest.mark.parametrize("impl", noise.GENERATORS)
 def test_derived_keys_are_typed_and_differ_by_domain_and_from_splits(impl):
     names = noise.NAMES
     key = jax.random.key(1, impl=impl)
     derived = derive(key, *names)
-    assert str(jax.random.key_impl(derived[0])) == impl
+    assert jax.random.key_impl(derived[0]) == impl
     others = [key, *jax.random.split(key, 100), *derive(derived[0], *names)]
     seen = [words(k) for k in (*derived, *others)]
     assert len({tuple(w) for w in seen}) == len(seen)

@@ -153,7 +153,7 @@ def test_the_check_counts_within_the_budget_and_first_in_the_ledger(folder):
 
 @pytest.fixture
 def fixed_key(monkeypatch):
-    monkeypatch.setattr(runner, "root_key", lambda: jax.random.key(7))
+    monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(7))
 
 
 # The functions before and after which a run is killed: each makes one step durable.

@@ -10,6 +10,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.privacy import noise
+from dpbilevel.privacy.chacha20 import CHACHA20
 from dpbilevel.privacy.exact import normal
 from dpbilevel.privacy.noise import check_key
 
@@ -169,7 +170,7 @@ def test_only_typed_keys_are_accepted(key):
 def test_generators_unfit_for_noise_are_refused(impl):
     with pytest.raises(ValueError, match="unfit for privacy"):
         standard_normal(jnp.zeros(2), key=jax.random.key(0, impl=impl))
-    with pytest.raises(ValueError, match="impl must be one of"):
+    with pytest.raises(ValueError, match="randomness must be one of"):
         dpb.root_key(impl)
 
 
@@ -182,7 +183,13 @@ def test_a_batch_of_keys_is_refused_but_vmap_takes_it():
 
 
 @pytest.mark.parametrize(
-    ("impl", "bits"), [("threefry2x32", 64), ("threefry4x32", 128), ("philox4x32", 64)]
+    ("impl", "bits"),
+    [
+        ("threefry2x32", 64),
+        ("threefry4x32", 128),
+        ("philox4x32", 64),
+        ("chacha20", 256),
+    ],
 )
 def test_root_keys_differ_and_carry_all_their_bits(impl, bits):
     keys = [dpb.root_key(impl) for _ in range(64)]
@@ -201,14 +208,14 @@ def test_a_seed_loses_its_high_word_which_a_root_key_does_not():
     assert data.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("impl", ["threefry4x32", "philox4x32"])
+@pytest.mark.parametrize("impl", ["threefry4x32", "philox4x32", CHACHA20])
 def test_noise_is_normal_under_the_other_generators(impl):
     sample = standard_normal(jnp.zeros(50_000), key=jax.random.key(8, impl=impl))
     assert scipy.stats.kstest(np.asarray(sample), "norm").pvalue > ALPHA
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("generator", noise._GENERATORS)
+@pytest.mark.parametrize("generator", noise.GENERATORS)
 def test_keys_that_follow_from_contents_are_unrelated(generator):
     key = jax.random.key(0, impl=generator)
     contents = [np.full(3, i * 1e-16).tobytes() for i in range(400)]

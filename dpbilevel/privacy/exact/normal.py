@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, PyTree, UInt32
 
+from ..chacha20 import CHACHA20
 from ..noise import PRNGKey, check_key, computed_once
 from .int61 import Limbs, from_int32
 
@@ -147,9 +148,9 @@ def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
     For many numbers they are three blocks of a generator with long ones: a split of a
     key shows all four words of every block, and `jax.random.bits` one only. The first
     word has a block of its own because it is read before the others. For few numbers
-    `jax.random.bits` is as fast, and compiles faster.
+    `jax.random.bits` is as fast, and compiles faster. ChaCha20 shows whole blocks.
     """
-    if size <= _FEW:
+    if size <= _FEW or jax.random.key_impl(key) == CHACHA20:
         words = jax.random.bits(key, (8, size), jnp.uint32)
         return [*jax.lax.optimization_barrier(words)]
     if str(jax.random.key_impl(key)) != "threefry4x32":

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from ..exact.floats import accumulation_dtype
 from ..jaxprs import bound, inner_jaxprs, retraced
+from ..noise import GENERATORS
 
 CONVOLUTION = "conv_general_dilated"
 _POOLED = "select_and_scatter_add"  # the derivative of maxima over windows
@@ -72,7 +73,7 @@ ROWWISE = frozenset(
 )
 _OF_JAX: set[Primitive] = set()
 # Generators that batch key by key; the rbg family uses the first record's key.
-_GENERATORS = "threefry2x32", "threefry4x32", "philox2x32", "philox4x32"
+_GENERATORS = *GENERATORS, "philox2x32"
 
 
 def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
