@@ -113,6 +113,7 @@ _LOSSES = "it needs losses only, and search.minimize has its settings"
 NOT_CANDIDATES: Mapping[str, str] = {
     "AdaptiveClipGD": "the largest gradient is an argument of auto",
     "AllocatedGD": "auto plans full batches",
+    "CorrelatedGD": "NoisyGD stands for descent on one level",
     "F2SA": _FIRST_ORDER,
     "FiniteDifferenceBilevel": _FIRST_ORDER,
     "GradientInformativeBO": _LOSSES,

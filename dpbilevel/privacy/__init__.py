@@ -1,6 +1,7 @@
 """Releases and their costs: mechanisms, sampling, the ledger, reports."""
 
 from .budget import Neighbours, People, PrivacyBudget
+from .correlated import Correlated, CorrelatedRelease, square_root_feedback
 from .ledger import Ledger
 from .mechanisms import Gaussian
 from .noise import root_key
@@ -16,6 +17,8 @@ from .sampling.fixed_size import FixedSize, SinglePass
 __all__ = [
     "Basis",
     "Bounded",
+    "Correlated",
+    "CorrelatedRelease",
     "FixedSize",
     "FullBatch",
     "Gaussian",
@@ -33,4 +36,5 @@ __all__ = [
     "by_person",
     "clipped_mean",
     "root_key",
+    "square_root_feedback",
 ]

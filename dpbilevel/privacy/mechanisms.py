@@ -2,8 +2,9 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
 from typing import ClassVar as AbstractVar  # for type checkers
-from typing import Self
 
 import equinox as eqx
 import jax
@@ -17,7 +18,8 @@ from .._checks import NonNegative, Number
 from .._extras import dp_accounting
 from .budget import Neighbours
 from .exact.grid import Grid
-from .exact.normal import standard_normal
+from .exact.int61 import Limbs
+from .exact.normal import normal_integers, standard_normal
 from .noise import PRNGKey, check_shared
 from .per_example.clipping import Bounded, Precision
 
@@ -80,6 +82,20 @@ class AbstractNoise(AbstractMechanism):
         Raises:
             ValueError: The mechanism is not calibrated.
         """
+
+    @property
+    def independent(self) -> bool:
+        """Whether the noise of a release is independent of that of all others."""
+        return True
+
+    @property
+    def deviation(self) -> Number:
+        """The standard deviation of all that is added, in units of the sensitivity.
+
+        By default `multiplier`. A mechanism that adds more than a draw of fresh noise
+        overrides it.
+        """
+        return self.multiplier
 
     @abc.abstractmethod
     def part(self, share: float) -> "dp_accounting.DpEvent":
@@ -169,9 +185,10 @@ class Gaussian(AbstractNoise):
         # Noise that underflows must not pass for a multiplier of zero.
         passes = (jnp.asarray(std) != 0) | (jnp.asarray(multiplier) == 0)
         if isinstance(bounded.raw, Grid):
-            released = bounded.raw.with_noise(std, passes, key=key)
+            grid: Any = {"draw": self.integers, "finer": self.finer}
+            released = bounded.raw.with_noise(std, passes, **grid, key=key)
         else:
-            noise = standard_normal(bounded.raw, key=key)
+            noise = standard_normal(bounded.raw, key=key, draw=self.integers)
 
             def noisy(v, z):
                 return jnp.where(passes, v, 0).astype(z.dtype) + std * z
@@ -179,6 +196,17 @@ class Gaussian(AbstractNoise):
             released = jax.tree.map(noisy, bounded.raw, noise)
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
+
+    def integers(
+        self, shapes: Sequence[tuple[int, ...]], doublings, *, key: PRNGKey
+    ) -> list[Limbs]:
+        """Draw the integers of the noise, as `normal_integers` does."""
+        return normal_integers(shapes, doublings, key=key)
+
+    @property
+    def finer(self) -> int:
+        """Bits by which the grid is finer than rounding of the value needs."""
+        return 0
 
     @override
     def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":

@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import optax
 from jaxtyping import PyTree
@@ -41,11 +41,17 @@ class AbstractNoisyRelease(AbstractRelease):
 
     mechanism: AbstractNoise
     joint: bool = dataclasses.field(default=False, kw_only=True)
+    spans_run: ClassVar[bool] = False  # whether it charges all releases together
 
     def __post_init__(self):
         super().__post_init__()
         owner = type(self).__name__
         _checks.instance(owner, AbstractNoise, mechanism=self.mechanism)
+        if not (self.mechanism.independent or self.spans_run):
+            raise ValueError(
+                f"{owner}: the noise of {type(self.mechanism).__name__} depends on "
+                "that of other releases. Use CorrelatedRelease."
+            )
         _checks.instance(owner, bool, joint=self.joint)
         if self.joint and (
             tuple(query.role for query in self.queries) != LEVELS
@@ -166,7 +172,7 @@ class AbstractNoisyRelease(AbstractRelease):
     def noise_std(self) -> float:
         """The standard deviation of the noise in every coordinate."""
         factor = self.neighbours.contributions
-        return self.noise_multiplier * factor * self.contribution
+        return float(self.mechanism.deviation) * factor * self.contribution
 
     @property
     def deviation(self) -> Any:
@@ -175,7 +181,7 @@ class AbstractNoisyRelease(AbstractRelease):
         Of the noise and of the choice of a batch: the square of a clipped value along a
         direction is at most that of the clip norm. Numbers may be traced.
         """
-        factor = self.mechanism.multiplier * self.neighbours.contributions
+        factor = self.mechanism.deviation * self.neighbours.contributions
         noise = batches = 0.0
         for query in self.queries:
             count = query.sampling.denominator(query.size)

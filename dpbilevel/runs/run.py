@@ -107,9 +107,9 @@ class Run:
 
         The file `checkpoint.SECRET`, readable by its owner alone, replaces an earlier
         one of the same run. It holds the state of the solver, the released iterates and
-        the key of the noise still to come, but no record; whoever has it can subtract
-        that noise. It is not part of what may be published: delete it when the run
-        has ended.
+        the key of the noise still to come, with `CorrelatedGD` keys of the last noise
+        too, but no record; whoever has it can subtract that noise. It is not part of
+        what may be published: delete it when the run has ended.
 
         Raises:
             OSError: The disk refuses; an earlier checkpoint is intact.

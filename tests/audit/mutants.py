@@ -3,6 +3,7 @@
 from tests.audit import (
     mutants_applications,
     mutants_bilevel,
+    mutants_correlated,
     mutants_draws,
     mutants_games,
     mutants_gibo,
@@ -18,6 +19,7 @@ def survivors(mutants):
 
 FAMILIES = (
     mutants_onelevel,
+    mutants_correlated,
     mutants_bilevel,
     mutants_applications,
     mutants_games,

@@ -106,7 +106,7 @@ def strength(mechanism):
 
 
 def std(mechanism, bounded):
-    return mechanism.noise_multiplier * sensitivity(mechanism, bounded)
+    return mechanism.deviation * sensitivity(mechanism, bounded)
 
 
 def sensitivity(mechanism, value):

@@ -19,6 +19,7 @@ from dpbilevel import audit
 from dpbilevel.draws.mechanisms import Exponential, RegularizedExponential
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
+from dpbilevel.privacy.correlated import Correlated
 from dpbilevel.privacy.mechanisms import (
     AbstractMechanism,
     AbstractNoise,
@@ -63,6 +64,7 @@ class Laplace(AbstractNoise):
 
 MECHANISMS = {
     Gaussian: Gaussian(2.0, precision="float"),
+    Correlated: Correlated(2.0, precision="float"),
     Exponential: Exponential(0.5),
     RegularizedExponential: RegularizedExponential(2.0),
     Laplace: Laplace(2.0),

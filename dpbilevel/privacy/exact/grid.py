@@ -1,6 +1,7 @@
 """Exact sums on a public grid: integer counts of a step that is a power of two."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,7 @@ from ..noise import PRNGKey
 from . import int61
 from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
 from .int61 import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
-from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
+from .normal import LOG2_STD, MOST_DOUBLINGS
 
 # A released value is rounded to steps of at most half this share of a record's
 # contribution over the root of the number of coordinates, twice, which moves neighbours
@@ -76,7 +77,13 @@ class Grid(eqx.Module):
         return treedef.unflatten(map(value, leaves, self.dtypes))
 
     def with_noise(
-        self, std: float | Float[Array, ""], passes: Bool[Array, ""], *, key: PRNGKey
+        self,
+        std: float | Float[Array, ""],
+        passes: Bool[Array, ""],
+        *,
+        draw: Callable[..., list[Limbs]],
+        finer: int = 0,
+        key: PRNGKey,
     ) -> PyTree:
         """Return a pytree of floats: the value plus Gaussian noise on one integer grid.
 
@@ -89,6 +96,8 @@ class Grid(eqx.Module):
         Args:
             std: The noise's standard deviation.
             passes: Whether the value is released at all, or noise alone.
+            draw: What draws the integers of the noise, as `normal_integers` does.
+            finer: Bits by which the step is finer than rounding of the value needs.
             key: A typed key for this draw alone.
 
         Returns:
@@ -101,7 +110,8 @@ class Grid(eqx.Module):
         std, contribution = map(
             jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
         )
-        places = _RELEASE_BITS + 2 + math.ceil(math.log2(max(sum(sizes), 1)) / 2)
+        half_log2 = math.ceil(math.log2(max(sum(sizes), 1)) / 2)  # of their number
+        places = finer + _RELEASE_BITS + 2 + half_log2
         coarsest = floor_log2(contribution) - places
         # Zero by its bits: numbers below the normal ones may count as zero or not.
         silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
@@ -123,7 +133,7 @@ class Grid(eqx.Module):
             kept = int61.where(passes, kept, int61.zeros_like(kept))
             return kept + int61.where(silent, int61.zeros_like(noise), noise)
 
-        noise = normal_integers([v.shape for v in leaves], doublings, key=key)
+        noise = draw([v.shape for v in leaves], doublings, key=key)
         counts = treedef.unflatten(map(release, leaves, noise))
         return self._in_steps(counts, exponent, numerator)
 

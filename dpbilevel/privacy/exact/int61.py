@@ -104,7 +104,7 @@ class Limbs(eqx.Module):
         if jnp.dtype(dtype) == jnp.float64:
             return self.high.astype(dtype) * 2.0**_BITS + self.low.astype(dtype)
         negative = self.high < 0
-        magnitude = where(negative, _negated(self), self)
+        magnitude = where(negative, negated(self), self)
         high, low = magnitude.high, magnitude.low
         # The 31 leading bits, the last of them set where anything follows: rounding
         # them is rounding the whole.
@@ -155,7 +155,7 @@ def from_float(value: Float[Array, "..."]) -> Limbs:
     high = jnp.floor(magnitude * 2.0**-_BITS)
     low = magnitude - high * 2.0**_BITS
     result = Limbs(high.astype(jnp.int32), low.astype(jnp.int32))
-    return _cut(where(value < 0, _negated(result), result))
+    return _cut(where(value < 0, negated(result), result))
 
 
 def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
@@ -273,5 +273,6 @@ def _cut(value: Limbs) -> Limbs:
     return Limbs(jnp.clip(value.high, -limit, limit - 1), low)
 
 
-def _negated(value: Limbs) -> Limbs:
+def negated(value: Limbs) -> Limbs:
+    """Return `Limbs` of the opposite sign."""
     return Limbs(-value.high - jnp.minimum(value.low, 1), -value.low & _MASK)

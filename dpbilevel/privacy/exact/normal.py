@@ -13,7 +13,7 @@ factor of $1 \pm 2^{-55}$ and events of probability $2^{-81}$.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,7 +79,9 @@ def normal_integers(
     ]
 
 
-def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
+def standard_normal(
+    tree: PyTree, *, key: PRNGKey, draw: Callable[..., list[Limbs]] = normal_integers
+) -> PyTree:
     r"""Draw independent standard normal noise shaped like `tree`, in one flat draw.
 
     Every value is the nearest floating-point number of a normal integer of standard
@@ -91,6 +93,7 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
     Args:
         tree: Floating-point leaves; only shapes and dtypes are read.
         key: A typed key for this draw alone.
+        draw: What draws the integers, as `normal_integers` does.
 
     Returns:
         A pytree of the same structure, in float32, or float64 if a leaf has it.
@@ -110,7 +113,7 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
             raise TypeError(f"noise needs floating-point values, got {kind}.")
         if kind == jnp.float64:
             dtype = jnp.float64
-    draws = normal_integers(shapes, jnp.int32(MOST_DOUBLINGS), key=key)
+    draws = draw(shapes, jnp.int32(MOST_DOUBLINGS), key=key)
     unit = 2.0 ** -(LOG2_STD + MOST_DOUBLINGS)
     return treedef.unflatten([v.astype(dtype) * unit for v in draws])
 
