@@ -119,11 +119,20 @@ def planned(solver, people=None, scale=1.0):
 
 
 @functools.cache
+def _joined(mechanism, kind):
+    """The subclass of `Gaussian`, made one of another mechanism."""
+    if issubclass(mechanism, kind):
+        return mechanism
+    return type(mechanism.__name__, (mechanism, kind), {})
+
+
+@functools.cache
 def _kind_with(kind, mechanism):
     class Broken(kind):
         @property
         def release_noise(self):
-            return mechanism(**vars(super().release_noise))
+            noise = super().release_noise
+            return _joined(mechanism, type(noise))(**vars(noise))
 
     Broken.__name__ = kind.__name__
     return Broken

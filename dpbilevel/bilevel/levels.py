@@ -83,7 +83,7 @@ def noise_std(solver: Any, queries: Queries, sizes: Any) -> Array:
     read, _ = queries(solver.clip_norm, solver.sampling, sizes)
     parts = sum(q.clip_norm / q.sampling.denominator(q.size) for q in read)
     noise = solver.release_noise
-    return noise.multiplier * noise.neighbours.contributions * parts
+    return noise.deviation * noise.neighbours.contributions * parts
 
 
 @dataclasses.dataclass(frozen=True)

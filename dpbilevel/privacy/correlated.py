@@ -27,8 +27,8 @@ from .sampling.base import AbstractSampling, FullBatch
 from .sampling.fixed_size import SinglePass
 
 _FRACTIONS = 2**FRACTION_BITS  # per unit of a coefficient
-# What the roundings of fed-back noise may add to the sensitivity is 2**-14 of one
-# record's contribution; the step of the grid then has at most so many more bits.
+# Roundings of fed-back noise may add 2**-14 of one record's contribution to the
+# sensitivity. The step of the grid has as many more bits as that takes, up to these.
 _MOST_FINER = 24
 _ROUNDING = 1 + 1e-9  # of sums in float64
 
@@ -180,7 +180,8 @@ class Correlated(Gaussian):
     @property
     @override
     def deviation(self) -> Number:
-        return self.multiplier * math.hypot(1.0, *self.feedback)
+        growth = 1.0 if self.independent else math.hypot(1.0, *self.feedback)
+        return self.multiplier * growth
 
     @override
     def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":
@@ -206,7 +207,10 @@ class CorrelatedRelease(Release):
         owner = type(self).__name__
         _checks.instance(owner, Correlated, mechanism=self.mechanism)
         if len(self.queries) != 1:
-            raise ValueError(f"{owner}: takes one query, got {len(self.queries)}.")
+            raise ValueError(
+                f"{owner}: takes one query, got {len(self.queries)}. Use NoisyGD if a "
+                "release reads two levels."
+            )
         check_sampling(owner, self.queries[0].sampling)
 
     @property

@@ -38,10 +38,10 @@ LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 CHECK = "usability"  # in a fingerprint: the released check of the records
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
-    b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come, with "
-    b"correlated noise keys of the last noise too, and a hash of the records; whoever "
-    b"has it can subtract that noise. It holds no value of a record and no value "
-    b"without noise. Keep it, or delete it; do not share it.\n"
+    b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come (of "
+    b"correlated noise also of the last) and a hash of the records; whoever has it can "
+    b"subtract that noise. It holds no value of a record and no value without noise. "
+    b"Keep it, or delete it; do not share it.\n"
 )
 
 
