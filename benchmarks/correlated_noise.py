@@ -64,8 +64,6 @@ def methods():
         "passes, lambda = 0.9": correlated(0.9),
         "passes, 4 bands": correlated(*square_root_feedback(4)),
         "Poisson batches, independent noise": sampled,
-        "full batches, independent noise": dpb.NoisyGD(4 * PASSES, 1.0, 1.0),
-        "full batches, lambda = 0.5": CorrelatedGD(4 * PASSES, 1.0, 1.0, (0.5,)),
     }
 
 

@@ -37,6 +37,10 @@ class CorrelatedGD(
 ):
     r"""Projected gradient descent whose noise takes back noise of earlier steps.
 
+    It is for batches that come in a fixed order. If batches can be drawn at random,
+    `NoisyGD` with `Poisson` was better at equal budget (the page "Correlated noise"
+    of the results). On full batches correlation gains nothing.
+
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
     \tilde g_t = \frac{1}{m} \sum_{i \in B_t} \mathrm{clip}_C(\nabla \ell(w_t, z_i)) +
     s \Bigl(z_t - \sum_{j = 1}^{b - 1} a_j z_{t - j}\Bigr),$$

@@ -71,7 +71,7 @@ def _stream(key: UInt32[Array, "8"], count: int, use: int) -> UInt32[Array, "n 1
 
     def some(first, number):
         counters = first + jnp.arange(number, dtype=jnp.uint32)
-        rest = np.broadcast_to(np.uint32([0, use, 0]), (number, 3))
+        rest = np.broadcast_to(np.asarray([0, use, 0], np.uint32), (number, 3))
         return blocks(key, jnp.concatenate([counters[:, None], rest], axis=1))
 
     def at_once():
@@ -103,9 +103,11 @@ def _split(key: UInt32[Array, "8"], shape: tuple[int, ...]) -> UInt32[Array, "..
     return _stream(key, math.prod(shape), _SPLIT)[:, :8].reshape(*shape, 8)
 
 
-def _fold_in(key: UInt32[Array, "8"], data: Int[Array, ""]) -> UInt32[Array, "8"]:
+def _fold_in(key: UInt32[Array, "8"], data: int | Array) -> UInt32[Array, "8"]:
     zero = jnp.uint32(0)
-    inputs = jnp.stack([zero, zero, zero + _FOLD_IN, data.astype(jnp.uint32)])
+    inputs = jnp.stack(
+        [zero, zero, zero + _FOLD_IN, jnp.asarray(data).astype(jnp.uint32)]
+    )
     return blocks(key, inputs[None])[0, :8]
 
 
