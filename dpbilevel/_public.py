@@ -54,6 +54,7 @@ from .privacy import (
     People,
     Poisson,
     PrivacyBudget,
+    Randomized,
     by_person,
     root_key,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Poisson",
     "PrivacyBudget",
     "PrivacyWarning",
+    "Randomized",
     "Refitted",
     "SingleLoopBilevel",
     "Sizes",

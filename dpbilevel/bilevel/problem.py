@@ -20,6 +20,7 @@ from ..privacy.budget import People
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
 from ..privacy.records.disk import shapes_of
+from ..privacy.records.randomness import is_randomized
 from ..sets import AbstractSet, Euclidean
 from .certificates.constants import AbstractCertificate, Constants
 
@@ -89,6 +90,11 @@ class BilevelProblem(AbstractProblem):
         _checks.check_fields(self)
         kinds = (Constants, AbstractCertificate, type(None))
         _checks.instance("BilevelProblem", kinds, constants=self.constants)
+        if is_randomized(self.upper) or is_randomized(self.lower):
+            raise ValueError(
+                "BilevelProblem: losses of two levels take no key. Give Randomized to "
+                "FiniteSum, or losses without randomness."
+            )
         if isinstance(self.upper_public, Proximal):
             raise ValueError("BilevelProblem: only lower_public may be proximal.")
         if isinstance(self.lower_public, Proximal):

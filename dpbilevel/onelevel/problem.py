@@ -22,6 +22,7 @@ from ..core.problem import AbstractOneLevel
 from ..core.proximal import Proximal, check_proximal
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
+from ..privacy.records.randomness import is_randomized, with_zero_key
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 
@@ -62,7 +63,8 @@ class FiniteSum(AbstractFiniteSum):
     r"""Minimize $\frac{1}{n} \sum_i \ell(w, z_i) + r(w)$ over a convex set.
 
     Args:
-        loss: $\ell(w, z)$: one record's loss, a scalar. Static.
+        loss: $\ell(w, z)$: one record's loss, a scalar; or `Randomized`, of a loss that
+            takes a key as well. Static.
         public: $r(w)$: a scalar without data; costs no budget. A function or a term of
             `proximal`. Static.
         w_set: The feasible set.
@@ -122,14 +124,15 @@ class FiniteSum(AbstractFiniteSum):
 
     @override
     def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
-        return (Query(RECORDS, sizes, clip_norm, sampling),), False
+        randomized = is_randomized(self.loss)
+        return (Query(RECORDS, sizes, clip_norm, sampling, randomized),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Raise `ValueError` if leading axes differ or the loss is no scalar."""
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
-        check_scalar("loss", self.loss, w0, one_record(data))
+        check_scalar("loss", with_zero_key(self.loss), w0, one_record(data))
         if self.public is not None:
             check_scalar("public", self.public, w0, of="the public term")
 

@@ -9,6 +9,7 @@ from .per_example.clipping import Basis, Bounded, clipped_mean
 from .queries import Query
 from .records.disk import OnDisk
 from .records.people import by_person
+from .records.randomness import Randomized
 from .releases import Release
 from .report import PrivacyReport, Status
 from .sampling.base import FullBatch, Poisson
@@ -30,6 +31,7 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyReport",
     "Query",
+    "Randomized",
     "Release",
     "SinglePass",
     "Status",

@@ -36,6 +36,7 @@ NAMES = """next step sampling noise upper lower penalized outer search refit ans
 first then select walk cell smooth reject restart side distance proposal rival index
 stages accept ask tell repeats model models mixture score fit remixture screen setting
 value base length move moments remoments usability run lengths prepare curvature rows
+loss
 """.split()
 
 

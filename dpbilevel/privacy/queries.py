@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
-from .noise import PRNGKey
+from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded, Precision, clipped_mean
 from .records.disk import OnDisk, shapes_of
+from .records.randomness import with_keys
 from .records.rows import BLOCK, Padded, padded_rows, unpacked
 from .sampling.base import AbstractSampling, FullBatch, Index
 
@@ -34,12 +35,14 @@ class Query:
         clip_norm: $C$, the bound on one record's value in $\ell_2$; traced inside a
             compiled step.
         sampling: How its batch is drawn.
+        randomized: Whether the function that it reads takes `Keyed` records.
     """
 
     role: str
     size: int
     clip_norm: float | Float[Array, ""]
     sampling: AbstractSampling = dataclasses.field(default_factory=FullBatch)
+    randomized: bool = False
 
     def __post_init__(self):
         _checks.one_of("Query", "role", self.role, ROLES)
@@ -64,6 +67,11 @@ class Query:
         r"""Largest change of the mean by one record: $C$ over the denominator."""
         return float(self.clip_norm) / self.sampling.denominator(self.size)
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether `read` draws at random: a batch, or what a loss is given."""
+        return self.randomized or self.sampling.needs_key
+
     def read(
         self,
         fun: Callable[[PyTree], PyTree],
@@ -80,13 +88,18 @@ class Query:
             fun: Maps one record to a pytree.
             records: All records of the role.
             precision: How they are summed, as in `clipped_mean`.
-            key: A typed key for the draw of the batch, where `sampling` needs one.
+            key: A typed key for the batch and the losses, if the query `needs_key`.
             neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
 
         Privacy:
             Sealed with this query's `contribution`.
         """
+        if self.randomized:
+            if isinstance(records, OnDisk):
+                raise ValueError("Randomized: records on disk get no key. Give arrays.")
+            key, key_loss = derive(check_key(key), "sampling", "loss")
+            fun, records = with_keys(fun, records, key=key_loss)
         batch = self.sampling.draw(records, self.size, key=key, index=index)
         options: Any = {"precision": precision, "neighbours": neighbours}
         return clipped_mean(fun, batch, clip_norm=self.clip_norm, **options)

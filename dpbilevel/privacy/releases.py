@@ -87,7 +87,7 @@ class AbstractNoisyRelease(AbstractRelease):
         key_batch, key_noise = None, key
         # Batches of all records use one to put them in rows at random.
         drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
-        if drawn or any(query.sampling.needs_key for query in self.queries):
+        if drawn or any(query.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
         bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
@@ -138,7 +138,7 @@ class AbstractNoisyRelease(AbstractRelease):
         drawn = [
             query.role
             for query in self.queries
-            if query.sampling.needs_key or key is not None
+            if query.needs_key or key is not None
         ]
         key_of = {RECORDS: key}
         if drawn and drawn != [RECORDS]:

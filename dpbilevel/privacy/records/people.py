@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ... import _checks
+from .randomness import Keyed
 
 _NO_ID = -1
 # Texts of missing values.
@@ -115,9 +116,13 @@ class PerPerson:
             TypeError: As `PersonUnit.check`.
             ValueError: As `PersonUnit.check`.
         """
-        *first, person = args
+        *first, given = args
+        person = given.record if isinstance(given, Keyed) else given
         self.unit.check(person)
-        values = jax.vmap(lambda row: self.fun(*first, row))(person.rows)
+        rows = person.rows
+        if isinstance(given, Keyed):  # a key for each row
+            rows = given.split(rows, self.unit.most_rows)
+        values = jax.vmap(lambda row: self.fun(*first, row))(rows)
         weights = self.unit.weights(person.present)
 
         def combined(v):

@@ -1,0 +1,141 @@
+"""Randomness in a loss: a key for each record and each release."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ... import _checks
+from ..noise import PRNGKey
+from .rows import Padded, unpacked
+
+
+class Keyed(eqx.Module):
+    """A record, and the key of its loss in one release.
+
+    Attributes:
+        record: The record.
+        key: A typed key for this record and this release alone.
+    """
+
+    record: PyTree
+    key: PRNGKey
+
+    def split(self, records: PyTree, count: int) -> "Keyed":
+        """Return `count` stacked records, such as rows of a person, with keys each."""
+        return Keyed(records, jax.random.split(self.key, count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Randomized:
+    r"""A loss with randomness, such as dropout or augmentation: `loss(w, record, key)`.
+
+    In place of a plain loss, as in `FiniteSum(dpb.Randomized(loss))`. With several
+    augmentations $K$ a record's loss is the mean over $K$ keys,
+
+    $$\ell(w, z) = \frac{1}{K} \sum_{k=1}^{K} \mathrm{loss}(w, z, \kappa_k),$$
+
+    so that the mean of $K$ gradients is clipped once. `NoisyGD`, `AllocatedGD` and
+    `AdaptiveClipGD` give losses keys; other methods refuse such a loss.
+
+    Args:
+        loss: The loss; the last argument is a typed key of JAX.
+        augmentations: $K$, the number of keys of a record in each release.
+
+    Raises:
+        TypeError: `loss` is not a function.
+        ValueError: `augmentations` is not a positive integer.
+
+    Privacy:
+        That of a plain loss. The key of a record follows from the key of the release
+        and the row of the record in the data. It depends on no value of any record, and
+        no record that is added or removed in its row changes the key of another one.
+        Clipping bounds the value for every key, so the guarantee holds whatever the
+        loss does with it. Noise has another key.
+
+    References:
+        De, Berrada, Hayes, Smith and Balle, "Unlocking high-accuracy differentially
+        private image classification through scale", 2022 (augmentation multiplicity).
+
+    Example:
+        >>> import jax, dpbilevel as dpb
+        >>> def loss(w, record, key):
+        ...     return w @ (record * jax.random.bernoulli(key, 0.5, record.shape))
+        >>> problem = dpb.FiniteSum(dpb.Randomized(loss, augmentations=4))
+    """
+
+    loss: Callable[..., Any]
+    augmentations: int = 1
+
+    def __post_init__(self):
+        _checks.function("Randomized", loss=self.loss)
+        _checks.count("Randomized", augmentations=self.augmentations)
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the mean loss of the last argument, a `Keyed` record.
+
+        Raises:
+            TypeError: The record has no key.
+        """
+        *variables, keyed = args
+        if not isinstance(keyed, Keyed):
+            raise TypeError(
+                "Randomized: this method gives losses no key. Use NoisyGD, AllocatedGD "
+                "or AdaptiveClipGD."
+            )
+
+        def loss(key):
+            return self.loss(*variables, keyed.record, key)
+
+        if self.augmentations == 1:
+            return loss(keyed.key)
+        # One gradient of the mean: layers keep a factor for each augmentation.
+        return jnp.mean(jax.vmap(loss)(jax.random.split(keyed.key, self.augmentations)))
+
+
+def is_randomized(fun: Any) -> bool:
+    """Return whether a loss, possibly wrapped, is `Randomized`."""
+    while fun is not None and not isinstance(fun, Randomized):
+        fun = getattr(fun, "fun", None)
+    return fun is not None
+
+
+def with_zero_key(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a randomized loss as one of a record without a key, for its shapes."""
+
+    def plain(*args):
+        *variables, record = args
+        key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+        return fun(*variables, Keyed(record, key))
+
+    return plain if is_randomized(fun) else fun
+
+
+def with_keys(
+    fun: Callable[[Keyed], PyTree], records: PyTree, *, key: PRNGKey
+) -> tuple[Callable[[PyTree], PyTree], PyTree]:
+    """Return a function of a numbered record, and the records with their numbers.
+
+    A number is that of the row in the data, before a batch is drawn.
+
+    Args:
+        fun: The function of a `Keyed` record.
+        records: All records.
+        key: A typed key for this release alone.
+    """
+    rows, present = unpacked(records)
+    count = _checks.leading_axis("records", rows)
+    numbered = rows, jnp.arange(count, dtype=jnp.int32)
+    # A generator that compiles fast: the guarantee does not rest on these keys.
+    words = jax.lax.optimization_barrier(jax.random.bits(key, (2,), jnp.uint32))
+
+    def of_numbered(numbered):
+        record, number = numbered
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return fun(Keyed(record, jax.random.fold_in(key, number)))
+
+    return of_numbered, numbered if present is None else Padded(numbered, present)
