@@ -5,6 +5,7 @@ SECRET: they hold the key of future noise.
 
 import contextlib
 import dataclasses
+import enum
 import hashlib
 import importlib.metadata
 import io
@@ -34,6 +35,7 @@ TEMPORARY = f"{NAME}.tmp"
 RESULT = "result.json"  # the result of a run of the command line
 ARRAYS = "solution.npz"  # its arrays
 SEARCH = "search.json"  # the result of a search
+RUN, SOLUTION = "run.json", "solution"  # facts and result of a run of `fit`
 LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 CHECK = "usability"  # in a fingerprint: the released check of the records
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
@@ -321,7 +323,7 @@ def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> N
         ValueError: The message says what changed.
     """
     for part in [k for k in now if k != "records"]:
-        changed = _differences(then[part], now[part], part)
+        changed = _differences(then.get(part), now[part], part)
         if changed and part == "program":  # it is a hash
             changed = ["the loss or the solver has changed"]
         if changed:
@@ -342,6 +344,19 @@ def solution_of(
 
 def _on_host(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def as_json(value: Any) -> Any:
+    """Convert a value to types that JSON can hold; functions to their names."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"class": type(value).__name__} | fields
+    match value:
+        case enum.Enum():
+            return value.value
+        case np.ndarray() | np.generic() | jax.Array():
+            return np.asarray(value).tolist()
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _differences(then: Any, now: Any, name: str) -> list[str]:

@@ -1,8 +1,10 @@
 """Plan and run in one call."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +23,8 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
-from .run import Run, first_run, run_watched
+from .folder import run_in_folder
+from .run import Run, check_watched, first_run, run_watched
 
 
 def fit(
@@ -38,6 +41,7 @@ def fit(
     progress: bool = False,
     callback: Callable[[Run], object] | None = None,
     every: int | None = None,
+    folder: str | Path | None = None,
 ) -> Solution[PrivacyReport]:
     """Plan for the data's sizes (`calibrate`) and run (`solve`); return a `Solution`.
 
@@ -60,14 +64,21 @@ def fit(
         callback: Called with the `Run` after every `every` steps and after the last
             step. It reads `run.done`, `run.value` and `run.epsilon`, all of them
             released. A true answer, such as `True`, ends the run there.
-        every: Number of steps between two calls; by default a twentieth of all.
+        every: Number of steps between two calls, and between two checkpoints; by
+            default a twentieth of all.
+        folder: A folder for the run. If the process is killed, the same call goes on
+            from the last checkpoint and returns the same bits. If the run is finished,
+            it returns the saved solution and reads no record. `key` is used only if
+            the run begins: later its checkpoint has the key of the steps to come.
 
     Returns:
         The solution, with its report.
 
     Raises:
         TypeError: As in `solve`.
-        ValueError: As in `solve` and `calibrate`.
+        ValueError: As in `solve` and `calibrate`; or `folder` holds another run, or
+            something else.
+        OSError: The disk refuses a file of `folder`.
 
     Warns:
         RuntimeWarning: The run diverged, by `Solution.rejected_updates`.
@@ -79,8 +90,15 @@ def fit(
         counts, because `callback` decides by released values. The numbers of records
         are published with the report. Under add-or-remove-one they are private: use
         `calibrate` with public sizes, then `solve`.
+
+        `folder` has one entry for the run in `spending.jsonl`, before a record is read
+        and however often the run is resumed; `search.limit_spending` may refuse the
+        run. Its `checkpoint.SECRET` can be read by its owner alone, holds the key of
+        the noise to come, and is deleted at the end.
     """
     check_method("fit", problem, solver, key)
+    watched: Any = {"progress": progress, "callback": callback, "every": every}
+    check_watched(**watched)
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ValueError(
             "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
@@ -94,18 +112,22 @@ def fit(
     plan = calibrated(problem, solver, budget, **planned)
     plan.warn("fit")
     name, costs = f"fit: {type(solver).__name__}", costs_by(plan.report)
-    count = begun(name, plan.report.relation, costs, sizes, data)
+    begin = functools.partial(begun, name, plan.report.relation, costs, sizes, data)
     options: Any = {"key": key, "trajectory": trajectory}
-    if progress or callback is not None or every is not None:
-        run = first_run("fit", problem, plan, data, w0, leaves=leaves, **options)
-        run = run_watched(run, count, progress=progress, callback=callback, every=every)
-        solution: Any = run.solution
-    else:
-        solution = run_checked(problem, plan.solver, data, w0, **options)
+    if folder is None and not any(watched.values()):
+        count = begin()
+        solution: Any = run_checked(problem, plan.solver, data, w0, **options)
         report = plan.report.with_generator(jax.random.key_impl(key))
         solution = dataclasses.replace(solution, report=report)
         solution = solution if leaves is None else solution.with_leaves(leaves)
-    count()
+        count()
+    else:
+        run = first_run("fit", problem, plan, data, w0, leaves=leaves, **options)
+        if folder is None:
+            solution = run_watched(run, begin(), **watched).solution
+        else:
+            given = {"budget": budget, "sizes": sizes, "solver": solver}
+            solution = run_in_folder(Path(folder), run, given, begin, **watched)
     rejected = solution.rejected_updates
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:

@@ -29,7 +29,7 @@ from . import checkpoint
 from .checkpoint import Checkpoint
 from .interrupts import step_bar
 
-_NAME = "first key"  # in a fingerprint: a hash that identifies the run
+NAME = "first key"  # in a fingerprint: a hash that identifies the run
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -127,12 +127,11 @@ class Run:
             saved = checkpoint.parsed(file, file.read_bytes())
         except ValueError:  # damaged, or of a search
             return False
-        return saved.fingerprint.get(_NAME) == self.name
+        return saved.fingerprint.get(NAME) == self.name
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(
-            self.done, self.key, self.state, self.path, _fingerprint(self)
-        )
+        fingerprint = facts_of(self) | {"records": records_of(self), NAME: self.name}
+        return Checkpoint(self.done, self.key, self.state, self.path, fingerprint)
 
 
 def start(
@@ -243,12 +242,8 @@ def advance(run: Run, steps: int | None = None) -> Run:
     return dataclasses.replace(run, state=state, path=path, key=key, done=done)
 
 
-def run_watched(
-    run: Run, count: Callable[[], None], *, progress, callback, every
-) -> Run:
-    """Advance a `Run` to its end, or until `callback` ends it; arguments as in `fit`.
-
-    `count` is called before `callback` sees anything.
+def check_watched(*, progress, callback, every) -> None:
+    """Check arguments of `fit`.
 
     Raises:
         TypeError: `callback` cannot be called.
@@ -260,9 +255,25 @@ def run_watched(
         _checks.count("fit", every=every)
     if progress:
         check_installed("fit: progress=True", "tqdm")
+
+
+def run_watched(
+    run: Run,
+    count: Callable[[], None],
+    *,
+    progress: bool,
+    callback: Callable[[Run], object] | None,
+    every: int | None,
+    keep: Callable[[Run], None] = lambda run: None,
+) -> Run:
+    """Advance a `Run` to its end, or until `callback` ends it; arguments as in `fit`.
+
+    `count` is called before `callback` sees anything. `keep` is called after it, so
+    that a run that is killed between them calls it once more, with the same values.
+    """
     part = every or max(1, run.num_steps // 20)
     with step_bar(run.num_steps, "fit", shown=progress) as show:
-        show(0)
+        show(run.done)
         while run.done < run.num_steps:
             run = advance(run, part)
             jax.block_until_ready(run.state)
@@ -271,6 +282,8 @@ def run_watched(
                 count()
                 if callback(run):
                     break
+            keep(run)
+    count()
     return run
 
 
@@ -299,7 +312,7 @@ def resume(
     has_path = len(saved.path) > 0
     data = arrays(data)
     run = _checked("resume", problem, plan, data, w0, saved.key, has_path)
-    name = saved.fingerprint.setdefault(_NAME, run.name)
+    name = saved.fingerprint.setdefault(NAME, run.name)
     run = dataclasses.replace(run, name=name)
     saved = checkpoint.resume_run(Path(folder), saved, run._checkpoint())
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
@@ -330,9 +343,8 @@ def _arguments(run: Run) -> tuple[Any, ...]:
     return run.problem, solver, run.data, run.state, run.path, run.key, run.done
 
 
-def _fingerprint(run: Run) -> dict[str, Any]:
-    """Return a dict of all that decides a run's bits. SECRET: a hash of records."""
-    stored = jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk))
+def facts_of(run: Run) -> dict[str, Any]:
+    """Return a dict of the public facts that decide a run's bits."""
     traced = _steps.trace(*_arguments(run), 1)
     program = traced.lower().as_text().encode()
     # Numbers that the text of the program may leave out.
@@ -340,15 +352,18 @@ def _fingerprint(run: Run) -> dict[str, Any]:
     return {
         "plan": json.loads(run.plan.report.to_json()),
         "software": checkpoint.software(),
-        "program": _hashed([program, *constants(traced.jaxpr), *numbers]),
-        "records": _hashed(
-            v.store.digest if isinstance(v, OnDisk) else v for v in stored
-        ),
-        _NAME: run.name,
+        "program": hashed([program, *constants(traced.jaxpr), *numbers]),
     }
 
 
-def _hashed(values: Iterable[Any]) -> str:
+def records_of(run: Run) -> str:
+    """Return a hash of a run's records. SECRET."""
+    stored = jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk))
+    return hashed(v.store.digest if isinstance(v, OnDisk) else v for v in stored)
+
+
+def hashed(values: Iterable[Any]) -> str:
+    """Return one hash of arrays and bytes."""
     found = hashlib.sha256()
     for value in values:
         found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())

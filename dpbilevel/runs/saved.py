@@ -15,11 +15,11 @@ from . import checkpoint
 
 
 def load(folder: str | Path, *, like: PyTree = None) -> Solution[Any]:
-    """Return the `Solution` in a folder: a saved one, or a run of the command line.
+    """Return the `Solution` in a folder: a saved one, or that of a finished run.
 
     Args:
-        folder: A folder that `Solution.save` wrote, or the result folder of
-            `dpbilevel run`. Of such a run, the value is in the units of its config,
+        folder: A folder that `Solution.save` wrote, the `folder` of a finished `fit`,
+            or the result folder of `dpbilevel run`. Of such a run, the value is in the units of its config,
             as `solution.npz` has it, and there is no trajectory.
         like: A value of the same structure and shapes, such as the model before
             training: needed if the value has other nodes than dictionaries, lists and
@@ -37,6 +37,8 @@ def load(folder: str | Path, *, like: PyTree = None) -> Solution[Any]:
         Reads released values: free. No file that it reads can run code.
     """
     folder = Path(folder)
+    if (folder / checkpoint.SOLUTION).is_dir():
+        folder = folder / checkpoint.SOLUTION
     if (folder / saved.PAGE).is_file():
         parts, facts = saved.read(folder, like)
     elif (folder / checkpoint.RESULT).is_file():

@@ -234,7 +234,9 @@ def is_lost(folder: Path) -> bool:
     log = read(folder)
     if log.runs:
         return False
-    results = (folder / name for name in (checkpoint.RESULT, checkpoint.SEARCH))
+    results = (
+        folder / name for name in (checkpoint.RESULT, checkpoint.SEARCH, checkpoint.RUN)
+    )
     begun = log.last or log.unreadable or any(file.exists() for file in results)
     return bool(begun) or checkpoint.has_released(folder)
 

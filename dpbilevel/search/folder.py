@@ -1,14 +1,12 @@
 """Folder of a search: its evaluations, checkpoint and result."""
 
 import dataclasses
-import enum
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -248,18 +246,5 @@ def fingerprint(
         "software": checkpoint.software(),
         "report": report and json.loads(report.to_json()),
     }
-    page = json.dumps(public, default=_as_json)
+    page = json.dumps(public, default=checkpoint.as_json)
     return {"run": json.loads(page), "records": problem.records}
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a value to types that JSON can hold; functions to their names."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {"class": type(value).__name__} | fields
-    match value:
-        case enum.Enum():
-            return value.value
-        case np.ndarray() | np.generic() | jax.Array():
-            return np.asarray(value).tolist()
-    return getattr(value, "__qualname__", type(value).__qualname__)

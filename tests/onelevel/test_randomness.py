@@ -34,7 +34,7 @@ RANDOM = dpb.Randomized(noise_of_a_row)
 
 def dropped(w, row, key):
     keep = jax.random.bernoulli(key, 0.5, w.shape)
-    return dpb.logistic_loss(w * keep, row)
+    return dpb.logistic_loss(jnp.where(keep, w, 0), row)
 
 
 ROWS = {
@@ -114,7 +114,9 @@ def test_keys_that_are_the_same_in_all_steps_are_seen(monkeypatch):
     def constant(key, *names):
         found = derive(key, *names)
         same = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
-        return [same if name == "loss" else v for name, v in zip(names, found)]
+        return [
+            same if name == "loss" else v for name, v in zip(names, found, strict=True)
+        ]
 
     from dpbilevel.privacy import queries
 
@@ -169,7 +171,9 @@ def test_the_rows_of_a_person_have_keys_of_their_own():
     problem = dpb.FiniteSum(dpb.Randomized(loss)).per_person(3)
     ((query,), _) = problem.queries(9.0, dpb.FullBatch(), N)
     assert query.randomized
-    person = jax.tree.map(lambda v: v[0], dpb.by_person(np.arange(3), ["a"] * 3, most_rows=3))
+    person = jax.tree.map(
+        lambda v: v[0], dpb.by_person(np.arange(3), ["a"] * 3, most_rows=3)
+    )
     keyed = randomness.Keyed(person, jax.random.key(0))
     gradient = problem.record_gradients(jnp.zeros(3))["records"](keyed)
     assert len(np.unique(gradient)) == 3
