@@ -1,5 +1,6 @@
 """Applications: weights of data sources, penalties of groups, recalibrated models."""
 
+from .adapters import LowRankLinear, adapters, low_rank, merged
 from .linear_tuning import linear_tuning
 from .mixed_sources import MixedSources
 from .penalties import PenaltyTuning, ScaledGroups, penalty_start, penalty_tuning
@@ -16,6 +17,7 @@ from .sources import (
 from .warm_start import WarmStarted
 
 __all__ = [
+    "LowRankLinear",
     "MixedSources",
     "PenaltyTuning",
     "Recalibration",
@@ -24,7 +26,10 @@ __all__ = [
     "SelectedSources",
     "SourceWeighting",
     "WarmStarted",
+    "adapters",
     "linear_tuning",
+    "low_rank",
+    "merged",
     "mixed_model",
     "mixing_start",
     "penalty_start",

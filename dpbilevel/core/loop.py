@@ -19,7 +19,7 @@ from . import process_spending
 from .columns import arrays
 from .descent import Rule, rejected_updates
 from .levels import Levels, people_of
-from .modules import arrays_of
+from .modules import arrays_of, lifted, lowered
 from .problem import AbstractProblem
 from .proximal import has_proximal
 from .solution import Plan, Solution
@@ -36,6 +36,7 @@ def solve(
     *,
     key: PRNGKey,
     trajectory: bool = False,
+    trainable: PyTree = None,
 ) -> Solution[None]:
     """Run `solver` on `problem` and return the released `Solution`.
 
@@ -53,6 +54,7 @@ def solve(
         key: One typed key; consumed by this run.
         trajectory: Whether to return the released iterates. Static: under `jax.jit`
             use `static_argnames="trajectory"`.
+        trainable: As in `fit`.
 
     Returns:
         The solution.
@@ -73,7 +75,7 @@ def solve(
         is a run each time that it is executed, and is not counted. If the solver is not
         that of a plan, the cost of the run is printed to the standard error.
     """
-    problem, w0, leaves = arrays_of("solve", problem, w0)
+    problem, w0, leaves = arrays_of("solve", problem, w0, trainable)
     data = arrays(data)
     bound = check_run("solve", problem, solver, data, w0, key)
     run = problem, bound, data, w0
@@ -145,7 +147,8 @@ def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution
     _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
     # If the caller compiles this call, the loop is traced as a part of that program.
     steps = all_steps if _checks.concrete(key) else scan_steps
-    state, path = steps(problem, solver, data, state, keys, trajectory=trajectory)
+    given = lifted(problem), solver, data, state, keys
+    state, path = steps(*given, trajectory=trajectory)
     return Solution(solver.answer(problem, state), path, rejected_updates(state))
 
 
@@ -173,6 +176,7 @@ def scan_steps(
     sizes, the records are in `planned_rows`. With `trajectory` the released iterates
     are returned.
     """
+    problem = lowered(problem)
 
     def one_step(state, key):
         state = solver.step(problem, data, state, key=key)

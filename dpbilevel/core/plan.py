@@ -42,6 +42,7 @@ def calibrate(
     w0: PyTree | None = None,
     precision: Precision = "grid",
     before: tuple[AbstractRelease, ...] = (),
+    trainable: PyTree = None,
 ) -> Plan[Solver]:
     r"""Return a `Plan` with the least noise at which one run stays within `budget`.
 
@@ -65,6 +66,7 @@ def calibrate(
         before: Further releases of the same records, with their noise, such as the
             releases of a `RecordsCheck`. They count against the budget and are in the
             report; the caller makes them, `solve` does not.
+        trainable: As in `fit`.
 
     Returns:
         The calibrated solver, bound to these sizes, and the report.
@@ -86,8 +88,8 @@ def calibrate(
         and changing a field of the solver or the problem voids the report. Initial
         point, step size and public terms may follow from releases in the ledger.
     """
-    options: Any = {"sizes": sizes, "w0": w0, "precision": precision, "before": before}
-    plan = calibrated(problem, solver, budget, **options)
+    options: Any = {"precision": precision, "before": before, "trainable": trainable}
+    plan = calibrated(problem, solver, budget, sizes=sizes, w0=w0, **options)
     plan.warn("calibrate")
     return plan
 
@@ -101,6 +103,7 @@ def calibrated(
     w0=None,
     precision: Precision = "grid",
     before=(),
+    trainable=None,
 ) -> Plan[Solver]:
     """Return the `Plan` of `calibrate`, without warning of its remarks."""
     solver_for(problem, solver, "calibrate")
@@ -121,8 +124,8 @@ def calibrated(
     found = planned.with_noise(scale).with_counts(problem)
     if w0 is not None and people_of(sizes) is not None:
         check_pair("calibrate", w0)
-    problem, w0, _ = arrays_of("calibrate", problem, w0)
     w0 = jax.tree.map(_shaped, w0)
+    problem, w0, _ = arrays_of("calibrate", problem, w0, trainable)
     dimensions = {} if w0 is None else found.dimensions(w0)
     counted = _after(before, found.ledger(problem, sizes))
     forecast = () if w0 is None else found.forecast(problem, sizes, w0)

@@ -42,6 +42,7 @@ def fit(
     callback: Callable[[Run], object] | None = None,
     every: int | None = None,
     folder: str | Path | None = None,
+    trainable: PyTree = None,
 ) -> Solution[PrivacyReport]:
     """Plan for the data's sizes (`calibrate`) and run (`solve`); return a `Solution`.
 
@@ -70,6 +71,9 @@ def fit(
             from the last checkpoint and returns the same bits. If the run is finished,
             it returns the saved solution and reads no record. `key` is used only if
             the run begins: later its checkpoint has the key of the steps to come.
+        trainable: Which arrays of `w0` are trained, as for `equinox.partition`: a
+            function of a leaf, or a pytree of truth values. By default all are. The
+            others keep their values, which must be public.
 
     Returns:
         The solution, with its report.
@@ -103,7 +107,7 @@ def fit(
         raise ValueError(
             "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
         )
-    problem, w0, leaves = arrays_of("fit", problem, w0)
+    problem, w0, leaves = arrays_of("fit", problem, w0, trainable)
     data = arrays(data)
     problem.check_unit(data)
     problem = problem.traced(w0, data)  # reads shapes alone

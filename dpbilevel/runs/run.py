@@ -19,7 +19,7 @@ from ..core import process_spending
 from ..core.columns import arrays
 from ..core.descent import rejected_updates
 from ..core.loop import check_run, rows_of
-from ..core.modules import StaticLeaves, arrays_of
+from ..core.modules import StaticLeaves, arrays_of, lifted, lowered
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan, Solution
 from ..privacy.jaxprs import constants
@@ -142,6 +142,7 @@ def start(
     *,
     key: PRNGKey,
     trajectory: bool = False,
+    trainable: PyTree = None,
 ) -> Run:
     """Return a `Run` before its first step, for `advance`.
 
@@ -156,6 +157,7 @@ def start(
         w0: The initial point.
         key: One typed key; consumed by this run.
         trajectory: Whether `Run.solution` has the released iterates.
+        trainable: As in `fit`.
 
     Raises:
         TypeError: As in `solve`, or `plan` is not a plan.
@@ -182,17 +184,17 @@ def start(
         10 1.0
     """
     data = arrays(data)
-    run = _checked("start", problem, plan, data, w0, key, trajectory)
+    run = _checked("start", problem, plan, data, w0, key, trajectory, trainable)
     name, report = f"start: {type(plan.solver).__name__}", plan.report
     costs, sizes = process_spending.costs_by(report), plan.solver.sizes
     process_spending.begun(name, report.relation, costs, sizes, data)()
     return run
 
 
-def _checked(owner, problem, plan, data, w0, key, trajectory) -> Run:
+def _checked(owner, problem, plan, data, w0, key, trajectory, trainable) -> Run:
     """Return a `Run` before its first step; its arguments are checked here."""
     _checks.instance(owner, Plan, plan=plan)
-    problem, w0, leaves = arrays_of(owner, problem, w0)
+    problem, w0, leaves = arrays_of(owner, problem, w0, trainable)
     check_run(owner, problem, plan.solver, data, w0, key)
     options: Any = {"key": key, "trajectory": trajectory, "leaves": leaves}
     return first_run(owner, problem, plan, data, w0, **options)
@@ -288,7 +290,13 @@ def run_watched(
 
 
 def resume(
-    folder: str | Path, problem: AbstractProblem, plan: Plan, data: PyTree, w0: PyTree
+    folder: str | Path,
+    problem: AbstractProblem,
+    plan: Plan,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    trainable: PyTree = None,
 ) -> Run:
     """Return the `Run` that `Run.save` wrote into a folder.
 
@@ -300,7 +308,9 @@ def resume(
         problem: The same problem; its losses are compared by the compiled program.
         plan: The same plan; calibrate again with the same arguments.
         data: The same records; a hash of them is compared.
-        w0: The initial point; only its shape is read.
+        w0: The initial point; only its shape and the arrays that are not trained are
+            read.
+        trainable: As in `fit`.
 
     Raises:
         TypeError: As in `start`.
@@ -311,7 +321,7 @@ def resume(
     # This continues a release that was counted when it began.
     has_path = len(saved.path) > 0
     data = arrays(data)
-    run = _checked("resume", problem, plan, data, w0, saved.key, has_path)
+    run = _checked("resume", problem, plan, data, w0, saved.key, has_path, trainable)
     name = saved.fingerprint.setdefault(NAME, run.name)
     run = dataclasses.replace(run, name=name)
     saved = checkpoint.resume_run(Path(folder), saved, run._checkpoint())
@@ -322,6 +332,7 @@ def resume(
 @jax.jit
 def _steps(problem, solver, data, state, path, key, done, count):
     """Make `count` steps; return state, path and key. One program serves any count."""
+    problem = lowered(problem)
 
     def one_step(i, carry):
         state, path, key = carry
@@ -339,8 +350,8 @@ def _steps(problem, solver, data, state, path, key, done, count):
 
 
 def _arguments(run: Run) -> tuple[Any, ...]:
-    solver = run.plan.solver
-    return run.problem, solver, run.data, run.state, run.path, run.key, run.done
+    program = lifted(run.problem), run.plan.solver
+    return *program, run.data, run.state, run.path, run.key, run.done
 
 
 def facts_of(run: Run) -> dict[str, Any]:
@@ -348,7 +359,7 @@ def facts_of(run: Run) -> dict[str, Any]:
     traced = _steps.trace(*_arguments(run), 1)
     program = traced.lower().as_text().encode()
     # Numbers that the text of the program may leave out.
-    numbers = jax.tree.leaves((run.problem, run.plan.solver))
+    numbers = jax.tree.leaves((lifted(run.problem), run.plan.solver))
     return {
         "plan": json.loads(run.plan.report.to_json()),
         "software": checkpoint.software(),

@@ -19,8 +19,8 @@ def load(folder: str | Path, *, like: PyTree = None) -> Solution[Any]:
 
     Args:
         folder: A folder that `Solution.save` wrote, the `folder` of a finished `fit`,
-            or the result folder of `dpbilevel run`. Of such a run, the value is in the units of its config,
-            as `solution.npz` has it, and there is no trajectory.
+            or the result folder of `dpbilevel run`. Of the latter, the value is in the
+            units of its config, as `solution.npz` has it, and there is no trajectory.
         like: A value of the same structure and shapes, such as the model before
             training: needed if the value has other nodes than dictionaries, lists and
             tuples, such as Equinox modules and named tuples. Their functions and
