@@ -96,8 +96,6 @@ class Query:
             Sealed with this query's `contribution`.
         """
         if self.randomized:
-            if isinstance(records, OnDisk):
-                raise ValueError("Randomized: records on disk get no key. Give arrays.")
             key, key_loss = derive(check_key(key), "sampling", "loss")
             fun, records = with_keys(fun, records, key=key_loss)
         batch = self.sampling.draw(records, self.size, key=key, index=index)

@@ -142,6 +142,21 @@ def test_losses_and_records_of_ones_own_are_planned_as_the_page_says(capsys):
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
+def test_code_of_the_page_on_networks_trains_resumes_and_merges(
+    tmp_path, monkeypatch, as_by_users, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    text, names = (ROOT / "docs/networks.md").read_text(), {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, "docs/networks.md", "exec"), names)
+    assert "step 20: epsilon 3.00" in capsys.readouterr().out
+    assert (tmp_path / "runs/adapters/solution").is_dir()
+    rows, labels = names["records"].values()
+    scores = jax.vmap(names["model"])(rows)
+    assert jnp.mean(jnp.argmax(scores, 1) == labels) > 0.8
+
+
 def _digits():
     """A network and images, as `docs/coming_from.md` names them."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -238,7 +238,7 @@ def test_methods_that_give_no_key_refuse_such_a_loss(tmp_path):
         DROPPED.loss(jnp.zeros(3), ROWS)
     np.save(tmp_path / "rows.npy", ROWS["features"])
     stored = dpb.OnDisk.arrays(np.load(tmp_path / "rows.npy", mmap_mode="r"))
-    with pytest.raises(ValueError, match="records on disk get no key"):
+    with pytest.raises(ValueError, match="must be in memory here, got OnDisk"):
         reader()(jax.random.key(KEY), stored)
     with pytest.raises(ValueError, match="augmentations"):
         dpb.Randomized(dropped, 0)

@@ -52,10 +52,12 @@ class Randomized:
 
     Privacy:
         That of a plain loss. The key of a record follows from the key of the release
-        and the row of the record in the data. It depends on no value of any record, and
-        no record that is added or removed in its row changes the key of another one.
-        Clipping bounds the value for every key, so the guarantee holds whatever the
-        loss does with it. Noise has another key.
+        and the row of the record in the data, and from no value of a record. Clipping
+        bounds the value for every key, so that under replace-one the guarantee holds
+        for any keys, known ones included. Under add-or-remove-one a record less may
+        shift the rows of others. As keys of rows are independent and alike, that
+        changes no distribution; there they must be as secret as the batches. The noise
+        has another key.
 
     References:
         De, Berrada, Hayes, Smith and Balle, "Unlocking high-accuracy differentially
@@ -130,7 +132,7 @@ def with_keys(
     rows, present = unpacked(records)
     count = _checks.leading_axis("records", rows)
     numbered = rows, jnp.arange(count, dtype=jnp.int32)
-    # A generator that compiles fast: the guarantee does not rest on these keys.
+    # A generator that compiles fast; its keys have 64 bits.
     words = jax.lax.optimization_barrier(jax.random.bits(key, (2,), jnp.uint32))
 
     def of_numbered(numbered):
