@@ -60,7 +60,7 @@ class LowRankLinear(eqx.Module):
 
     @property
     def delta(self) -> Float[Array, "outputs inputs"]:
-        """What the adapter adds to the weight, $s B A$."""
+        """The change of the weight, $s B A$."""
         return self.scale * (self.up @ self.down)
 
     def merged(self) -> eqx.nn.Linear:

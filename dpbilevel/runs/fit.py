@@ -71,6 +71,7 @@ def fit(
             from the last checkpoint and returns the same bits. If the run is finished,
             it returns the saved solution and reads no record. `key` is used only if
             the run begins: later its checkpoint has the key of the steps to come.
+            `callback` may see the steps after the last checkpoint again.
         trainable: Which arrays of `w0` are trained, as for `equinox.partition`: a
             function of a leaf, or a pytree of truth values. By default all are. The
             others keep their values, which must be public.

@@ -121,7 +121,7 @@ class PerPerson:
         self.unit.check(person)
         rows = person.rows
         if isinstance(given, Keyed):  # a key for each row
-            rows = given.split(rows, self.unit.most_rows)
+            rows = Keyed(rows, jax.random.split(given.key, self.unit.most_rows))
         values = jax.vmap(lambda row: self.fun(*first, row))(rows)
         weights = self.unit.weights(person.present)
 

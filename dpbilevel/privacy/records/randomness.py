@@ -25,10 +25,6 @@ class Keyed(eqx.Module):
     record: PyTree
     key: PRNGKey
 
-    def split(self, records: PyTree, count: int) -> "Keyed":
-        """Return `count` stacked records, such as rows of a person, with keys each."""
-        return Keyed(records, jax.random.split(self.key, count))
-
 
 @dataclasses.dataclass(frozen=True)
 class Randomized:
