@@ -1,6 +1,7 @@
 """Means of losses and private descent on them."""
 
 from .adaptive_clip import AdaptiveClipGD
+from .adaptive_step import AdaptiveGD
 from .correlated_gd import CorrelatedGD
 from .localized import LocalizedGD
 from .losses import (
@@ -17,6 +18,7 @@ from .problem import FiniteSum
 
 __all__ = [
     "AdaptiveClipGD",
+    "AdaptiveGD",
     "AllocatedGD",
     "CorrelatedGD",
     "FiniteSum",

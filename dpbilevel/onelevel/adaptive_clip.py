@@ -2,20 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive, ProperFraction, check_fields
 from ..core.descent import StepSize, as_rule
 from ..core.solver import AbstractIterative, AbstractNoisySolver
+from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from .noisy_gd import GRADIENT, DescentState, NoisyGD, gradient_release
-from .problem import AbstractFiniteSum
+from .problem import AbstractFiniteSum, Scalar
 
 # Largest ratio of the clip norm to the first one, in either direction.
 _RANGE = 1e3
@@ -23,7 +24,7 @@ _RANGE = 1e3
 
 class _State(eqx.Module):
     descent: DescentState
-    clip_norm: Float[Array, ""]  # C_t
+    clip_norm: Scalar  # C_t
 
 
 class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative):
@@ -96,8 +97,33 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
     @override
     def step(self, problem, data, state, *, key) -> _State:
         w, c = state.descent.w, state.clip_norm
+        gradient, deviation, norm = self.read(problem, data, w, c, key=key)
+        descent = self._updates.moved(problem, gradient, state.descent, deviation)
+        return _State(descent, norm)
+
+    def read(
+        self,
+        problem: AbstractFiniteSum,
+        data: PyTree,
+        w: PyTree,
+        clip_norm: Scalar,
+        *,
+        key: PRNGKey,
+    ) -> tuple[PyTree, Any, Scalar]:
+        r"""Return $q_t$, a bound on its standard deviation in any direction, $C_{t+1}$.
+
+        Args:
+            problem: The problem.
+            data: The records.
+            w: $w_t$.
+            clip_norm: $C_t$.
+            key: A typed key for this release alone.
+
+        Privacy:
+            One `release`, at the clip norm $C_t$.
+        """
         # Gradients and coordinates, clipped together at C_t and released.
-        release = self._release(problem, self.sizes, c / self.clip_norm)
+        release = self._release(problem, self.sizes, clip_norm / self.clip_norm)
         root = (1 + self.weight**2) ** 0.5
         norms = {query.role: query.clip_norm for query in release.queries}
         lengths = {role: norm * self.weight / root for role, norm in norms.items()}
@@ -105,15 +131,13 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
         rows = {role: _beside(gradients[role], v) for role, v in lengths.items()}
         gradient, length = release.apply(rows, data, key=key)
         gradient = optax.tree.add(gradient, problem.public_gradient(w))
-        # One update of the iterate, and one of the clip norm.
-        deviation = release.deviation
-        descent = self._updates.moved(problem, gradient, state.descent, deviation)
+        # The fraction of their lengths that gradients keep moves the clip norm.
         kept = length / sum(lengths.values())  # k_t
         missing = (self.kept - kept) / (1 - self.kept)
-        norm = c * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))  # C_{t+1}
+        norm = clip_norm * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))
         first = jnp.asarray(self.clip_norm, norm.dtype)
-        norm = jnp.clip(norm, first / _RANGE, first * _RANGE)
-        return _State(descent, norm.astype(c.dtype))
+        norm = jnp.clip(norm, first / _RANGE, first * _RANGE)  # C_{t+1}
+        return gradient, release.deviation, norm.astype(clip_norm.dtype)
 
     @override
     def released(self, state):

@@ -112,6 +112,7 @@ _LOSSES = "it needs losses only, and search.minimize has its settings"
 # Every public solver is built in planning/methods.py or named here with the reason.
 NOT_CANDIDATES: Mapping[str, str] = {
     "AdaptiveClipGD": "the largest gradient is an argument of auto",
+    "AdaptiveGD": "auto plans the step size",
     "AllocatedGD": "auto plans full batches",
     "CorrelatedGD": "NoisyGD stands for descent on one level",
     "F2SA": _FIRST_ORDER,
