@@ -12,7 +12,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.onelevel import AdaptiveClipGD, AllocatedGD
+from dpbilevel.onelevel import AdaptiveClipGD, AdaptiveGD, AllocatedGD
 from dpbilevel.onelevel.noisy_gd import gradient_release
 from dpbilevel.privacy.exact.normal import standard_normal
 from dpbilevel.privacy.noise import step_keys
@@ -24,6 +24,7 @@ from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from tests.audit.runs import audited, claim_of
 from tests.cases import Mutant, with_mechanism
 from tests.onelevel.test_adaptive_clip import planned_adaptive
+from tests.onelevel.test_adaptive_step import planned_step
 from tests.onelevel.test_allocated import planned_allocated
 from tests.onelevel.test_inner_solvers import ADD_OR_REMOVE, planned_noisy_gd, sampled
 
@@ -47,6 +48,33 @@ class CountedAside(AdaptiveClipGD):
 @functools.cache
 def adaptive_clip(kind=AdaptiveClipGD):
     return audited(planned_adaptive(kind), runs=20_000)
+
+
+class LengthAside(AdaptiveGD):
+    """The coordinate that moves the clip norm is not charged."""
+
+    def step(self, problem, data, state, *, key):
+        factor = (1 + self.weight**2) ** -0.5
+        less = dataclasses.replace(
+            self, noise_multiplier=factor * self.noise_multiplier
+        )
+        return AdaptiveGD.step(less, problem, data, state, key=key)
+
+
+class StepsByRawGradient(AdaptiveGD):
+    """The step size follows a gradient that is not released, nor counted."""
+
+    def step(self, problem, data, state, *, key):
+        rows = unpacked(data)[0]
+        gradients = jax.vmap(jax.grad(problem.loss), (None, 0))(state.w, rows)
+        longer = jnp.where(jnp.nansum(gradients) > 0, 3.0, 1.0)
+        raw = dataclasses.replace(state, length=state.length * longer)
+        return AdaptiveGD.step(self, problem, data, raw, key=key)
+
+
+@functools.cache
+def adaptive_step(kind=AdaptiveGD):
+    return audited(planned_step(kind), runs=20_000)
 
 
 class InOrder(RandomAllocation):
@@ -377,6 +405,12 @@ MUTANTS = {
     ),
     "a coordinate of the clip norm that is not charged": Mutant(
         "AdaptiveClipGD", lambda: adaptive_clip(CountedAside), adaptive_clip
+    ),
+    "a coordinate beside the gradient that is not charged": Mutant(
+        "AdaptiveGD", lambda: adaptive_step(LengthAside), adaptive_step
+    ),
+    "a step size from records that is not counted": Mutant(
+        "AdaptiveGD", lambda: adaptive_step(StepsByRawGradient), adaptive_step
     ),
     "batches of a pass in the order of the records": Mutant(
         "AllocatedGD", lambda: allocated(AllocatedInOrder), allocated

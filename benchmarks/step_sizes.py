@@ -1,0 +1,162 @@
+"""Networks trained with a step size that is found, tuned by hand, or badly chosen.
+
+`python -m benchmarks step_sizes`; `--task=mlp` or `--task=cnn` runs one network,
+`--epsilon=1,3,8` some budgets, and `--saved=FILE` keeps accuracies and goes on from
+them. The hand-tuned settings are chosen by test accuracy, which is NON-PRIVATE: first
+by one key, then the three best by five. The images are those of $MNIST.
+"""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+from dpbilevel.onelevel import AdaptiveGD
+
+from . import pages
+
+TRAIN, BATCH, STEPS, DELTA, SEEDS = 8_000, 256, 150, 1e-5, 5
+LENGTHS, CLIP_NORMS = (0.8, 1.6, 3.2, 6.4, 12.8), (1.0, 4.0)
+STARTS = {"default": 0.5, "100 times shorter": 0.005, "100 times longer": 50.0}
+STRIDES = (3, 2)  # of the two convolutions
+
+
+@functools.cache
+def images():
+    """Return the pairs of training and of test images, and their labels."""
+    with np.load(pages.MNIST) as file:
+        pixels, labels = file["images"], file["labels"].astype(np.int32)
+    pixels = pixels.reshape(-1, 28, 28).astype(np.float32) / pixels.max()
+    return (pixels[:TRAIN], labels[:TRAIN]), (pixels[TRAIN:], labels[TRAIN:])
+
+
+def start(name, seed):
+    """Return the initial weights of a network, He normal."""
+    rng = np.random.default_rng(seed)
+
+    def layer(*shape, fan, gain=2.0):
+        weights = rng.normal(size=shape) * np.sqrt(gain / fan)
+        return jnp.asarray(weights, jnp.float32), jnp.zeros(shape[-1], jnp.float32)
+
+    if name == "mlp":
+        return layer(784, 256, fan=784), layer(256, 10, fan=256, gain=1.0)
+    first, second = layer(5, 5, 1, 8, fan=25), layer(4, 4, 8, 16, fan=128)
+    return first, second, layer(144, 10, fan=144, gain=1.0)
+
+
+def scores(weights, image):
+    """Return the scores of the ten digits, by a dense or a convolutional network."""
+    *layers, (matrix, shift) = weights
+    value = image[None, :, :, None] if len(layers) == 2 else jnp.ravel(image)
+    names = ("NHWC", "HWIO", "NHWC")
+    for (kernel, bias), stride in zip(layers, STRIDES, strict=False):
+        if len(layers) == 2:
+            value = jax.lax.conv_general_dilated(
+                value, kernel, (stride, stride), "VALID", dimension_numbers=names
+            )
+        else:
+            value = value @ kernel
+        value = jax.nn.relu(value + bias)
+    return jnp.ravel(value) @ matrix + shift
+
+
+def loss(weights, record):
+    image, label = record
+    return -jax.nn.log_softmax(scores(weights, image))[label]
+
+
+@jax.jit
+def accuracy(weights):
+    image, label = images()[1]
+    found = jax.vmap(scores, (None, 0))(weights, image)
+    return jnp.mean(jnp.argmax(found, 1) == label)
+
+
+PROBLEM = dpb.FiniteSum(loss)
+SAMPLING = {
+    "sampling": dpb.Poisson(BATCH / TRAIN),
+    "neighbours": dpb.Neighbours.ADD_OR_REMOVE_ONE,
+}
+solve = jax.jit(dpb.solve)
+
+
+@functools.cache
+def planned(kind, epsilon):
+    """Return a solver of this class with the noise of the budget."""
+    settings = () if kind is AdaptiveGD else (1.0, 0.1)
+    solver = kind(STEPS, *settings, **SAMPLING)
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    plan = dpb.calibrate(PROBLEM, solver, budget, sizes=TRAIN, precision="float")
+    return plan.solver
+
+
+def trained(name, epsilon, setting, seed):
+    """Return the test accuracy of one run; `setting` names solver and numbers."""
+    kind, length, norm = setting
+    if kind == "adaptive":
+        plan, rule = planned(AdaptiveGD, epsilon), "first_step"
+    else:
+        plan, rule, length = planned(dpb.NoisyGD, epsilon), "step_size", length / norm
+    # Numbers are leaves: one program serves all settings of a network.
+    where = [(rule, length), ("clip_norm", norm)]
+    fields = {k: jnp.asarray(v, jnp.float32) for k, v in where}
+    solver = dataclasses.replace(plan, **fields)
+    key = jax.random.key(seed)
+    answer = solve(PROBLEM, solver, images()[0], start(name, seed), key=key)
+    return float(accuracy(answer.value))
+
+
+class Runs:
+    """Accuracies by network, budget, setting and key, kept in a file."""
+
+    def __init__(self, file):
+        self.file, self.found = file, pages.kept(file, dict) if file else {}
+
+    def of(self, name, epsilon, setting, seeds):
+        """Return the accuracies of these numbers of keys."""
+        return [self.one(name, epsilon, setting, seed) for seed in range(seeds)]
+
+    def one(self, *run):
+        """Return the accuracy of one run, kept or new."""
+        key = repr(run)
+        if key not in self.found:
+            self.found[key] = trained(*run)
+            if self.file:
+                pages.keep(self.file, self.found)
+        return self.found[key]
+
+
+def tuned(runs, name, epsilon):
+    """Return the best setting of `NoisyGD` by the median, and its accuracies."""
+    grid = [("plain", v, c) for c in CLIP_NORMS for v in LENGTHS]
+    grid.sort(key=lambda s: -np.mean(runs.of(name, epsilon, s, 1)))
+    full = {s: runs.of(name, epsilon, s, SEEDS) for s in grid[:3]}
+    return max(full.items(), key=lambda item: np.median(item[1]))
+
+
+def rows(runs, name, epsilon):
+    """Return the rows of the table for one network and budget."""
+    found = {}
+    for text, length in STARTS.items():
+        setting = ("adaptive", length, 1.0)
+        found[f"`AdaptiveGD`, {text}"] = runs.of(name, epsilon, setting, SEEDS)
+    (_, length, norm), best = tuned(runs, name, epsilon)
+    found[f"`NoisyGD`, tuned: length {length:g}, clip norm {norm:g}"] = best
+    setting = ("plain", STARTS["default"], 1.0)
+    found["`NoisyGD`, length and clip norm of the default"] = runs.of(
+        name, epsilon, setting, SEEDS
+    )
+    return [[f"{epsilon:g}", k, pages.spread(v)] for k, v in found.items()]
+
+
+def main():
+    file = pages.options().get("saved")
+    runs = Runs(pathlib.Path(file) if file else None)
+    head = ["epsilon", "method", "accuracy [quartiles]"]
+    for name in pages.chosen(["mlp", "cnn"]):
+        body = [r for e in pages.budgets("1,3,8") for r in rows(runs, name, e)]
+        print(pages.table(head, body, name), flush=True)
