@@ -3,16 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive, ProperFraction, check_fields
 from ..core.descent import StepSize, as_rule
-from ..core.solver import AbstractIterative, AbstractNoisySolver
+from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from .noisy_gd import GRADIENT, DescentState, NoisyGD, gradient_release
@@ -27,7 +29,93 @@ class _State(eqx.Module):
     clip_norm: Scalar  # C_t
 
 
-class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative):
+class AbstractAdaptiveClip(
+    AbstractNoisySolver[AbstractFiniteSum, State], AbstractIterative
+):
+    r"""Descent whose clip norm follows how much of the gradients it keeps.
+
+    Attributes:
+        clip_norm: $C_0$, the norm of the first step; public.
+        kept: $k$, the mean fraction of their lengths that gradients are to keep.
+        rate: $\rho$, the most by which the logarithm of the norm changes in a step.
+        weight: $a$, the length of the coordinate in clip norms.
+    """
+
+    clip_norm: AbstractVar[float]
+    kept: AbstractVar[float]
+    rate: AbstractVar[float]
+    weight: AbstractVar[float]
+
+    def read(
+        self,
+        problem: AbstractFiniteSum,
+        data: PyTree,
+        w: PyTree,
+        clip_norm: Scalar,
+        *,
+        key: PRNGKey,
+    ) -> tuple[PyTree, Any, Scalar]:
+        r"""Return $q_t$, a bound on its standard deviation in any direction, $C_{t+1}$.
+
+        Args:
+            problem: The problem.
+            data: The records.
+            w: $w_t$.
+            clip_norm: $C_t$.
+            key: A typed key for this release alone.
+
+        Privacy:
+            One `release`, at the clip norm $C_t$.
+        """
+        # Gradients and coordinates, clipped together at C_t and released.
+        release = self._release(problem, self.sizes, clip_norm / self.clip_norm)
+        root = (1 + self.weight**2) ** 0.5
+        norms = {query.role: query.clip_norm for query in release.queries}
+        lengths = {role: norm * self.weight / root for role, norm in norms.items()}
+        gradients = problem.record_gradients(w)
+        rows = {role: _beside(gradients[role], v) for role, v in lengths.items()}
+        gradient, length = release.apply(rows, data, key=key)
+        gradient = optax.tree.add(gradient, problem.public_gradient(w))
+        # The fraction of their lengths that gradients keep moves the clip norm.
+        kept = length / sum(lengths.values())  # k_t
+        missing = (self.kept - kept) / (1 - self.kept)
+        norm = clip_norm * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))
+        first = jnp.asarray(self.clip_norm, norm.dtype)
+        norm = jnp.clip(norm, first / _RANGE, first * _RANGE)  # C_{t+1}
+        return gradient, release.deviation, norm.astype(clip_norm.dtype)
+
+    @override
+    def release(self, problem, sizes) -> Release:
+        return self._release(problem, sizes, 1.0)
+
+    def _release(self, problem, sizes, factor: Number) -> Release:
+        """Return the first step's `Release`, with all clip norms times `factor`.
+
+        A level may have a clip norm of its own, which `clip_norm` does not set. The
+        ledger charges the people of each level by its fraction of the sensitivity, so
+        that the ratios of the norms must stay.
+        """
+        release = gradient_release(self, problem, sizes)
+        longer = factor * (1 + self.weight**2) ** 0.5
+        queries = tuple(
+            dataclasses.replace(query, clip_norm=query.clip_norm * longer)
+            for query in release.queries
+        )
+        return dataclasses.replace(release, queries=queries)
+
+    @override
+    def assumptions(self, problem, sizes):
+        return (
+            "the noise follows the clip norm of its step, a function of earlier "
+            "releases; both are listed at the first step",
+        )
+
+    @override
+    def dimensions(self, w0):
+        return {GRADIENT: optax.tree.size(w0) + 1}
+
+
+class AdaptiveClipGD(AbstractAdaptiveClip[_State]):
     r"""`NoisyGD` whose clip norm adapts to how much of the gradients it keeps.
 
     Every record's gradient $g_i$ has one more coordinate of the constant length $a
@@ -101,44 +189,6 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
         descent = self._updates.moved(problem, gradient, state.descent, deviation)
         return _State(descent, norm)
 
-    def read(
-        self,
-        problem: AbstractFiniteSum,
-        data: PyTree,
-        w: PyTree,
-        clip_norm: Scalar,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Any, Scalar]:
-        r"""Return $q_t$, a bound on its standard deviation in any direction, $C_{t+1}$.
-
-        Args:
-            problem: The problem.
-            data: The records.
-            w: $w_t$.
-            clip_norm: $C_t$.
-            key: A typed key for this release alone.
-
-        Privacy:
-            One `release`, at the clip norm $C_t$.
-        """
-        # Gradients and coordinates, clipped together at C_t and released.
-        release = self._release(problem, self.sizes, clip_norm / self.clip_norm)
-        root = (1 + self.weight**2) ** 0.5
-        norms = {query.role: query.clip_norm for query in release.queries}
-        lengths = {role: norm * self.weight / root for role, norm in norms.items()}
-        gradients = problem.record_gradients(w)
-        rows = {role: _beside(gradients[role], v) for role, v in lengths.items()}
-        gradient, length = release.apply(rows, data, key=key)
-        gradient = optax.tree.add(gradient, problem.public_gradient(w))
-        # The fraction of their lengths that gradients keep moves the clip norm.
-        kept = length / sum(lengths.values())  # k_t
-        missing = (self.kept - kept) / (1 - self.kept)
-        norm = clip_norm * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))
-        first = jnp.asarray(self.clip_norm, norm.dtype)
-        norm = jnp.clip(norm, first / _RANGE, first * _RANGE)  # C_{t+1}
-        return gradient, release.deviation, norm.astype(clip_norm.dtype)
-
     @override
     def released(self, state):
         return state.descent.w
@@ -154,36 +204,6 @@ class AdaptiveClipGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIte
     @override
     def forecast(self, problem, sizes, w0):
         return self._updates.forecast(problem, sizes, w0)
-
-    @override
-    def release(self, problem, sizes) -> Release:
-        return self._release(problem, sizes, 1.0)
-
-    def _release(self, problem, sizes, factor: Number) -> Release:
-        """Return the first step's `Release`, with all clip norms times `factor`.
-
-        A level may have a clip norm of its own, which `clip_norm` does not set. The
-        ledger charges the people of each level by its fraction of the sensitivity, so
-        that the ratios of the norms must stay.
-        """
-        release = gradient_release(self, problem, sizes)
-        longer = factor * (1 + self.weight**2) ** 0.5
-        queries = tuple(
-            dataclasses.replace(query, clip_norm=query.clip_norm * longer)
-            for query in release.queries
-        )
-        return dataclasses.replace(release, queries=queries)
-
-    @override
-    def assumptions(self, problem, sizes):
-        return (
-            "the noise follows the clip norm of its step, a function of earlier "
-            "releases; both are listed at the first step",
-        )
-
-    @override
-    def dimensions(self, w0):
-        return {GRADIENT: optax.tree.size(w0) + 1}
 
 
 # Descents with the fields of `NoisyGD`, as a stage of a pipeline.

@@ -1,6 +1,5 @@
 """Noisy descent that finds its step size and its clip norm during the run."""
 
-import dataclasses
 from typing import ClassVar
 
 import equinox as eqx
@@ -12,9 +11,7 @@ from typing_extensions import override
 
 from .._checks import Count, Fraction, Positive, check_fields
 from ..core.descent import Descent, Memory, SkippedUpdates, finite_or, scaled
-from ..core.solver import AbstractIterative, AbstractNoisySolver
-from ..privacy.releases import Release
-from .adaptive_clip import AdaptiveClipGD
+from .adaptive_clip import AbstractAdaptiveClip
 from .problem import AbstractFiniteSum, Scalar
 
 _MEMORY = 0.9  # of the direction that a gradient is compared with
@@ -33,7 +30,7 @@ class _State(eqx.Module):
     direction: PyTree  # m_t
 
 
-class AdaptiveGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterative):
+class AdaptiveGD(AbstractAdaptiveClip[_State]):
     r"""Noisy gradient descent that finds its step size and its clip norm.
 
     The released gradient $q_t$, public terms included, is compared with the direction
@@ -90,13 +87,6 @@ class AdaptiveGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterati
     def __check_init__(self):
         check_fields(self)
 
-    @property
-    def _clipping(self) -> AdaptiveClipGD:
-        """`AdaptiveClipGD` that makes the releases of this solver."""
-        names = {field.name for field in dataclasses.fields(AdaptiveClipGD)}
-        shared = {k: v for k, v in vars(self).items() if k in names}
-        return AdaptiveClipGD(step_size=1.0, **shared)
-
     @override
     def init(self, problem, w0) -> _State:
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
@@ -109,7 +99,7 @@ class AdaptiveGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterati
     @override
     def step(self, problem, data, state, *, key) -> _State:
         w, c, t = state.w, state.clip_norm, state.t
-        gradient, _, norm = self._clipping.read(problem, data, w, c, key=key)  # q_t
+        gradient, _, norm = self.read(problem, data, w, c, key=key)  # q_t
         fade = 1 - t / self.num_steps  # f_t
         length, direction = self._tuned(gradient, state, fade)
         # A projected step, no longer than what the public terms allow.
@@ -145,21 +135,9 @@ class AdaptiveGD(AbstractNoisySolver[AbstractFiniteSum, _State], AbstractIterati
 
     @override
     def adversary_view(self, state):
-        """Return the triple of the iterate, the clip norm and the direction."""
-        return state.w, state.clip_norm, state.direction
+        """Return iterate, clip norm, step length and direction, a tuple of four."""
+        return state.w, state.clip_norm, state.length, state.direction
 
     @override
     def answer(self, problem, state):
         return self.output.answer(state.kept, state.w)
-
-    @override
-    def release(self, problem, sizes) -> Release:
-        return self._clipping.release(problem, sizes)
-
-    @override
-    def assumptions(self, problem, sizes):
-        return self._clipping.assumptions(problem, sizes)
-
-    @override
-    def dimensions(self, w0):
-        return self._clipping.dimensions(w0)

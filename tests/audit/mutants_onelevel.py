@@ -67,7 +67,7 @@ class StepsByRawGradient(AdaptiveGD):
     def step(self, problem, data, state, *, key):
         rows = unpacked(data)[0]
         gradients = jax.vmap(jax.grad(problem.loss), (None, 0))(state.w, rows)
-        longer = jnp.where(jnp.nansum(gradients) > 0, 3.0, 1.0)
+        longer = 1 + 0.1 * jnp.tanh(jnp.nansum(gradients))
         raw = dataclasses.replace(state, length=state.length * longer)
         return AdaptiveGD.step(self, problem, data, raw, key=key)
 
