@@ -100,10 +100,10 @@ class AdaptiveGD(AbstractAdaptiveClip[_State]):
     def step(self, problem, data, state, *, key) -> _State:
         w, c, t = state.w, state.clip_norm, state.t
         gradient, _, norm = self.read(problem, data, w, c, key=key)  # q_t
-        fade = 1 - t / self.num_steps  # f_t
+        fade = 1 - t.astype(c.dtype) / self.num_steps  # f_t
         length, direction = self._tuned(gradient, state, fade)
         # A projected step, no longer than what the public terms allow.
-        descent = Descent((fade * length / c).astype(c.dtype), problem.w_set)
+        descent = Descent(fade * length / c, problem.w_set)
         along = descent.curvature_limited(gradient, problem.public_gradient, w)
         new, memory = descent.update(along, state.memory, w)
         kept = self.remembered(state.kept, new, before=w, t=t)
