@@ -136,9 +136,7 @@ class AbstractNoisyRelease(AbstractRelease):
                 f"{self.name!r} is charged for queries of {roles}, but reads {[*funs]}."
             )
         drawn = [
-            query.role
-            for query in self.queries
-            if query.needs_key or key is not None
+            query.role for query in self.queries if query.needs_key or key is not None
         ]
         key_of = {RECORDS: key}
         if drawn and drawn != [RECORDS]:
