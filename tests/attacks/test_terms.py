@@ -99,7 +99,7 @@ def test_a_resolvent_rounded_to_its_grid_moves_no_further_than_is_charged(
     monkeypatch, x64
 ):
     """A record less: the sensitivity is half of that under replace-one."""
-    plan = Resolvent(SHIFT, 1.0, 1.0, "picard", 1, SIZE, 1, 1.0)
+    plan = Resolvent(SHIFT, 1.0, 1.0, 1, SIZE, 1, 1.0)
     # One record moves it by 1 and a little, and the grid is that of 2.
     contribution = plan.contribution(jnp.float64, "float")
     assert 1.0 <= contribution < 1.0 + 2.0**-20
