@@ -142,7 +142,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a fit knows before it reads a label.
+    """Facts of a fit before it reads a label.
 
     Attributes:
         budget: Budget of the fit.
