@@ -122,14 +122,9 @@ _ONE_GROUP = group_fair(
 
 
 def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequality:
-    """Return a `VariationalInequality` of constant operators on a large ball.
-
-    If nothing is clipped, records have the declared length.
-    """
+    """Return a `VariationalInequality` of constant operators on a large ball."""
     size = optax.tree.size(zeros)
     length = BEYOND * math.sqrt(size)
-    if solver.inner != "picard":
-        length = float(solver.clip_norm)
     assert solver.sizes is not None
     batch = solver.sampling.denominator(solver.sizes)
     step = solver.clip_norm / (solver.strength * batch)
