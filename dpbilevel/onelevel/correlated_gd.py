@@ -39,7 +39,8 @@ class CorrelatedGD(
 
     It is for batches that come in a fixed order. If batches can be drawn at random,
     `NoisyGD` with `Poisson` was better at equal budget (the page "Correlated noise"
-    of the results). On full batches correlation gains nothing.
+    of the results). On full batches no correlation makes the noise in the sum of all
+    steps smaller.
 
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
     \tilde g_t = \frac{1}{m} \sum_{i \in B_t} \mathrm{clip}_C(\nabla \ell(w_t, z_i)) +
