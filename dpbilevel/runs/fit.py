@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..core.columns import arrays
-from ..core.loop import check_method, run_checked
+from ..core.levels import Sizes
+from ..core.loop import bound_to, check_method, run_checked
 from ..core.modules import arrays_of
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
@@ -43,6 +44,7 @@ def fit(
     every: int | None = None,
     folder: str | Path | None = None,
     trainable: PyTree = None,
+    sizes: Sizes | int | None = None,
 ) -> Solution[PrivacyReport]:
     """Plan for the data's sizes (`calibrate`) and run (`solve`); return a `Solution`.
 
@@ -75,6 +77,9 @@ def fit(
         trainable: Which arrays of `w0` are trained, as for `equinox.partition`: a
             function of a leaf, or a pytree of truth values. By default all are. The
             others keep their values, which must be public.
+        sizes: Public numbers of records to plan for, as in `calibrate`; needed under
+            add-or-remove-one, where `data` may have more or fewer. By default, those of
+            `data`. For two levels it has `people`.
 
     Returns:
         The solution, with its report.
@@ -93,8 +98,8 @@ def fit(
     Privacy:
         One run under `budget`. If `callback` ends the run early, the whole budget still
         counts, because `callback` decides by released values. The numbers of records
-        are published with the report. Under add-or-remove-one they are private: use
-        `calibrate` with public sizes, then `solve`.
+        are published with the report. Under add-or-remove-one they are private, and
+        `sizes` are published in their place.
 
         `folder` has one entry for the run in `spending.jsonl`, before a record is read
         and however often the run is resumed; `search.limit_spending` may refuse the
@@ -104,20 +109,22 @@ def fit(
     check_method("fit", problem, solver, key)
     watched: Any = {"progress": progress, "callback": callback, "every": every}
     check_watched(**watched)
-    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        raise ValueError(
-            "fit: under add-or-remove-one, calibrate with public sizes=, then solve."
-        )
+    if sizes is None and solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        raise ValueError("fit: add-or-remove-one needs public numbers; give sizes=.")
+    if sizes is not None and people is not None:
+        raise TypeError("fit: give people in sizes=, and leave people= out.")
     problem, w0, leaves = arrays_of("fit", problem, w0, trainable)
     data = arrays(data)
     problem.check_unit(data)
     problem = problem.traced(w0, data)  # reads shapes alone
-    sizes = problem.sizes_of(data, people)
-    planned: Any = {"sizes": sizes, "w0": w0, "precision": precision}
+    found = problem.sizes_of(data, people) if sizes is None else sizes
+    planned: Any = {"sizes": found, "w0": w0, "precision": precision}
     plan = calibrated(problem, solver, budget, **planned)
+    if sizes is not None:  # others are those of the data
+        bound_to(problem, plan.solver, data, "fit")
     plan.warn("fit")
     name, costs = f"fit: {type(solver).__name__}", costs_by(plan.report)
-    begin = functools.partial(begun, name, plan.report.relation, costs, sizes, data)
+    begin = functools.partial(begun, name, plan.report.relation, costs, found, data)
     options: Any = {"key": key, "trajectory": trajectory}
     if folder is None and not any(watched.values()):
         count = begin()
@@ -131,7 +138,7 @@ def fit(
         if folder is None:
             solution = run_watched(run, begin(), **watched).solution
         else:
-            given = {"budget": budget, "sizes": sizes, "solver": solver}
+            given = {"budget": budget, "sizes": found, "solver": solver}
             solution = run_in_folder(Path(folder), run, given, begin, **watched)
     rejected = solution.rejected_updates
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None

@@ -243,7 +243,7 @@ def test_add_or_remove_without_a_plan_is_refused():
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, **noise)
     with pytest.raises(ValueError, match="needs public sizes"):
         run(solver)
-    with pytest.raises(ValueError, match="calibrate with public sizes"):
+    with pytest.raises(ValueError, match="needs public numbers; give sizes="):
         dpb.fit(
             PROBLEM,
             solver,

@@ -150,6 +150,23 @@ def test_a_limit_refuses_a_run_which_leaves_no_trace(tmp_path):
         fitted(tmp_path / "b")
 
 
+def test_the_number_of_records_is_that_of_sizes(tmp_path):
+    solver = SOLVER.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    plan = dpb.calibrate(PROBLEM, solver, BUDGET, sizes=80)
+    want = dpb.solve(PROBLEM, plan.solver, ROWS, W0, key=jax.random.key(0))
+    found = fitted(tmp_path / "a", solver=solver, sizes=80)
+    np.testing.assert_array_equal(found.value, want.value)
+    # No fact of the folder tells the number of records.
+    np.testing.assert_array_equal(
+        fitted(tmp_path / "a", solver=solver, sizes=80, data=ROWS[1:]).value,
+        found.value,
+    )
+    with pytest.raises(ValueError, match=r"fit: the plan is for 80; calibrate with"):
+        fitted(None, sizes=80)
+    with pytest.raises(TypeError, match="leave people= out"):
+        fitted(None, sizes=80, people="disjoint")
+
+
 # A process that never starts JAX forks runs of `fit`, and kills them.
 DRIVER = """
 import os, random, signal, sys, time
