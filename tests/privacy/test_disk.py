@@ -3,6 +3,7 @@ import functools
 import logging
 import threading
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,8 @@ from dpbilevel.privacy.per_example import microbatches
 from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.records import stores
 from dpbilevel.privacy.records.disk import OnDisk, _Chunks, reader
+from dpbilevel.privacy.records.rows import padded
+from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from dpbilevel.runs.checkpoint import after, first_checkpoint
 from tests.cases import slow
 from tests.privacy.test_stores import write
@@ -339,22 +342,71 @@ def test_an_error_in_a_pass_is_raised_once(tmp_path, caplog):
     assert threading.active_count() < 50
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [dpb.Poisson(0.1), dpb.FixedSize(64), dpb.FixedSize(N), dpb.privacy.SinglePass(64)],
-)
-def test_other_samplings_are_refused(tmp_path, sampling):
-    disk = mapped(tmp_path, records())
-    with pytest.raises(ValueError, match=r"must be in memory here.*Use FullBatch\(\)"):
-        sampling.draw(disk, N, key=jax.random.key(0), index=0)
+def batch_of(sampling, rows, n=N):
+    """One batch of these rows, drawn by the same key as any other."""
+    sampling = sampling.in_pass(rows, key=jax.random.key(1))
+    return sampling.draw(rows, n, key=jax.random.key(0), index=2)
 
 
-def test_fit_refuses_sampled_records_on_disk(tmp_path):
-    disk, key = mapped(tmp_path, records()), jax.random.key(0)
+SAMPLINGS = [
+    dpb.Poisson(0.1),
+    dpb.FixedSize(64),
+    dpb.FixedSize(N),
+    dpb.privacy.SinglePass(64),
+    RandomAllocation(5),
+]
+
+
+@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
+def test_batches_have_the_bits_of_records_in_memory(tmp_path, place, sampling):
+    data = records()
+    batch = batch_of(sampling, place(tmp_path, data))
+    chex.assert_trees_all_equal(
+        batch, batch_of(sampling, jax.tree.map(jnp.array, data))
+    )
+
+
+@pytest.mark.parametrize("place", [mapped, parquet])
+def test_batches_from_padded_rows_do_too(tmp_path, place):
+    data, n = records(N - 5), N - 5
+    rows = padded(jax.tree.map(jnp.array, data), N)
+    disk = place(tmp_path, data).padded(N)
+    for sampling in (dpb.Poisson(0.9), RandomAllocation(2)):
+        batch = batch_of(sampling, disk, n)
+        chex.assert_trees_all_equal(batch, batch_of(sampling, rows, n))
+    assert int(batch.mask.sum()) < len(batch.mask)
+
+
+def test_a_batch_that_reads_another_row_is_seen(tmp_path, monkeypatch):
+    disk, take = mapped(tmp_path, records()), stores.ArrayStore.take
+    right = batch_of(dpb.FixedSize(64), disk)
+    shifted = lambda store, numbers, leaves: take(store, numbers - 1, leaves)  # noqa: E731
+    monkeypatch.setattr(stores.ArrayStore, "take", shifted)
+    wrong = batch_of(dpb.FixedSize(64), mapped(tmp_path, records()))
+    assert not np.array_equal(right.records["label"], wrong.records["label"])
+
+
+def test_a_batch_reads_its_own_rows_of_arrays_and_no_others(tmp_path, monkeypatch):
+    read, filled = [], stores._filled
+    monkeypatch.setattr(
+        stores,
+        "_filled",
+        lambda file, rows: (read.append(len(rows)), filled(file, rows)),
+    )
+    batch = batch_of(dpb.Poisson(0.05), mapped(tmp_path, records()))
+    assert sum(read) == 2 * int(batch.mask.sum()) < N / 5  # of two arrays
+
+
+def test_runs_on_sampled_batches_release_the_bits_of_records_in_memory(tmp_path):
+    data, key = records(), jax.random.key(0)
     sampling = dpb.Poisson(0.1)
     solver = dpb.NoisyGD(3, clip_norm=1.0, step_size=0.5, sampling=sampling)
-    with pytest.raises(ValueError, match="Poisson: records must be in memory here"):
-        dpb.fit(problem, solver, disk, W0, budget=BUDGET, key=key)
+    found = [
+        dpb.fit(problem, solver, rows, W0, budget=BUDGET, key=key).value
+        for rows in (data, mapped(tmp_path, data))
+    ]
+    chex.assert_trees_all_equal(*found)
 
 
 def test_what_needs_records_in_memory_says_so(tmp_path):

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ... import _checks
 from .people import PersonRows
 from .person_store import PersonStore
-from .rows import filler
+from .rows import Shards, filler
+from .rows import taken as taken_in_memory
 from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Paths
 
 Progress = Callable[[int, int], None]
@@ -30,8 +31,9 @@ class OnDisk(_checks.AbstractStored):
 
     Every pass reads them, for data larger than memory. Pass them in place of records:
     `fit(problem, solver, OnDisk.parquet(...), w0, ...)`, `Levels(upper=...,
-    lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only `FullBatch` draws from
-    them. A pass reads chunks of a public number of rows in their order, the next one
+    lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Every sampling scheme draws
+    from them: a random batch reads its own rows of arrays, and all of a Parquet file. A
+    pass reads chunks of a public number of rows in their order, the next one
     while one is worked on; no more than a few chunks are in memory, of about 32 MiB on
     a CPU. `OnDisk.parquet` and `OnDisk.arrays` read shapes, and whether there are nulls
     or copies of a file.
@@ -176,6 +178,57 @@ class OnDisk(_checks.AbstractStored):
 def shapes_of(records: PyTree) -> PyTree:
     """Return the shapes of `OnDisk` records; other records as they are."""
     return records.shapes if isinstance(records, OnDisk) else records
+
+
+def taken(
+    records: PyTree, present: Bool[Array, " n"] | None, members: Int[Array, " rows"]
+) -> tuple[PyTree, Int[Array, " rows"], Bool[Array, " rows"], Shards]:
+    """Return rows by number, fillers beyond the last row, as a batch.
+
+    Args:
+        records: Arrays, or `OnDisk`.
+        present: Which rows of arrays are records. All when omitted.
+        members: The numbers of the rows.
+
+    Returns:
+        The rows, their numbers, which of them are records, and their `Shards`.
+
+    Privacy:
+        The rows that are read from disk are a function of `members` alone.
+    """
+    if isinstance(records, OnDisk):
+        return *_taken_from_disk(records, members), Shards()
+    n = len(jax.tree.leaves(records)[0])
+    batch, members, shards = taken_in_memory(records, members)
+    mask = members < n
+    if present is not None:
+        mask &= present.at[members].get(mode="fill", fill_value=False)
+    return batch, members, mask, shards
+
+
+def _taken_from_disk(records: OnDisk, members: Int[Array, " rows"]):
+    store = records.store
+    store.check()
+    leaves = jax.tree.leaves(records._shapes(len(members)))
+    keep = jax.ShapeDtypeStruct(members.shape, bool)
+
+    def read(numbers: Any) -> Chunk:
+        store.check()
+        numbers = np.asarray(numbers)
+        present = numbers < store.count
+        order = np.argsort(numbers, kind="stable")[: np.count_nonzero(present)]
+        rows = [np.empty((len(order), *v.shape[1:]), v.dtype) for v in leaves]
+        store.take(numbers[order], rows)
+        found = [np.full(v.shape, filler(v.dtype), v.dtype) for v in leaves]
+        for leaf, values in zip(found, rows, strict=True):
+            leaf[order] = values
+        return found, present
+
+    # As of chunks, the rows are a function of the argument alone.
+    values, mask = jax.pure_callback(
+        read, (leaves, keep), members, vmap_method="sequential"
+    )
+    return jax.tree.unflatten(records.structure, values), members, mask
 
 
 def reader(

@@ -61,6 +61,24 @@ class AbstractStore(abc.ABC):
     def reader(self, start: int) -> Fill:
         """Return a function whose calls read the records from number `start` on."""
 
+    def take(self, numbers: np.ndarray, leaves: list[np.ndarray]) -> None:
+        """Fill the leaves with the records of these numbers, which do not decrease.
+
+        Blocks of rows that hold none of them are not read.
+        """
+        fill = None
+        for first in range(0, self.count, _BATCH):
+            rows = min(_BATCH, self.count - first)
+            begin, end = np.searchsorted(numbers, (first, first + rows))
+            if begin == end:
+                fill = None
+                continue
+            fill = fill or self.reader(first)
+            part = [np.empty((rows, *v), kind, self.order) for v, kind in self.kinds]
+            fill(part)
+            for leaf, values in zip(leaves, part, strict=True):
+                _converted(values[numbers[begin:end] - first], leaf[begin:end])
+
     @functools.cached_property
     def digest(self) -> bytes:
         """SECRET hash of all records, by SHA-256; raises `OSError` as `check` does."""
@@ -108,6 +126,21 @@ class ArrayStore(AbstractStore):
             place += len(leaves[0])
 
         return fill
+
+    @override
+    def take(self, numbers, leaves):
+        """Fill the leaves with the records of these numbers; no other row is read."""
+        for array, rows in zip(self.arrays, leaves, strict=True):
+            found = _file_of(array)
+            if found is None:
+                _converted(array[numbers], rows)
+                continue
+            with _opening(found[0]), open(found[0], "rb", buffering=0) as file:
+                part = np.empty(rows.shape, array.dtype)
+                for i, number in enumerate(numbers.tolist()):
+                    file.seek(found[1] + number * math.prod(array.strides[:1]))
+                    _filled(file, part[i : i + 1])
+            _converted(part, rows)
 
 
 def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:

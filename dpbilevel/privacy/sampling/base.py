@@ -16,7 +16,8 @@ from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key, derive
-from ..records.rows import BLOCK, Shards, padded_rows, taken, unpacked
+from ..records.disk import shapes_of, taken
+from ..records.rows import BLOCK, Shards, padded_rows, unpacked
 
 # The probability, per draw, that a batch exceeds the default capacity. Ten million
 # draws cost less than a thousandth of a delta of 1e-15 at epsilon 22, of 1e-6 at
@@ -75,8 +76,7 @@ class AbstractSampling(_checks.Checked):
         """Draw one `Batch` of the records.
 
         Args:
-            records: All records, with a common leading axis, or `Padded`; `FullBatch`
-                takes `OnDisk` too.
+            records: All records, with a common leading axis, `Padded` or `OnDisk`.
             size: The planned, public number of records.
             key: A typed key for this draw alone, as secret as the noise's; None where
                 none is needed.
@@ -210,7 +210,7 @@ class Poisson(AbstractSampling):
             ValueError: There are more rows than planned for a given `capacity`.
         """
         records, present = unpacked(records)
-        n = _checks.leading_axis("Poisson: records", records)
+        n = _checks.leading_axis("Poisson: records", shapes_of(records))
         if self.capacity is not None and n > padded_rows(size):
             raise ValueError(
                 f"Poisson: capacity={self.capacity} is for {size} records, got {n} "
@@ -288,10 +288,7 @@ def masked_batch(
     # blocks: in others a row that is moved on may be rounded otherwise.
     members = jnp.flatnonzero(chosen, size=most, fill_value=n)
     members = jnp.pad(members, (0, -most % BLOCK), constant_values=n)
-    batch, members, shards = taken(records, members)
-    mask = members < n
-    if present is not None:
-        mask &= present.at[members].get(mode="fill", fill_value=False)
+    batch, members, mask, shards = taken(records, present, members)
     # A record that is drawn moves all that come after it by a row.
     return Batch(batch, mask, denominator, False, most, shards, key)
 

@@ -14,7 +14,8 @@ from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
-from ..records.rows import padded_rows, taken, unpacked
+from ..records.disk import shapes_of, taken
+from ..records.rows import padded_rows, unpacked
 from .base import OVERFLOW, AbstractSampling, Batch, batch_capacity, masked_batch
 
 # The chance, per draw, that a subset has too few different members.
@@ -39,8 +40,9 @@ class AbstractFixedBatch(AbstractSampling):
         return float(self.size)
 
     def _batch(self, records: PyTree, members: Int[Array, " rows"]) -> Batch:
-        _checks.leading_axis(f"{type(self).__name__}: records", records)
-        batch, padded, shards = taken(records, members)
+        owner = type(self).__name__
+        _checks.leading_axis(f"{owner}: records", shapes_of(records))
+        batch, padded, _, shards = taken(records, None, members)
         mask = None
         if len(padded) > self.size:
             mask = jnp.arange(len(padded)) < self.size
@@ -258,7 +260,7 @@ class RandomAllocation(AbstractSampling):
     @override
     def in_pass(self, records: PyTree, *, key: PRNGKey) -> "RandomAllocation":
         records, _ = unpacked(records)
-        n = _checks.leading_axis("RandomAllocation: records", records)
+        n = _checks.leading_axis("RandomAllocation: records", shapes_of(records))
         places = jax.random.randint(check_key(key), (n,), 0, self.batches)
         return dataclasses.replace(self, places=places)
 
