@@ -2,10 +2,13 @@
 
 `python -m benchmarks out_of_core [--records=N] [--features=D] [--folder=DIR]`: files of
 NumPy and, where pyarrow is installed, Parquet, in a temporary folder. Times are the
-least of several, reading and passes in turns.
+least of several, reading and passes in turns. `--task=NumPy` runs one kind of files,
+and `--batch=B` times the clipped mean of a sampled batch beside a pass, and nothing
+else.
 """
 
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -146,6 +149,29 @@ def gradients(records, width):
     return lambda: jax.block_until_ready(mean(w, records))
 
 
+def batches(records, width, size):
+    """Return calls of compiled clipped means of batches of about this size."""
+    count, w, root = records.rows, jnp.zeros(width), dpb.root_key()
+    numbers = itertools.count()
+
+    def timed(sampling):
+        @jax.jit
+        def mean(w, number, records):
+            key = jax.random.fold_in(root, number)
+            batch = sampling.draw(records, count, key=key, index=number)
+            return dpb.privacy.clipped_mean(
+                lambda record: jax.grad(dpb.logistic_loss)(w, record),
+                batch,
+                clip_norm=1.0,
+            )
+
+        mean(w, next(numbers), records)
+        return lambda: jax.block_until_ready(mean(w, next(numbers), records))
+
+    kinds = dpb.Poisson(size / count), dpb.FixedSize(size), dpb.privacy.SinglePass(size)
+    return {f"a batch, {type(kind).__name__}": timed(kind) for kind in kinds}
+
+
 def descent(records, width):
     """Return a call of a compiled run of `STEPS` steps."""
     solver = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.5, sizes=records.rows)
@@ -166,11 +192,14 @@ def in_turns(calls, repeats, before=lambda: None):
     return {name: np.min(both, axis=0) for name, both in times.items()}
 
 
-def timed_on_disk(kind, paths, width):
+def timed_on_disk(kind, paths, width, batch):
     """Return times of reading, a pass and a run over files, and their memory."""
     _, read, opened = KINDS[kind]
     records = opened(paths, width)
     calls = {"a pass": gradients(records, width)}
+    if batch:
+        times = in_turns(calls | batches(records, width, batch), REPEATS)
+        return times, peak()
     calls[f"a run of {STEPS} steps"] = descent(records, width)
     times = in_turns(calls, REPEATS)
     most = peak()
@@ -191,13 +220,14 @@ def timed_in_memory(width):
     return in_turns({"pass": gradients(memory, width)}, REPEATS)["pass"]
 
 
-def measure(kind, folder, count, width):
+def measure(kind, folder, count, width, batch):
     """Print the times of reading the files and of a pass over them."""
     paths = elsewhere(KINDS[kind][0], folder, count, width)
     size = sum(os.path.getsize(path) for path in paths) / 2**30
-    times, most = elsewhere(timed_on_disk, kind, paths, width)
-    in_memory = elsewhere(timed_in_memory, width)
-    times["a pass in memory, extrapolated"] = in_memory * count / MEMORY
+    times, most = elsewhere(timed_on_disk, kind, paths, width, batch)
+    if not batch:
+        in_memory = elsewhere(timed_in_memory, width)
+        times["a pass in memory, extrapolated"] = in_memory * count / MEMORY
     print(f"{kind}: {size:.2f} GiB; peak memory of the process {most:.2f} GiB")
     for name, (clock, cores) in times.items():
         print(f"  {name}: {clock:.2f} s by the clock, {cores:.2f} s of all cores")
@@ -213,9 +243,10 @@ def main():
     options = pages.options()
     count, width = (int(options.get(n, d)) for n, d in DEFAULTS.items())
     print(f"{count} records of {width} features and a label, float32")
-    for kind in KINDS:
+    for kind in pages.chosen(KINDS):
         if kind == "Parquet" and importlib.util.find_spec("pyarrow") is None:
             print("Parquet: pyarrow is not installed")
             continue
         with tempfile.TemporaryDirectory(dir=options.get("folder")) as folder:
-            measure(kind, pathlib.Path(folder), count, width)
+            batch = int(options.get("batch", 0))
+            measure(kind, pathlib.Path(folder), count, width, batch)

@@ -254,7 +254,7 @@ def strict_floats(owner: str) -> None:
 
 
 class AbstractStored(eqx.Module):
-    """Records that are not in memory, so that no rows can be taken."""
+    """Records that are not in memory, so that code cannot index their rows."""
 
 
 def leading_axis(name: str, records: PyTree) -> int:
@@ -267,7 +267,7 @@ def leading_axis(name: str, records: PyTree) -> int:
     if isinstance(records, AbstractStored):
         raise ValueError(
             f"{name} must be in memory here, got {type(records).__name__}. Use "
-            "FullBatch() and a solver of clipped means, or a part that fits in memory."
+            "a solver of clipped means, or a part that fits in memory."
         )
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(records):
