@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.privacy.noise import derive
 from dpbilevel.privacy.records.rows import padded_rows
 from dpbilevel.privacy.sampling.base import masked_batch
 from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
@@ -96,7 +97,8 @@ def test_the_realised_rate_is_what_the_bits_give_and_what_is_accounted(rate):
 @pytest.mark.reuses_keys
 def test_a_record_is_chosen_exactly_when_its_bits_are_below_the_rate(getkey):
     key, n, sampling = getkey(), 1000, dpb.Poisson(0.25, capacity=1000)
-    bits = np.asarray(jax.random.bits(key, (n,), jnp.uint32))
+    members, _ = derive(key, "sampling", "rows")
+    bits = np.asarray(jax.random.bits(members, (n,), jnp.uint32))
     batch = sampling.draw(jnp.arange(n), n, key=key)
     chosen = np.asarray(batch.records)[np.asarray(batch.mask)]
     np.testing.assert_array_equal(chosen, np.flatnonzero(bits < 2**30))
