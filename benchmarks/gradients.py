@@ -39,6 +39,8 @@ def released(loss, precision, neighbours=REPLACE_ONE, *, noise=True):
     def run(p, records, key):
         size = len(jax.tree.leaves(records)[0])
         settings = {"clip_norm": 1.0, "denominator": size, "precision": precision}
+        if neighbours is not REPLACE_ONE:
+            key, settings["key"] = jax.random.split(key)
         bounded = dpb.privacy.clipped_mean(
             lambda record: jax.grad(loss)(p, record),
             records,
