@@ -25,7 +25,7 @@ from ..games.group_descent import GroupDescent
 from ..games.groups import group_fair
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
-from ..onelevel import AdaptiveClipGD, AdaptiveGD, FiniteSum
+from ..onelevel import AdaptiveClipGD, FiniteSum
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS
 from ..search.base import AbstractAskTellSolver
@@ -124,7 +124,6 @@ _ONE_GROUP = group_fair(
 def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequality:
     """Return a `VariationalInequality` of constant operators on a large ball."""
     size = optax.tree.size(zeros)
-    length = BEYOND * math.sqrt(size)
     assert solver.sizes is not None
     batch = solver.sampling.denominator(solver.sizes)
     step = solver.clip_norm / (solver.strength * batch)
@@ -132,13 +131,13 @@ def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequalit
     steps = solver.num_steps
     radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
     radius = 2.0 ** math.ceil(math.log2(radius))
-    return _constant(length / math.sqrt(size) / BEYOND, length, radius)
+    return _constant(BEYOND * math.sqrt(size), radius)
 
 
 @functools.cache
-def _constant(unit: float, length: float, radius: float) -> VariationalInequality:
+def _constant(length: float, radius: float) -> VariationalInequality:
     return VariationalInequality(
-        lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, unit * z), w),
+        lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w),
         w_set=Ball(radius),
         lipschitz=0.0,
         bound=length,
@@ -307,7 +306,6 @@ _CASES: dict[type[AbstractSolver], Callable[[Any, PyTree], tuple[Any, PyTree]]] 
     Recalibration: lambda _, zeros: (_CURVED, (zeros, optax.tree.ones_like(zeros))),
     ExponentialMechanism: _draws,
     AdaptiveClipGD: lambda _, zeros: (_PRESENT, zeros),
-    AdaptiveGD: lambda _, zeros: (_PRESENT, zeros),
     RegularizedExponentialMechanism: lambda _, zeros: (_LIPSCHITZ, zeros),
     LocalizedDraws: lambda _, zeros: (_LIPSCHITZ, zeros),
     InexactProximalPoint: lambda solver, zeros: (_pulled(solver, zeros), zeros),

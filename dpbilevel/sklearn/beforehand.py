@@ -142,7 +142,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Facts of a fit before it reads a label.
+    """Arguments of a fit and what follows from them before a label is read.
 
     Attributes:
         budget: Budget of the fit.
