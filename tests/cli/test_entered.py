@@ -68,7 +68,7 @@ step_size = 4.0
 @pytest.mark.parametrize(
     ("traced", "functions", "files"),
     [
-        pytest.param(RUN, 534, 70, id="run", marks=pytest.mark.slow),
+        pytest.param(RUN, 533, 67, id="run", marks=pytest.mark.slow),
         pytest.param(FIT, 340, 46, id="fit"),
     ],
 )
