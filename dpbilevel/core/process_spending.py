@@ -63,7 +63,7 @@ class ProcessRun:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpending:
-    r"""Budget that the private runs of this process have spent.
+    """Budget that the private runs of this process have spent.
 
     Attributes:
         runs: The runs, in order; equal ones in a row are one entry.
@@ -71,12 +71,7 @@ class ProcessSpending:
     Privacy:
         The totals hold for runs that read the same records; runs on records of
         different people cost less together. `epsilon` and `delta` are sums (basic
-        composition), which hold whatever decided on the later runs. The total by
-        `advanced` holds only if all budgets were fixed before the first run.
-
-    References:
-        Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
-        ICML 2015, Theorem 3.5.
+        composition), which hold whatever decided on the later runs.
     """
 
     runs: tuple[ProcessRun, ...]
@@ -93,24 +88,6 @@ class ProcessSpending:
         """The sum of deltas, at most 1."""
         return min(1.0, total(run.times * run.delta for run in self.runs))
 
-    @property
-    def advanced(self) -> Costs:
-        r"""Total epsilon and delta of the runs by advanced composition.
-
-        With $\tilde\delta = \sum_i \delta_i$ the total is
-
-        $$\varepsilon = \sum_i \varepsilon_i \tanh(\varepsilon_i / 2) + \sqrt{2 \ln(1 /
-        \tilde\delta) \sum_i \varepsilon_i^2}, \qquad \delta = 2 \tilde\delta .$$
-        """
-        slack = self.delta
-        if not slack or math.isinf(self.epsilon):
-            return math.inf, slack
-        runs = [(run.times, run.epsilon) for run in self.runs]
-        drift = total(times * e * math.tanh(e / 2) for times, e in runs)
-        square = total(times * e**2 for times, e in runs)
-        spread = math.sqrt(2 * max(-math.log(slack), 0.0) * square)
-        return drift + spread, min(1.0, 2 * slack)
-
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -119,12 +96,6 @@ class ProcessSpending:
         if not self.runs:
             return "spending: no private run was made in this process"
         lines = totals([run for run in self.runs for _ in range(run.times)])
-        epsilon, delta = self.advanced
-        if epsilon < self.epsilon:
-            lines.append(
-                f"  by advanced composition: {_text(epsilon, delta)}, if all budgets "
-                "were fixed before the first run"
-            )
         return "\n".join([*lines, *(f"  {run}" for run in self.runs)])
 
 

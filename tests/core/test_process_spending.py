@@ -151,19 +151,6 @@ def test_runs_of_threads_are_all_counted():
     assert sum(run.times for run in dpb.spent().runs) == 9
 
 
-def test_advanced_composition_is_that_of_kairouz_oh_and_viswanath():
-    epsilon, delta, k = 0.01, 1e-9, 1000
-    spent = ProcessSpending((row(epsilon, delta, times=k),))
-    slack = k * delta
-    expected = k * epsilon * (math.exp(epsilon) - 1) / (math.exp(epsilon) + 1)
-    expected += epsilon * math.sqrt(2 * k * math.log(1 / slack))
-    assert spent.advanced == pytest.approx((expected, 2 * slack))
-    assert spent.advanced[0] < spent.epsilon == pytest.approx(10.0)
-    assert "if all budgets were fixed before the first run" in str(spent)
-    few = ProcessSpending((row(),))  # where sums are better they alone are said
-    assert "advanced" not in str(few)
-
-
 def test_under_different_relations_there_is_no_total():
     spent = ProcessSpending((row(), row(relation="add_or_remove_one")))
     assert spent.epsilon == math.inf
