@@ -13,7 +13,7 @@ from ..noise import PRNGKey
 from . import int61
 from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
 from .int61 import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
-from .normal import LOG2_STD, MOST_DOUBLINGS
+from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
 # A released value is rounded to steps of at most half this share of a record's
 # contribution over the root of the number of coordinates, twice, which moves neighbours
@@ -81,7 +81,7 @@ class Grid(eqx.Module):
         std: float | Float[Array, ""],
         passes: Bool[Array, ""],
         *,
-        draw: Callable[..., list[Limbs]],
+        draw: Callable[..., list[Limbs]] = normal_integers,
         finer: int = 0,
         key: PRNGKey,
     ) -> PyTree:
