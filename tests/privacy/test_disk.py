@@ -378,6 +378,15 @@ def test_batches_from_padded_rows_do_too(tmp_path, place):
     assert int(batch.mask.sum()) < len(batch.mask)
 
 
+def test_batches_of_people_do_too(tmp_path):
+    data, ids = records(), np.repeat(np.arange(N // 4), 4)
+    disk = mapped(tmp_path, data).by_person(ids, most_rows=3)
+    people = jax.tree.map(jnp.array, dpb.by_person(data, ids, most_rows=3))
+    for sampling in (dpb.Poisson(0.1), dpb.FixedSize(20)):
+        batch = batch_of(sampling, disk, N // 4)
+        chex.assert_trees_all_equal(batch, batch_of(sampling, people, N // 4))
+
+
 def test_a_batch_that_reads_another_row_is_seen(tmp_path, monkeypatch):
     disk, take = mapped(tmp_path, records()), stores.ArrayStore.take
     right = batch_of(dpb.FixedSize(64), disk)
