@@ -123,18 +123,13 @@ def lifted(problem: AbstractProblem) -> Any:
 
     Arrays that are not trained are leaves of it, and no constants of the program.
     """
-    found: list[_Frozen] = []
-
-    def change(fun):
-        if not isinstance(fun, _OfArrays) or fun.frozen is None:
-            return fun
-        found.append(fun.frozen)
-        return dataclasses.replace(fun, frozen=None)
-
-    if "terms" not in vars(type(problem)):
+    terms = vars(type(problem)).get("terms", ())
+    functions = [getattr(problem, name) for name in terms]
+    found = [fun.frozen for fun in functions if isinstance(fun, _OfArrays)]
+    if not found or found[0] is None:  # one for all functions
         return problem
-    bare = _mapped(problem, change)
-    return _Lifted(bare, found[0].tree) if found else problem
+    bare = _mapped(problem, lambda fun: dataclasses.replace(fun, frozen=None))
+    return _Lifted(bare, found[0].tree)
 
 
 def lowered(problem: Any) -> Any:
