@@ -16,7 +16,7 @@ from .factored import GROUP, Factored, is_structured, largest_group
 
 # Bytes that one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large.
-_MICROBATCH_BYTES = {"cpu": 32 * 2**20}
+_MICROBATCH_BYTES = {"cpu": 64 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 # On a CPU more records than caches hold are read in parts that stay there while norms
 # and sums are taken of them.
