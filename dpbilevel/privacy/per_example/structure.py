@@ -170,8 +170,8 @@ def _product(run: _Run, eqn, operands: list[Any]):
     if batched[0] or not _is_floating(*eqn.invars):
         return None
     count = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted[0])
-    for i, form in enumerate(map(_form_of, operands)):
-        for made in (form, form.turned()) if isinstance(form, Factored) else ():
+    for i, found in enumerate(map(_form_of, operands)):
+        for made in (found, found.turned()) if isinstance(found, Factored) else ():
             axes = contracted[i], contracted[1 - i]
             if made.places < count and set(axes[0]) <= set(made.left_axes):
                 options = axes, i == 0, eqn.params["precision"]
@@ -286,10 +286,9 @@ def _rows(run: _Run, eqn, operands: list[Any]):
 
 def _transposed(run: _Run, eqn, operands: list[Any]):
     form = _form_of(operands[0])
-    order = list(eqn.params["permutation"])
-    if not isinstance(form, Factored):
-        return None
-    return lambda: form.moved(eqn.outvars[0].aval.shape, order.index)
+    shape, order = eqn.outvars[0].aval.shape, list(eqn.params["permutation"])
+    known = isinstance(form, Factored)
+    return (lambda: form.moved(shape, order.index)) if known else None
 
 
 def _reshaped(run: _Run, eqn, operands: list[Any]):
