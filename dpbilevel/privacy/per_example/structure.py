@@ -287,8 +287,8 @@ def _rows(run: _Run, eqn, operands: list[Any]):
 def _transposed(run: _Run, eqn, operands: list[Any]):
     form = _form_of(operands[0])
     shape, order = eqn.outvars[0].aval.shape, list(eqn.params["permutation"])
-    known = isinstance(form, Factored)
-    return (lambda: form.moved(shape, order.index)) if known else None
+    if isinstance(form, Factored):
+        return lambda: form.moved(shape, order.index)
 
 
 def _reshaped(run: _Run, eqn, operands: list[Any]):
