@@ -25,7 +25,7 @@ from ..games.group_descent import GroupDescent
 from ..games.groups import group_fair
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
-from ..onelevel import AdaptiveClipGD, FiniteSum
+from ..onelevel import AdaptiveClipGD, AdaptiveGD, FiniteSum
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import LEVELS
 from ..search.base import AbstractAskTellSolver
@@ -306,6 +306,7 @@ _CASES: dict[type[AbstractSolver], Callable[[Any, PyTree], tuple[Any, PyTree]]] 
     Recalibration: lambda _, zeros: (_CURVED, (zeros, optax.tree.ones_like(zeros))),
     ExponentialMechanism: _draws,
     AdaptiveClipGD: lambda _, zeros: (_PRESENT, zeros),
+    AdaptiveGD: lambda _, zeros: (_PRESENT, zeros),
     RegularizedExponentialMechanism: lambda _, zeros: (_LIPSCHITZ, zeros),
     LocalizedDraws: lambda _, zeros: (_LIPSCHITZ, zeros),
     InexactProximalPoint: lambda solver, zeros: (_pulled(solver, zeros), zeros),
