@@ -224,7 +224,7 @@ def _taken_from_disk(records: OnDisk, members: Int[Array, " rows"]):
             leaf[order] = values
         return found, present
 
-    # As of chunks, the rows are a function of the argument alone.
+    # The rows are a function of the argument alone, like those of chunks.
     values, mask = jax.pure_callback(
         read, (leaves, keep), members, vmap_method="sequential"
     )
