@@ -10,10 +10,11 @@ import jax
 import pytest
 
 from dpbilevel.privacy.chacha20 import CHACHA20
+from tests.cases import slow
 from tests.contract.recorded import CASES, KEY, ledger_of, notes_of
 from tests.contract.test_releases import SEEDS, matches, noises_of, sound
 
-SECURE = "noisy_gd_adam", "f2sa", "extragradient"
+SECURE = ["noisy_gd_adam", "noisy_payoff", "localized", *slow("f2sa", "extragradient")]
 
 
 @pytest.fixture(autouse=True)
