@@ -72,8 +72,8 @@ class CorrelatedGD(
         the noise to come.
 
     References:
-        DP-lambda-CGD, 2026, arXiv 2601.22334; Kalinin, McMahan, Upadhyay and Lampert,
-        "Back to square roots", 2025; Denisov, McMahan, Rush, Smith and Thakurta,
+        DP-lambda-CGD, arXiv 2601.22334, 2026; Kalinin, McKenna, Upadhyay and Lampert,
+        "Back to square roots", ICLR 2026; Denisov, McMahan, Rush, Smith and Thakurta,
         "Improved differential privacy for SGD via optimal private linear operators on
         adaptive streams", NeurIPS 2022 (adaptivity).
     """

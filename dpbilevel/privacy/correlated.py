@@ -60,9 +60,9 @@ def square_root_feedback(bands: int) -> tuple[float, ...]:
         ValueError: There are fewer than 2 bands.
 
     References:
-        Kalinin, McMahan, Upadhyay and Lampert, "Back to square roots: an optimal bound
+        Kalinin, McKenna, Upadhyay and Lampert, "Back to square roots: an optimal bound
         on the matrix factorization error for multi-epoch differentially private SGD",
-        2025 (banded inverse square root).
+        ICLR 2026 (banded inverse square root).
     """
     if bands < 2:
         raise ValueError(f"square_root_feedback: at least 2 bands, got {bands}.")
@@ -120,7 +120,7 @@ class Correlated(Gaussian):
         margin for rounding (docs/mathematics.md, "Correlated noise").
 
     References:
-        Koskela et al., "DP-lambda-CGD", 2026, arXiv 2601.22334;
+        DP-lambda-CGD, arXiv 2601.22334, 2026;
         Denisov, McMahan, Rush, Smith and Thakurta, "Improved differential privacy for
         SGD via optimal private linear operators on adaptive streams", NeurIPS 2022.
     """
