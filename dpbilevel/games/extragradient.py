@@ -176,7 +176,7 @@ def _fields(constants, steps, step_size, sampling: AbstractSampling) -> Fields:
 
 
 def _best_step(constants: TheoremConstants, steps: Any, batch: Any, std: Any) -> Any:
-    r"""Return the step size $\gamma$ of `theorem_fields`."""
+    r"""Return the step size $\gamma$ with the least bound on the strong gap."""
     noise = constants.spread**2 / batch + constants.dimension * std**2
     best = constants.diameter / np.sqrt(3.5 * steps * noise)
     return np.minimum(best, constants.largest_step)
