@@ -13,8 +13,8 @@ from ..core.levels import check_disjoint_ids
 from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
 from ..privacy.queries import RECORDS
+from ..privacy.records.copies import copies
 from ..privacy.records.people import PersonUnit
-from ..privacy.records.stores import copies
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
 from .data import AbstractData, CsvData

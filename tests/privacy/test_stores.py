@@ -11,8 +11,8 @@ import pytest
 from dpbilevel import Levels
 from dpbilevel.core.levels import check_disjoint
 from dpbilevel.privacy.records import stores
+from dpbilevel.privacy.records.copies import copies
 from dpbilevel.privacy.records.disk import OnDisk, reader
-from dpbilevel.privacy.records.stores import copies
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import importlib
 import math
 import mmap
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +17,8 @@ from typing_extensions import override
 
 from ... import _checks
 from ..._extras import missing
+from .copies import copies
 
-_END = 2**16  # bytes at either end of files that are compared first
 _PART = 2048  # rows that are converted at once, so that they stay in a cache
 _BATCH = 2**15  # rows of Parquet files that are decoded at once
 _BUFFER = 2**18  # bytes of a column that are read at once
@@ -390,41 +389,3 @@ def _state(path: Path) -> tuple[int, ...]:
         about = path.stat()
     times = about.st_mtime_ns, about.st_ctime_ns
     return about.st_dev, about.st_ino, about.st_size, *times
-
-
-def copies(files: Iterable[Path]) -> list[list[Path]]:
-    """Return a list of groups of two or more files that have the same bytes.
-
-    A file is read to its end only if another one has the same size and the same bytes
-    at both ends.
-
-    Raises:
-        OSError: A file cannot be read.
-
-    Privacy:
-        Reads the records, so an error that tells of a copy is not protected.
-    """
-    groups = [[file for file in files if file.is_file()]]  # pipes are left out
-    for read in (os.path.getsize, _ends, _digest):
-        groups = [some for group in groups for some in _grouped(group, read)]
-    return groups
-
-
-def _grouped(files: list[Path], read: Callable[[Path], object]) -> list[list[Path]]:
-    """Return a list of groups of files for which `read` returns the same."""
-    found = defaultdict(list)
-    for file in files:
-        found[read(file)].append(file)
-    return [group for group in found.values() if len(group) > 1]
-
-
-def _ends(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        first = opened.read(_END)
-        opened.seek(-min(_END, os.fstat(opened.fileno()).st_size), os.SEEK_END)
-        return hashlib.sha256(first + opened.read(_END)).digest()
-
-
-def _digest(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").digest()
