@@ -130,12 +130,15 @@ class CorrelatedGD(
 
     @override
     def step(self, problem, data, state, *, key) -> CorrelatedState:
-        before, words = state.descent, jax.random.bits(key, (8,), jnp.uint32)
+        before = state.descent
         release = self.release(problem, self.sizes).after(state.earlier, before.t)
-        gradient = release.apply(  # noise z_t - sum_j a_j z_(t-j)
+        key_batch, key_noise = release.keys(key)
+        words = jax.random.bits(key_noise, (8,), jnp.uint32)
+        gradient = release.apply_by(  # noise z_t - sum_j a_j z_(t-j)
             problem.record_gradients(before.w),
             data,
-            key=wrapped(words, "chacha20"),
+            key_batch,
+            wrapped(words, "chacha20"),
             index=before.t,
         )
         gradient = optax.tree.add(gradient, problem.public_gradient(before.w))

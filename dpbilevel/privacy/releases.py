@@ -81,14 +81,34 @@ class AbstractNoisyRelease(AbstractRelease):
         Privacy:
             What `charges` counts for one of `count`.
         """
-        for query in self.queries:
-            records = of_role(data, query.role)
-            check_rows(query.role, records, query.size, self.neighbours)
-        key_batch, key_noise = None, key
+        return self.apply_by(what, data, *self.keys(key), index=index)
+
+    def keys(self, key: PRNGKey) -> tuple[PRNGKey | None, PRNGKey]:
+        """Return the keys of the batches, if any, and of the noise; `key` is used up.
+
+        Args:
+            key: As for `apply`.
+        """
         # Batches of all records use one to put them in rows at random.
         drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
         if drawn or any(query.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
+            return key_batch, key_noise
+        return None, key
+
+    def apply_by(
+        self,
+        what: Any,
+        data: PyTree,
+        key_batch: PRNGKey | None,
+        key_noise: PRNGKey,
+        *,
+        index: Index = None,
+    ) -> PyTree:
+        """Make one of these releases, as `apply` does, by given `keys`."""
+        for query in self.queries:
+            records = of_role(data, query.role)
+            check_rows(query.role, records, query.size, self.neighbours)
         bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
             raise ValueError(

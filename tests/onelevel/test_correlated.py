@@ -75,16 +75,30 @@ def test_noiseless_steps_equal_a_loop_over_batches():
     np.testing.assert_allclose(found.value, w, rtol=1e-4)
 
 
-def test_the_sum_of_all_noise_is_smaller_than_with_independent_noise():
+def flat(w, z, key=None):
+    return 0.0 * jnp.sum(w)
+
+
+@pytest.mark.parametrize(
+    ("relation", "loss"),
+    [
+        (dpb.Neighbours.REPLACE_ONE, flat),
+        # Here a release has a key for rows or losses besides that of the noise.
+        (ADD_OR_REMOVE, flat),
+        (dpb.Neighbours.REPLACE_ONE, dpb.Randomized(flat)),
+    ],
+)
+def test_the_sum_of_all_noise_is_smaller_than_with_independent_noise(relation, loss):
     # No signal: the iterate is the sum of all noise, whose deviation is known.
-    flat, steps, size = dpb.FiniteSum(lambda w, z: 0.0 * jnp.sum(w)), 8, 4000
-    noise = {"noise_multiplier": 1.0, "precision": "float"}
+    problem, steps, size = dpb.FiniteSum(loss), 8, 4000
+    noise = {"noise_multiplier": 1.0, "precision": "float", "neighbours": relation}
     records = jnp.zeros(4)
 
     def deviation(solver):
         run = jax.jit(dpb.solve)
-        w = run(flat, solver, records, jnp.zeros(size), key=jax.random.key(1)).value
-        return float(jnp.std(w)) / (2 / 4)
+        solver = solver.with_sizes(4)
+        w = run(problem, solver, records, jnp.zeros(size), key=jax.random.key(1)).value
+        return float(jnp.std(w)) / (relation.contributions / 4)
 
     found = deviation(CorrelatedGD(steps, 1.0, 1.0, (0.75,), **noise))
     expected = np.sqrt(1 + (steps - 1) * 0.25**2)
