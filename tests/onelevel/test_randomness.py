@@ -242,3 +242,13 @@ def test_methods_that_give_no_key_refuse_such_a_loss(tmp_path):
         reader()(jax.random.key(KEY), stored)
     with pytest.raises(ValueError, match="augmentations"):
         dpb.Randomized(dropped, 0)
+
+
+@pytest.mark.parametrize("generator", ["chacha20", "threefry4x32"])
+def test_keys_of_losses_are_as_cryptographic_as_that_of_the_run(generator):
+    fun, _ = randomness.with_keys(
+        lambda keyed: keyed.key, jnp.zeros(4), key=dpb.root_key(generator)
+    )
+    found = jax.random.key_impl(fun((jnp.zeros(()), jnp.int32(1))))
+    expected = {"chacha20": "chacha20", "threefry4x32": "threefry2x32"}[generator]
+    assert str(found) == expected

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import _checks
-from ..noise import PRNGKey
+from ..chacha20 import CHACHA20
+from ..noise import PRNGKey, wrapped
 from .rows import Padded, unpacked
 
 
@@ -128,12 +129,15 @@ def with_keys(
     rows, present = unpacked(records)
     count = _checks.leading_axis("records", rows)
     numbered = rows, jnp.arange(count, dtype=jnp.int32)
-    # A generator that compiles fast; its keys have 64 bits.
-    words = jax.lax.optimization_barrier(jax.random.bits(key, (2,), jnp.uint32))
+    # A generator that compiles fast, unless keys are to be cryptographic: those of
+    # `threefry2x32` have 64 bits.
+    is_secret = jax.random.key_impl(key) == CHACHA20
+    generator, size = ("chacha20", 8) if is_secret else ("threefry2x32", 2)
+    words = jax.random.bits(key, (size,), jnp.uint32)
+    words = jax.lax.optimization_barrier(words)
 
     def of_numbered(numbered):
         record, number = numbered
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return fun(Keyed(record, jax.random.fold_in(key, number)))
+        return fun(Keyed(record, jax.random.fold_in(wrapped(words, generator), number)))
 
     return of_numbered, numbered if present is None else Padded(numbered, present)
