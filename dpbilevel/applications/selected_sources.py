@@ -274,6 +274,11 @@ class SelectedSources(AbstractSourcePipeline):
             return w0[0], outputs[FIT]
         return w0 if self.scoring else (w0[0], outputs[MODEL])
 
+    @override
+    def for_stage(self, name):
+        alike = super().for_stage(name)
+        return alike if name == FIT else dataclasses.replace(alike, fit_reads="lower")
+
     def _first(self, problem: SourceWeighting) -> SourceWeighting:
         """Return the `SourceWeighting` problem whose model scores the sources."""
         if self.scoring is None:

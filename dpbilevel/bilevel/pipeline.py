@@ -221,16 +221,40 @@ class AbstractPipeline(AbstractStages[PipelineState]):
             outputs[name] = optax.tree.zeros_like(self.start(name, w0, outputs))
         return outputs
 
+    def run_stage(
+        self, name: str, problem: Any, data: PyTree, w0: PyTree, outputs: Outputs, *, key
+    ) -> tuple[PyTree, Array]:
+        """Run a stage; return its answer and the number of skipped updates.
+
+        Args:
+            name: The stage, a key of `stages`.
+            problem: The bilevel problem.
+            data: The records, as a step reads them.
+            w0: The initial point.
+            outputs: The answers of earlier stages.
+            key: The key of the step.
+        """
+        keys = dict(zip(self.stages, derive(key, *self.stages), strict=True))
+        objective = self.objective(name, problem, w0, outputs)
+        level = Level(problem, self.queries(name), objective)
+        solver = self.stage_solver(name, outputs)
+        start = self.start(name, w0, outputs)
+        return inner_solve(level, solver, data, start, key=keys[name])
+
+    def for_stage(self, name: str) -> Self:
+        """Return a copy for a run of one stage alone, alike for more pipelines.
+
+        Settings that the stage does not read are replaced, so that pipelines which
+        differ in these only share a compiled program.
+        """
+        solver = getattr(self, name)
+        return dataclasses.replace(self, **dict.fromkeys(self.stages, solver))
+
     @override
     def step(self, problem, data, state, *, key) -> PipelineState:
-        keys = dict(zip(self.stages, derive(key, *self.stages), strict=True))
-
         def run(name):
-            objective = self.objective(name, problem, state.w0, state.outputs)
-            level = Level(problem, self.queries(name), objective)
-            solver = self.stage_solver(name, state.outputs)
-            start = self.start(name, state.w0, state.outputs)
-            w, count = inner_solve(level, solver, data, start, key=keys[name])
+            known = state.w0, state.outputs
+            w, count = self.run_stage(name, problem, data, *known, key=key)
             outputs = state.outputs | {name: w}
             solution = self.current_solution(name, problem, state.w0, outputs)
             return outputs, solution, state.rejections.plus(count)

@@ -28,6 +28,7 @@ from .methods import constant_feature, is_linear, model_of
 from .populations import populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
+from .workers import Workers
 
 # If a step reads more numbers than these, in records times parameters, every second
 # setting and fewer runs are tried with little effort: two minutes allow no more.
@@ -119,6 +120,7 @@ def auto(
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
     precision: Precision = "grid",
     seed: int = 0,
+    time_limit: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     before: tuple[AbstractRelease, ...] = (),
 ) -> AutoPlan:
@@ -224,7 +226,8 @@ def auto(
     options: Any = {"sizes": sizes, "before": before}
     # Without w0, because a forecast is for the plan alone.
     dry_options = options | {"precision": "float"}
-    dry = DryRuns(problem, w0, drawn_from, seed, intercept, dry_options)
+    workers = Workers(time_limit)
+    dry = DryRuns(problem, w0, drawn_from, seed, intercept, dry_options, workers)
     rounds = rounds_of(effort, len(drawn_from), large=large)
     compared = dry, methods, neighbours, budget, rounds, progress
     trials, starts, outlook, left_out = _trials(*compared)
@@ -267,8 +270,14 @@ def _trials(
     def dry_run(index: int, run: int) -> list[float]:
         return dry.losses(solvers[index], run)
 
+    def shown(done: int, total: int) -> None:
+        dry.workers.finished = True
+        progress(done, total)
+
     tried = [method for method, _ in entries]
-    outcomes, constants = race(tried, rounds, dry_run, dry.constant_losses, progress)
+    outcomes, constants = race(
+        tried, rounds, dry_run, dry.constant_losses, shown, dry.workers.each
+    )
     starts = tuple(np.mean(constants, 0).tolist())
     trials, losses = {}, {}
     for index, made, regret in outcomes:

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -35,7 +35,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     """Records whose labels follow a hidden linear model of their features.
 
     Any model may be fitted to them: a network, too, has something to learn. The last
-    feature is a constant.
+    feature is a constant. `jax.jit` traces the methods.
 
     Args:
         records: The description of a record, as for `auto`; `None` for linear models.
@@ -49,6 +49,8 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         rate: The fraction of the second of two classes; `None` sets none.
         test_size: The number of test records.
     """
+
+    traceable: ClassVar[bool] = True
 
     records: PyTree = eqx.field(
         static=True, default=None, converter=synthetic.shapes_of

@@ -2,23 +2,27 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float, Key, PyTree
 
-from ..core.loop import solved
+from ..core.loop import check_run
 from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
+from .dry_runs import released
 from .methods import Candidate, constant_loss, mean_loss
 from .synthetic import AbstractPopulation, SyntheticData
+from .workers import Stopped, Workers
 
 Effort = Literal["fast", "thorough"]
 Losses = list[list[float]]  # by run and population
+Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 # Number of runs that each remaining setting makes, round after round: in the first two
 # rounds on every population, then over all populations together. In the last round rare
@@ -37,10 +41,6 @@ _HOPELESS = (0.5, 0.2, 0.1)
 _WORST_WEIGHT = 0.25
 # The achievable improvement is at least this fraction of the constant answer's loss.
 _LEAST = 0.15
-
-
-# At the top, so that settings that differ in numbers share one compiled program.
-_solve = jax.jit(lambda *run, key: solved(*run, key=key).value)
 
 
 class Outcome(NamedTuple):
@@ -67,46 +67,72 @@ def rounds_of(effort: Effort, populations: int, *, large: bool) -> tuple[int, ..
 def race(
     methods: list[Candidate],
     rounds: tuple[int, ...],
-    dry_run: Callable[[int, int], list[float]],
+    dry_run: Callable[..., list[float]],
     constant_losses: Callable[[int], list[float]],
     progress: Callable[[int, int], None],
+    each: Each = map,
 ) -> tuple[list[Outcome], Losses]:
     """Run successive halving; return each method's `Outcome`, and constant answers.
 
-    The best method of one level stays, for comparison with two levels.
+    The best method of one level stays, for comparison with two levels. If the race is
+    stopped, the runs that all remaining settings have made decide.
 
     Args:
         methods: The method of each setting.
         rounds: The number of runs of each remaining setting, round after round.
         dry_run: Returns the losses of a setting on all populations, by the index of
-            the setting and of the run.
+            the setting and `run=`, the index of the run.
         constant_losses: Returns the losses of the best constant answers on all
             populations, by the index of the run.
-        progress: As for `auto`, in runs on all populations.
+        progress: Is called with the number of runs done and the number planned.
+        each: Yields a function of each setting, as `map` does.
 
     Returns:
         The best setting of every method, and the losses of the constant answers.
+
+    Raises:
+        Stopped: As `each`, if no run was finished.
+        KeyboardInterrupt: There was one before a run was finished.
     """
     losses: dict[int, Losses] = {index: [] for index in range(len(methods))}
-    left, dropped, constants = [*losses], {}, []
+    left, dropped, constants = _in_turn(methods), {}, []
     done = 0
-    for number, count in enumerate(rounds):
-        if number:
-            made = {index: losses[index] for index in left}
-            left, worst = _survivors(methods, made, constants, number - 1)
-            dropped |= worst
-        names = collections.Counter(methods[index].name for index in left)
-        total = done + _most_runs(names, rounds, number)
-        for run in range(len(constants), len(constants) + count):
-            constants.append(constant_losses(run))
-            for index in left:
-                losses[index].append(dry_run(index, run))
-                done += 1
-                progress(done, total)
+    try:
+        for number, count in enumerate(rounds):
+            if number:
+                made = {index: losses[index] for index in left}
+                left, worst = _survivors(methods, made, constants, number - 1)
+                dropped |= worst
+            names = collections.Counter(methods[index].name for index in left)
+            total = done + _most_runs(names, rounds, number)
+            for run in range(len(constants), len(constants) + count):
+                constants.append(constant_losses(run))
+                runs = each(functools.partial(dry_run, run=run), left)
+                for index, found in zip(left, runs, strict=True):
+                    losses[index].append(found)
+                    done += 1
+                    progress(done, total)
+    except (Stopped, KeyboardInterrupt):
+        if not done:
+            raise
+        least = max(1, min(len(losses[index]) for index in left))
+        left = [index for index in left if losses[index]]
+        losses |= {index: losses[index][:least] for index in left}
+        del constants[least:]
     # Only among settings of equally many runs: few runs depend on their records.
     last = worst_regrets([losses[index] for index in left], constants)
     regret = dict(zip(left, last, strict=True)) | dropped
     return [Outcome(index, losses[index], regret[index]) for index in regret], constants
+
+
+def _in_turn(methods: list[Candidate]) -> list[int]:
+    """Return the settings, the first of every method first."""
+    place: collections.Counter[str] = collections.Counter()
+    order = []
+    for index, method in enumerate(methods):
+        order.append((place[method.name], index))
+        place[method.name] += 1
+    return [index for _, index in sorted(order)]
 
 
 def _most_runs(
@@ -247,7 +273,9 @@ class DryRuns:
     seed: int
     intercept: int | None
     options: dict[str, Any]
+    workers: Workers = dataclasses.field(default_factory=Workers)
     _last: dict[int, list[SyntheticData]] = dataclasses.field(default_factory=dict)
+    _programs: dict[int, Callable] = dataclasses.field(default_factory=dict)
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
         """Calibrate a solver to a budget, and return the `Plan`."""
@@ -257,8 +285,12 @@ class DryRuns:
         """Return a list, by population, of a calibrated solver's loss in a run."""
         found = []
         for place, drawn in enumerate(self._drawn(number), len(self.populations)):
+            self.workers.check()
             key = jax.random.fold_in(self._key(number), place)
-            value = _solve(self.problem, solver, drawn.data, self.w0, key=key)
+            run = self.problem, solver, drawn.data, self.w0
+            if not number:
+                check_run("auto", *run, key)
+            value = released(*run, key=key)
             loss = float(mean_loss(self.problem, value, drawn.test))
             found.append(loss if np.isfinite(loss) else np.inf)
         return found
@@ -267,7 +299,9 @@ class DryRuns:
         self, solvers: Sequence[AbstractSolver], budget: PrivacyBudget
     ) -> Losses:
         """Calibrate solvers; return losses of run 0 by solver and population."""
-        return [self.losses(self.plan(s, budget).solver, 0) for s in solvers]
+        planned = [self.plan(solver, budget).solver for solver in solvers]
+        self._drawn(0)
+        return [*self.workers.each(lambda solver: self.losses(solver, 0), planned)]
 
     def constant_losses(self, number: int) -> list[float]:
         """Return a list, by population, of the best constant answer's loss in a run."""
@@ -313,11 +347,26 @@ class DryRuns:
         if number not in self._last:
             self._last.clear()
             keys = jax.random.split(self._key(number), len(self.populations))
-            self._last[number] = [
-                population.draw(self.problem, self.w0, self.options["sizes"], key)
-                for population, key in zip(self.populations, keys, strict=True)
-            ]
+            self._last[number] = [*self.workers.each(self._draw, [*enumerate(keys)])]
         return self._last[number]
+
+    def _draw(self, placed: tuple[int, Key]) -> SyntheticData:
+        """Draw the `SyntheticData` of the population at a place with a key."""
+        place, key = placed
+        population = self.populations[place]
+        draw = functools.partial(
+            population.draw, self.problem, self.w0, self.options["sizes"]
+        )
+        if not population.traceable:
+            return draw(key)
+        # One program for each population instead of one for each operation.
+        if place not in self._programs:
+            self._programs[place] = jax.jit(lambda key: _arrays(draw(key)))
+        return SyntheticData(*self._programs[place](key))
 
     def _key(self, number: int) -> Key:
         return jax.random.fold_in(jax.random.key(self.seed), number)
+
+
+def _arrays(drawn: SyntheticData) -> tuple[PyTree, PyTree]:
+    return drawn.data, drawn.test

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -45,7 +45,12 @@ class AbstractPopulation(eqx.Module):
 
     A subclass has one method, `draw`. It must not follow records of people: a statistic
     of them would have to be released first.
+
+    Attributes:
+        traceable: Whether `jax.jit` can trace `draw`, which makes dry runs faster.
     """
+
+    traceable: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
