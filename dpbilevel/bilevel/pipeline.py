@@ -25,7 +25,7 @@ from ..core.solver import AbstractSolver, State
 from ..onelevel.adaptive_clip import NoisyDescent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Basis, Ledger, Neighbours
-from ..privacy.noise import derive
+from ..privacy.noise import PRNGKey, derive
 from . import levels
 from .levels import Level, Objective, Queries
 from .problem import BilevelProblem, Sizes
@@ -222,7 +222,14 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return outputs
 
     def run_stage(
-        self, name: str, problem: Any, data: PyTree, w0: PyTree, outputs: Outputs, *, key
+        self,
+        name: str,
+        problem: Any,
+        data: PyTree,
+        w0: PyTree,
+        outputs: Outputs,
+        *,
+        key,
     ) -> tuple[PyTree, Array]:
         """Run a stage; return its answer and the number of skipped updates.
 

@@ -1,19 +1,32 @@
 """Runs on synthetic data, stage by stage, so that candidates share programs."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Key, PyTree
 
+from ..applications.recalibration import Recalibration
 from ..applications.warm_start import FIRST, THEN, WarmStarted
 from ..bilevel.pipeline import AbstractPipeline, Outputs, PipelineState
 from ..core.descent import SkippedUpdates
 from ..core.loop import planned_rows, scan_steps
 from ..core.solver import AbstractSolver
+from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.noise import PRNGKey, derive, step_keys
 
+# Fields of solvers whose plain steps count as accelerated ones without momentum.
+_FITS = ("model", "fit", "models")
+# Compiler options for programs that take longer to compile than to run.
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+# Numbers that a stage reads, in steps times records times parameters.
+_LONG = 1e6
 # At module level, so that runs of the same shapes share one compiled program.
 _step_keys = jax.jit(lambda key, count: step_keys(key, count)[1], static_argnums=1)
 
@@ -23,8 +36,8 @@ def released(
 ) -> PyTree:
     """Return the answer that `solve` releases at this key, without its checks.
 
-    Compiling takes most of the time of short runs. So a stage of a pipeline is a program
-    of its own: pipelines that have it in common compile it once.
+    Compiling takes most of the time of short runs. So a stage of a pipeline is a
+    program of its own: pipelines that have it in common compile it once.
 
     Args:
         problem: The problem.
@@ -36,6 +49,28 @@ def released(
     data = planned_rows(solver, data, "auto")
     keys = _step_keys(key, solver.num_steps)
     return _answer(problem, solver, data, w0, keys)
+
+
+def accelerated(solver: Any) -> Any:
+    """Return a solver whose fits make accelerated steps, if of momentum 0.
+
+    Plain and accelerated steps then share a program. Momentum 0 changes plain steps in
+    one respect: a step that was too long is not taken back. The candidates' plain steps
+    are too short for that.
+    """
+    if isinstance(solver, WarmStarted):
+        return dataclasses.replace(solver, first=accelerated(solver.first))
+    if not isinstance(solver, AbstractPipeline):
+        return solver
+    fits = {name: getattr(solver, name) for name in _FITS if name in solver.stages}
+    plain: dict[str, Any] = {
+        name: dataclasses.replace(fit, momentum=0.0)
+        for name, fit in fits.items()
+        if isinstance(fit, NoisyGD) and fit.momentum is None
+    }
+    if isinstance(solver, Recalibration):
+        return solver
+    return dataclasses.replace(solver, **plain)
 
 
 def _answer(
@@ -57,7 +92,8 @@ def _answer(
     outputs: Outputs = {}
     for name, key in zip(solver.stages, keys, strict=True):
         stage = solver.for_stage(name)
-        outputs = outputs | {name: _stage(name, problem, stage, data, w0, outputs, key)}
+        run = _stage if _is_long(stage, name, data, w0) else _short_stage
+        outputs = outputs | {name: run(name, problem, stage, data, w0, outputs, key)}
     return _last(name, problem, solver.for_stage(name), w0, outputs)
 
 
@@ -72,12 +108,23 @@ def _whole_run(problem, solver, data, w0, keys) -> PyTree:
     return solver.answer(problem, state)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _stage(name, problem, stage, data, w0, outputs, key) -> PyTree:
+def _run_stage(name, problem, stage, data, w0, outputs, key) -> PyTree:
     return stage.run_stage(name, problem, data, w0, outputs, key=key)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+_stage = jax.jit(_run_stage, static_argnums=0)
+_short_stage = jax.jit(_run_stage, static_argnums=0, compiler_options=_QUICK)
+
+
+def _is_long(stage: AbstractPipeline, name: str, data: PyTree, w0: PyTree) -> bool:
+    """Return whether a stage reads so much that it is worth an optimized program."""
+    solver = getattr(stage, name)
+    queries, _ = stage.queries(name)(1.0, solver.sampling, stage.sizes)
+    rows = sum(query.size for query in queries)
+    return solver.num_steps * rows * optax.tree.size(w0) > _LONG
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
 def _last(name, problem, stage, w0, outputs) -> PyTree:
     """Return the answer of a pipeline after its last stage."""
     solution = stage.current_solution(name, problem, w0, outputs)

@@ -3,12 +3,13 @@
 import abc
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
 
@@ -35,7 +36,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     """Records whose labels follow a hidden linear model of their features.
 
     Any model may be fitted to them: a network, too, has something to learn. The last
-    feature is a constant. `jax.jit` traces the methods.
+    feature is a constant.
 
     Args:
         records: The description of a record, as for `auto`; `None` for linear models.
@@ -49,8 +50,6 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         rate: The fraction of the second of two classes; `None` sets none.
         test_size: The number of test records.
     """
-
-    traceable: ClassVar[bool] = True
 
     records: PyTree = eqx.field(
         static=True, default=None, converter=synthetic.shapes_of
@@ -104,13 +103,12 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         """
         if len(shape) == 1:
             return self.features(key, rows, shape[0])
-        first, then, last = jax.random.split(key, 3)
-        free, prototypes = self.features(first, rows, shape[0]), self.prototypes(shape)
+        first, then = jax.random.split(key)
+        rng, prototypes = synthetic.generator(then), self.prototypes(shape)
         widths = np.asarray([*self.blocks(shape[0]), 1])
-        same = jax.random.bernoulli(last, shape=(rows, len(widths)))
-        same = jnp.repeat(same, widths, axis=1, total_repeat_length=shape[0])
-        own = prototypes[jax.random.randint(then, (rows,), 0, shape[1])]
-        return _unit(jnp.where(same, own, free))
+        same = np.repeat(rng.random((rows, len(widths))) < 0.5, widths, axis=1)
+        own = np.asarray(prototypes)[rng.integers(0, shape[1], rows)]
+        return _unit(np.where(same, own, self.features(first, rows, shape[0])))
 
     def teachers(
         self, key: Key, count: int, shape: tuple[int, ...], *, aligned: bool = False
@@ -125,28 +123,26 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
                 of the constant is 0: few features decide most labels. For two classes
                 only; prototypes are aligned as they are.
         """
-        first, then, last = jax.random.split(key, 3)
-        # Flat, because shapes of three axes take seconds to compile.
-        models = jax.random.normal(first, (count, math.prod(shape)))
-        models, margin = models.reshape(count, *shape), self.margin
+        drawn, last = jax.random.split(key)
+        rng, margin = synthetic.generator(drawn), self.margin
+        models = rng.standard_normal((count, *shape))
         if len(shape) > 1:
-            prototypes = self.prototypes(shape)
-            centred = (prototypes - jnp.mean(prototypes, 0, keepdims=True)).T
-            orders = [
-                jax.random.permutation(order, centred, axis=1)
-                for order in jax.random.split(then, count)
-            ]
+            prototypes = np.asarray(self.prototypes(shape))
+            centred = (prototypes - np.mean(prototypes, 0)).T
+            orders = [rng.permutation(centred, axis=1) for _ in range(count)]
             # The last term tells classes apart whose prototypes are the same.
-            models = jnp.stack(orders) + 0.01 * models
+            models = np.stack(orders) + 0.01 * models
             # The largest of more scores has to stand out among more.
             margin *= _MORE_CLASSES * math.log2(shape[-1]) ** 0.9
-        rows = self.clustered_features(last, 1000, shape)
+        rows = np.asarray(self.clustered_features(last, 1000, shape))
         if aligned and len(shape) == 1:
-            sizes = jnp.std(rows, 0)
-            models *= (sizes.at[-1].set(0.0) if len(sizes) > 1 else sizes)[None]
-        scores = jnp.tensordot(rows, models, (1, 1))
-        spread = jnp.std(jnp.moveaxis(scores, 1, 0).reshape(count, -1), 1)
-        return models * margin / expand(spread, models[0])
+            sizes = np.std(rows, 0)
+            sizes[-1] = 0.0 if len(sizes) > 1 else sizes[-1]
+            models *= sizes
+        scores = np.moveaxis(np.tensordot(rows, models, (1, 1)), 1, 0)
+        spread = np.std(scores.reshape(count, -1), 1)
+        models = models * margin / spread.reshape(-1, *[1] * len(shape))
+        return jnp.asarray(models, jnp.result_type(float))
 
     def _intercept_shift(self, key: Key, model: Array) -> Float[Array, ""]:
         """Return the shift of the constant that gives a model of two classes its rate.
@@ -155,17 +151,13 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         """
         if self.rate is None or model.ndim > 1 or len(model) == 1:
             return jnp.zeros(())
-        rows, rate = self.clustered_features(key, 1000, model.shape), self.rate
-
-        def halve(_, ends):
-            low, high = ends
+        rows, low, high = self.clustered_features(key, 1000, model.shape), -100.0, 100.0
+        scores, constant = np.asarray(rows @ model), np.asarray(rows[:, -1])
+        for _ in range(25):
             middle = (low + high) / 2
-            positive = jnp.mean(jax.nn.sigmoid(rows @ model.at[-1].add(middle)))
-            above = positive > rate
-            return jnp.where(above, low, middle), jnp.where(above, middle, high)
-
-        ends = jnp.asarray(-100.0), jnp.asarray(100.0)
-        return jnp.mean(jnp.stack(jax.lax.fori_loop(0, 25, halve, ends)))
+            positive = np.mean(scipy.special.expit(scores + middle * constant))
+            low, high = (low, middle) if positive > self.rate else (middle, high)
+        return jnp.asarray((low + high) / 2)
 
     def sources(self, key: Key, rows: int, num_sources: int) -> Int[Array, " n"]:
         """Draw the index of each training record's source, uniformly by default."""
@@ -209,33 +201,31 @@ def expand(values: Float[Array, " k"], like: Array) -> Array:
     return values.reshape(-1, *[1] * like.ndim)
 
 
-def _unit(rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
+def _unit(rows: np.ndarray) -> np.ndarray:
     """Return rows divided by their norms."""
-    return rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def _features(key, rows: int, columns: int, *, skewed: bool) -> Float[Array, "n d"]:
+def _features(key, rows: int, columns: int, *, skewed: bool) -> np.ndarray:
     """Draw rows of norm 1: features of decaying scale, and a constant last."""
+    rng, kind = synthetic.generator(key), jnp.result_type(float)
     if columns == 1:
-        return jax.random.rademacher(key, (rows, 1), jnp.result_type(float))
-    spectrum = 1 / jnp.sqrt(jnp.arange(1, columns))
-    key, other = jax.random.split(key)
-    free = jax.random.normal(key, (rows, columns - 1))
+        return rng.choice([-1.0, 1.0], (rows, 1)).astype(kind)
+    spectrum = 1 / np.sqrt(np.arange(1, columns))
+    free = rng.standard_normal((rows, columns - 1))
     if skewed:
-        shared = jax.random.normal(other, (rows, 1))
+        shared = rng.standard_normal((rows, 1))
         free = math.sqrt(1 - _COMMON) * free + math.sqrt(_COMMON) * shared
-        free = free.at[:, ::2].set(jnp.exp(free[:, ::2]) / 2)
-    constant = jnp.full((rows, 1), jnp.linalg.norm(spectrum))
-    return _unit(jnp.concatenate([free * spectrum[None], constant], 1))
+        free[:, ::2] = np.exp(free[:, ::2]) / 2
+    constant = np.full((rows, 1), np.linalg.norm(spectrum))
+    return _unit(np.concatenate([free * spectrum, constant], 1)).astype(kind)
 
 
-def _categories(key, rows: int, widths: list[int]) -> Float[Array, "n d"]:
+def _categories(key, rows: int, widths: list[int]) -> np.ndarray:
     """Draw rows of norm 1: one-hot blocks of these widths, and a constant last."""
-    # All blocks at once, padded with categories that do not occur.
-    count, rank = np.asarray(widths), np.arange(max(widths))
-    rarity = np.where(rank < count[:, None], -np.log(rank + 1.0), -np.inf)
-    drawn = jax.random.categorical(key, rarity, shape=(rows, len(count)))
-    places = drawn + (np.cumsum(count) - count)[None]
-    chosen = jnp.zeros((rows, sum(widths)))
-    chosen = chosen.at[jnp.arange(rows)[:, None], places].set(1.0)
-    return _unit(jnp.concatenate([chosen, jnp.ones((rows, 1))], 1))
+    rng, chosen = synthetic.generator(key), []
+    for width in widths:
+        chance = 1 / np.arange(1, width + 1)
+        chosen.append(np.eye(width)[rng.choice(width, rows, p=chance / chance.sum())])
+    every = np.concatenate([*chosen, np.ones((rows, 1))], 1)
+    return _unit(every).astype(jnp.result_type(float))

@@ -124,7 +124,7 @@ class MissingPositives(AbstractLinearPopulation):
         part = part / part[-1]
         sources = expand(1 - part / 2, target) * target[None]
         constant = self.clustered_features(then, 1000, shape)[:, -1]
-        height = jnp.sqrt(jnp.mean(constant**2))
+        height = np.sqrt(np.mean(constant**2))
         lower = -self.drop / height
         if target.ndim > 1:  # the first of several classes is the one that is recorded
             lower = jnp.zeros(shape[1]).at[0].set(-lower)

@@ -15,8 +15,8 @@ from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from .dry_runs import released
-from .methods import Candidate, constant_loss, mean_loss
+from .dry_runs import accelerated, released
+from .methods import Candidate, constant_loss, is_vector, mean_loss, model_of
 from .synthetic import AbstractPopulation, SyntheticData
 from .workers import Stopped, Workers
 
@@ -275,7 +275,6 @@ class DryRuns:
     options: dict[str, Any]
     workers: Workers = dataclasses.field(default_factory=Workers)
     _last: dict[int, list[SyntheticData]] = dataclasses.field(default_factory=dict)
-    _programs: dict[int, Callable] = dataclasses.field(default_factory=dict)
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
         """Calibrate a solver to a budget, and return the `Plan`."""
@@ -288,7 +287,7 @@ class DryRuns:
             self.workers.check()
             key = jax.random.fold_in(self._key(number), place)
             run = self.problem, solver, drawn.data, self.w0
-            if not number:
+            if not number and not found:
                 check_run("auto", *run, key)
             value = released(*run, key=key)
             loss = float(mean_loss(self.problem, value, drawn.test))
@@ -325,6 +324,7 @@ class DryRuns:
             ValueError: No setting can be calibrated.
         """
         entries, solvers, refused = [], [], {}
+        vector = is_vector(model_of(self.problem, self.w0))
         for method in methods:
             for setting in method.solvers:
                 try:
@@ -335,7 +335,7 @@ class DryRuns:
                     continue
                 assert plan.report.relation == neighbours.value
                 entries.append((method, solver))
-                solvers.append(plan.solver)
+                solvers.append(accelerated(plan.solver) if vector else plan.solver)
         if not solvers:
             reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
             raise ValueError(f"auto: no method reaches the budget. {reasons}")
@@ -353,20 +353,8 @@ class DryRuns:
     def _draw(self, placed: tuple[int, Key]) -> SyntheticData:
         """Draw the `SyntheticData` of the population at a place with a key."""
         place, key = placed
-        population = self.populations[place]
-        draw = functools.partial(
-            population.draw, self.problem, self.w0, self.options["sizes"]
-        )
-        if not population.traceable:
-            return draw(key)
-        # One program for each population instead of one for each operation.
-        if place not in self._programs:
-            self._programs[place] = jax.jit(lambda key: _arrays(draw(key)))
-        return SyntheticData(*self._programs[place](key))
+        sizes = self.options["sizes"]
+        return self.populations[place].draw(self.problem, self.w0, sizes, key)
 
     def _key(self, number: int) -> Key:
         return jax.random.fold_in(jax.random.key(self.seed), number)
-
-
-def _arrays(drawn: SyntheticData) -> tuple[PyTree, PyTree]:
-    return drawn.data, drawn.test

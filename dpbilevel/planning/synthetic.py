@@ -5,11 +5,12 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
@@ -45,12 +46,7 @@ class AbstractPopulation(eqx.Module):
 
     A subclass has one method, `draw`. It must not follow records of people: a statistic
     of them would have to be released first.
-
-    Attributes:
-        traceable: Whether `jax.jit` can trace `draw`, which makes dry runs faster.
     """
-
-    traceable: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -69,6 +65,11 @@ class AbstractPopulation(eqx.Module):
             sizes: The planned sizes.
             key: A typed key; it protects nothing.
         """
+
+
+def generator(key: Key) -> np.random.Generator:
+    """Return a NumPy generator seeded by a key: its draws need no compilation."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
 
 
 class FunctionPopulation(AbstractPopulation):
@@ -222,11 +223,13 @@ class Layout:
             source: The source of each record.
             key: A typed key; it protects nothing.
         """
-        scores = jnp.einsum("nd,kd...->nk...", features, models)
-        scores = jax.vmap(lambda row, index: row[index])(scores, source)
+        features, source = np.asarray(features), np.asarray(source)
+        scores = np.tensordot(features, np.asarray(models), (1, 1))
+        scores = scores[np.arange(len(source)), source]
         if scores.ndim == 1:
-            scores = jnp.stack([jnp.zeros_like(scores), scores], 1)
-        label = self.classes.labels(jax.random.categorical(key, scores))
+            scores = np.stack([np.zeros_like(scores), scores], 1)
+        drawn = np.argmax(scores + generator(key).gumbel(size=scores.shape), 1)
+        label = self.classes.labels(jnp.asarray(drawn))
 
         def filled(leaf):
             nonlocal features
@@ -234,7 +237,7 @@ class Layout:
                 return label
             size = math.prod(leaf.shape)
             part, features = features[:, :size], features[:, size:]
-            return part.reshape(-1, *leaf.shape).astype(leaf.dtype)
+            return jnp.asarray(part.reshape(-1, *leaf.shape), leaf.dtype)
 
         return jax.tree.map(filled, self.record)
 
