@@ -213,10 +213,6 @@ class Recalibration(AbstractPipeline):
         return 1 / (1 + self._ridge()) if name == FIT else None
 
     @override
-    def for_stage(self, name):
-        return self  # the fit reads the clip norm of the curvature
-
-    @override
     def current_solution(self, name, problem, w0, outputs):
         if name == CURVATURE:
             return w0

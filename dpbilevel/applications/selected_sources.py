@@ -87,6 +87,11 @@ class AbstractSourcePipeline(AbstractPipeline):
         return self.kept_fraction(outputs) + (0.0 if penalty is None else 1 / penalty)
 
     @override
+    def for_stage(self, name):
+        solvers = dict.fromkeys(self.stages, getattr(self, name))
+        return dataclasses.replace(self, **solvers)
+
+    @override
     def step_factor(self, name, outputs):
         if name != FIT:
             return None

@@ -25,7 +25,7 @@ from ..core.solver import AbstractSolver, State
 from ..onelevel.adaptive_clip import NoisyDescent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Basis, Ledger, Neighbours
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from . import levels
 from .levels import Level, Objective, Queries
 from .problem import BilevelProblem, Sizes
@@ -249,13 +249,12 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return inner_solve(level, solver, data, start, key=keys[name])
 
     def for_stage(self, name: str) -> Self:
-        """Return a copy for a run of one stage alone, alike for more pipelines.
+        """Return the pipeline for a run of one stage alone; by default as it is.
 
-        Settings that the stage does not read are replaced, so that pipelines which
-        differ in these only share a compiled program.
+        A subclass may replace settings that the stage does not read, so that pipelines
+        which differ in these alone share a compiled program.
         """
-        solver = getattr(self, name)
-        return dataclasses.replace(self, **dict.fromkeys(self.stages, solver))
+        return self
 
     @override
     def step(self, problem, data, state, *, key) -> PipelineState:

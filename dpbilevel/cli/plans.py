@@ -21,7 +21,6 @@ from ..planning.race import Effort
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint
-from ..runs.interrupts import step_bar
 from . import evaluation
 from .config import Config, parse_config, read_tables
 from .task import Problem
@@ -126,7 +125,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
         Touches no data.
     """
     privacy = config.privacy
-    with step_bar(0, "dry runs") as bar, config.place.named_in_errors():
+    with config.place.named_in_errors():
         found = auto(
             config.model.problem(config.data.blocks),
             privacy.budget,
@@ -135,7 +134,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
             effort=effort,
             neighbours=privacy.neighbours,
             precision=privacy.precision,
-            progress=bar,
+            progress=True,
             before=config.check.releases,
         )
     if privacy.unit is None:

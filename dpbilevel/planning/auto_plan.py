@@ -1,6 +1,8 @@
 """Plans without settings: `auto` chooses the solver by dry runs on synthetic data."""
 
+import collections
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, get_args
 
@@ -11,6 +13,7 @@ from jaxtyping import Key, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from .._extras import check_installed
 from ..applications.penalties import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
@@ -22,17 +25,21 @@ from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
+from ..runs.interrupts import step_bar
 from .candidates import candidates, toml_of
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
 from .methods import constant_feature, is_linear, model_of
 from .populations import populations
-from .race import DryRuns, Effort, advantage, race, rounds_of
+from .race import DryRuns, Effort, advantage, most_runs, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 from .workers import Workers
 
 # If a step reads more numbers than these, in records times parameters, every second
 # setting and fewer runs are tried with little effort: two minutes allow no more.
 _LARGE = 5e6
+# For an estimate of the time: seconds of compilation for each method, and numbers that
+# steps of dry runs read in a second on one core, in records times parameters.
+_COMPILING, _NUMBERS_PER_SECOND = 4.0, 1.2e9
 _CONSTANT = "constant answer"
 Draw: TypeAlias = Callable[[Key, Any], PyTree]
 
@@ -121,7 +128,7 @@ def auto(
     precision: Precision = "grid",
     seed: int = 0,
     time_limit: float | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: bool | Callable[[int, int], None] = False,
     before: tuple[AbstractRelease, ...] = (),
 ) -> AutoPlan:
     """Plan a run without settings, by dry runs on synthetic data.
@@ -178,13 +185,21 @@ def auto(
         precision: As for `calibrate`. Dry runs are in `"float"`: the distribution of
             the noise is the same up to rounding.
         seed: The seed of the synthetic records and their noise, which protect nothing.
-        progress: A function that is called after every dry run on all populations with
-            the number of runs done and the number planned so far.
+        time_limit: Seconds after which no further dry run begins; the best plan so far
+            is returned. Calibration comes in addition. One setting is always tried. An
+            interrupt from the keyboard has the same effect, if a dry run is finished.
+        progress: `True` shows an estimate of the time and a bar, which needs tqdm. Or a
+            function that is called after every dry run on all populations with the
+            number of runs done and the number planned so far.
         before: As for `calibrate`.
 
     Returns:
         The plan. `plan.solver` is an ordinary calibrated solver; its settings are
         written out in `plan.trials[0].solver`.
+
+    Warns:
+        UserWarning: The plan may be worse than a constant answer, or the dry runs were
+            stopped.
 
     Raises:
         TypeError: No candidates or populations are known for the problem, or
@@ -196,7 +211,8 @@ def auto(
     Privacy:
         Touches no records of people; spends nothing. The guarantee is that of one run
         of `plan.solver`. The choice rests on public values alone, so that it may be
-        repeated, and edited.
+        repeated, and edited. Dry runs are public, and so is their time: what a time
+        limit or an interrupt chooses tells nothing about records.
 
     References:
         Hodges and Lehmann, "The use of previous experience in reaching statistical
@@ -209,6 +225,10 @@ def auto(
     _checks.instance(owner, PrivacyBudget, budget=budget)
     _checks.one_of(owner, "effort", effort, get_args(Effort))
     _checks.positive(owner, clip_norm=clip_norm)
+    if time_limit is not None:
+        _checks.positive(owner, time_limit=time_limit)
+    if progress is True:
+        check_installed(f"{owner}: progress=True", "tqdm")
     problem.check_sizes(owner, sizes)
     check_smooth(owner, problem)
     if isinstance(problem, BilevelProblem):
@@ -231,6 +251,9 @@ def auto(
     rounds = rounds_of(effort, len(drawn_from), large=large)
     compared = dry, methods, neighbours, budget, rounds, progress
     trials, starts, outlook, left_out = _trials(*compared)
+    if workers.stopped:
+        outlook = f" {workers.stopped} after {trials[0].runs} runs of this method."
+        _checks.warn(f"{owner}: {workers.stopped}; the plan is the best so far.")
     names = tuple(population.name for population in drawn_from)
     reason = reason_of(trials, budget, names, starts, default=synthetic is None)
     reason += outlook
@@ -272,12 +295,15 @@ def _trials(
 
     def shown(done: int, total: int) -> None:
         dry.workers.finished = True
-        progress(done, total)
+        at(done, total)
 
     tried = [method for method, _ in entries]
-    outcomes, constants = race(
-        tried, rounds, dry_run, dry.constant_losses, shown, dry.workers.each
-    )
+    if progress is True:
+        print(_estimate(dry, methods, rounds), file=sys.stderr, flush=True)
+    with step_bar(0, "dry runs", shown=progress is True) as bar:
+        at = progress if callable(progress) else bar
+        runs = dry_run, dry.constant_losses, shown, dry.workers.each
+        outcomes, constants = race(tried, rounds, *runs)
     starts = tuple(np.mean(constants, 0).tolist())
     trials, losses = {}, {}
     for index, made, regret in outcomes:
@@ -294,6 +320,8 @@ def _trials(
             ahead = advantage(losses[i], first, starts)
             trials[i] = dataclasses.replace(trials[i], advantage=ahead)
     best = tuple(trials[i] for i in ranked)
+    if dry.workers.stopped:
+        return best, starts, "", left_out
     outlook = outlook_of(best, starts, budget, dry.losses_within, constants[0])
     return best, starts, outlook, left_out
 
@@ -334,6 +362,16 @@ def _assumptions(model: PyTree, clip_norm: float, intercept: int | None) -> str:
     if intercept is not None:
         constant = f"feature {intercept} is the same for all records"
     return f"Assumed: gradients have norm {clip_norm:g} at most, and {constant}."
+
+
+def _estimate(dry: DryRuns, methods, rounds: Sequence[int]) -> str:
+    """Return a line with about how long dry runs take."""
+    settings = collections.Counter({m.name: len(m.solvers) for m in methods})
+    runs = most_runs(settings, rounds, 0) * len(dry.populations)
+    # Half of the runs are left out, as a rule; most make 100 steps, some on few rows.
+    each = 60 * _numbers_read(dry.options["sizes"], dry.w0) / _NUMBERS_PER_SECOND
+    seconds = (_COMPILING * len(methods) + runs / 2 * each) / 2
+    return f"auto: about {max(10, round(seconds, -1)):.0f} seconds on two cores."
 
 
 def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:

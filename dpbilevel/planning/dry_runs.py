@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key, PyTree
 
-from ..applications.recalibration import Recalibration
+from ..applications.selected_sources import AbstractSourcePipeline
 from ..applications.warm_start import FIRST, THEN, WarmStarted
-from ..bilevel.pipeline import AbstractPipeline, Outputs, PipelineState
+from ..bilevel.pipeline import AbstractPipeline, OneLevel, Outputs, PipelineState
 from ..core.descent import SkippedUpdates
 from ..core.loop import planned_rows, scan_steps
 from ..core.solver import AbstractSolver
@@ -60,7 +60,7 @@ def accelerated(solver: Any) -> Any:
     """
     if isinstance(solver, WarmStarted):
         return dataclasses.replace(solver, first=accelerated(solver.first))
-    if not isinstance(solver, AbstractPipeline):
+    if not isinstance(solver, OneLevel | AbstractSourcePipeline):
         return solver
     fits = {name: getattr(solver, name) for name in _FITS if name in solver.stages}
     plain: dict[str, Any] = {
@@ -68,8 +68,6 @@ def accelerated(solver: Any) -> Any:
         for name, fit in fits.items()
         if isinstance(fit, NoisyGD) and fit.momentum is None
     }
-    if isinstance(solver, Recalibration):
-        return solver
     return dataclasses.replace(solver, **plain)
 
 

@@ -104,7 +104,7 @@ def race(
                 left, worst = _survivors(methods, made, constants, number - 1)
                 dropped |= worst
             names = collections.Counter(methods[index].name for index in left)
-            total = done + _most_runs(names, rounds, number)
+            total = done + most_runs(names, rounds, number)
             for run in range(len(constants), len(constants) + count):
                 constants.append(constant_losses(run))
                 runs = each(functools.partial(dry_run, run=run), left)
@@ -135,9 +135,7 @@ def _in_turn(methods: list[Candidate]) -> list[int]:
     return [index for _, index in sorted(order)]
 
 
-def _most_runs(
-    settings: Mapping[str, int], rounds: tuple[int, ...], number: int
-) -> int:
+def most_runs(settings: Mapping[str, int], rounds: tuple[int, ...], number: int) -> int:
     """Return the largest possible number of runs from round `number` on.
 
     The total that is shown never grows, so the fraction that is done never falls.

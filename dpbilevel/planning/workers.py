@@ -40,7 +40,7 @@ class Workers:
             Stopped: The time limit has passed, or there was an interrupt.
         """
         if self.finished and self._end is not None and time.monotonic() > self._end:
-            self.stopped = self.stopped or "the time limit"
+            self.stopped = self.stopped or "Stopped by the time limit"
         if self.stopped:
             raise Stopped
 
@@ -68,8 +68,9 @@ class Workers:
             try:
                 for future in futures:
                     yield future.result()
-            except BaseException:
-                self.stopped = self.stopped or "an interrupt"
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    self.stopped = "Stopped by an interrupt"
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 

@@ -20,7 +20,6 @@ from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
-from ..runs.interrupts import step_bar
 from .base import Description
 from .beforehand import PublicSize, Rows
 from .declared import declared, index_of
@@ -225,8 +224,7 @@ class DPSourceReweighting(LinearClassifier):
                 check_installed(f"{self._owner}.fit: verbose=True", "tqdm")
             options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
             options["before"] = before
-            with step_bar(0, "dry runs", shown=self.verbose) as bar:
-                _PLANS[of] = auto(problem, budget, **options, progress=bar)
+            _PLANS[of] = auto(problem, budget, **options, progress=bool(self.verbose))
         return _PLANS[of]
 
 
