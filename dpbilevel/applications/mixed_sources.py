@@ -39,10 +39,11 @@ _ITERATIONS = 15
 
 
 class Mixture(eqx.Module):
-    r"""Mixtures $\sum_s c_s y_s + \sum_j u_j b_j$ in coordinates that suit descent.
+    r"""Mixtures $y_0 + \sum_s c_s d_s + \sum_j u_j b_j$ in coordinates for descent.
 
-    The $b_j$ span the same space as the models $y_s$. They are the rows of $(Y Y^\top +
-    \ell \|Y Y^\top\| I)^{-1/2}\, Y$, with the models the rows of $Y$. They are nearly
+    The $b_j$ span the same space as the differences $d_s = y_s - y_0$ of the models
+    from their initial point. They are the rows of $(Y Y^\top + \ell \|Y Y^\top\|
+    I)^{-1/2}\, Y$, with the differences the rows of $Y$. They are nearly
     orthonormal, so that gradients in $u$ are not longer than those of a model.
     `moments` are the released second moments $M$ of the directions of these gradients.
     With them the rows are multiplied by $(M^2 + \phi^2 \|M^2\| I)^{-1/4}$. Steps are
@@ -52,16 +53,23 @@ class Mixture(eqx.Module):
         models: The $y_s$, along the leading axes of the leaves; released.
         start: The coefficients $c$.
         moments: $M$, released, with noise that need not be symmetric.
+        origin: $y_0$, the point that all models were fitted from: differences from it
+            are mixed. `None` stands for zero.
     """
 
     models: PyTree
     start: Float[Array, " k"]
     moments: Float[Array, "k k"] | None = None
+    origin: PyTree = None
 
     def model(self, u: Float[Array, " k"]) -> PyTree:
         """Return the parameters of the mixture at `u`."""
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(self.models)
         unravel = ravel_pytree(jax.tree.map(lambda v: v[0], self.models))[1]
+        origin = 0.0
+        if self.origin is not None:
+            origin = ravel_pytree(self.origin)[0]
+            rows = rows - origin[None]
         basis, _ = _scaled(rows)
         basis = roots(basis @ basis.T, _LEAST_PRODUCT)[1] @ basis
         if self.moments is not None:
@@ -70,7 +78,7 @@ class Mixture(eqx.Module):
             # No negative eigenvalues, whatever the noise.
             size, _ = roots(symmetric @ symmetric, _LEAST_MOMENT**2)
             basis = roots(size)[1] @ basis / jnp.sqrt(largest)
-        return unravel(self.start @ rows + u @ basis)
+        return unravel(origin + self.start @ rows + u @ basis)
 
 
 def _scaled(matrix: Array) -> tuple[Array, Array]:
@@ -158,7 +166,9 @@ class MixedSources(AbstractSourcePipeline):
     few hundred validation records are enough under noise. The models are alike, and few
     directions change most predictions. Steps in the coefficients themselves would be
     too long along these and too short along all others; the coordinates prevent that.
-    It is for models that are linear in their parameters. The public terms of the
+    What is mixed are differences from the common initial point, which is public. Of a
+    model that is linear in its parameters, such as a last layer or adapters on a frozen
+    network, a mixture of parameters is one of predictions. The public terms of the
     problem are part of line 5 alone. The released mixture is projected onto the set of
     y.
 
@@ -216,10 +226,10 @@ class MixedSources(AbstractSourcePipeline):
             mixing = source_mixing(problem.loss, count, shared=shared, source=source)
             return lower_objective(problem.on_same_records(mixing), None)
         if name == SCORE:
-            return score_objective(problem, _mixed(outputs), w0[1])
+            return score_objective(problem, _mixed(w0, outputs), w0[1])
         if name == FIT:
             return self.fit_objective(problem, w0, outputs)
-        mixture = self._mixture(name, outputs)
+        mixture = self._mixture(name, w0, outputs)
         if name in (MIXTURE, REMIXTURE):
             return mixture_objective(problem, mixture)
         return moments_objective(problem, mixture)
@@ -244,41 +254,44 @@ class MixedSources(AbstractSourcePipeline):
         models: Any = outputs[MODELS]
         return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), models)
 
-    def _mixture(self, name: str, outputs: Outputs) -> Mixture:
+    def _mixture(self, name: str, w0: PyTree, outputs: Outputs) -> Mixture:
         """Return the `Mixture` of a stage in coordinates that earlier outputs scale."""
         if name in (MOMENTS, MIXTURE):
-            return _of_sources(outputs, outputs[MOMENTS] if name == MIXTURE else None)
+            moments = outputs[MOMENTS] if name == MIXTURE else None
+            return _of_sources(w0, outputs, moments)
         kept, fraction = self.kept(outputs), self.kept_fraction(outputs)
 
-        def stacked(models, mixture, last):
-            of_sources = models[:-1] * kept.reshape((-1,) + (1,) * last.ndim)
+        def stacked(origin, models, mixture, last):
+            weight = kept.reshape((-1,) + (1,) * last.ndim)
+            of_sources = origin[None] + (models[:-1] - origin[None]) * weight
             return jnp.concatenate([of_sources, mixture[None], last[None]])
 
-        models = jax.tree.map(stacked, outputs[MODELS], _mixed(outputs), outputs[FIT])
+        fitted = outputs[MODELS], _mixed(w0, outputs), outputs[FIT]
+        models = jax.tree.map(stacked, w0[1], *fitted)
         first = jnp.maximum(fraction - 0.5, 0)
         start = jnp.append(jnp.zeros_like(kept), jnp.stack([first, 1 - first]))
         moments = outputs[REMOMENTS] if name == REMIXTURE else None
-        return Mixture(models, start, moments)
+        return Mixture(models, start, moments, w0[1])
 
     @override
     def current_solution(self, name, problem, w0, outputs):
         x, y = w0
         if name in (MIXTURE, SCORE):
-            y = _mixed(outputs)
+            y = _mixed(w0, outputs)
         elif name in (FIT, REMOMENTS):
             y = outputs[FIT]
         elif name == REMIXTURE:
-            y = self._mixture(name, outputs).model(outputs[name])
+            y = self._mixture(name, w0, outputs).model(outputs[name])
         return x, y
 
 
-def _of_sources(outputs: Outputs, moments: Array | None) -> Mixture:
+def _of_sources(w0: PyTree, outputs: Outputs, moments: Array | None) -> Mixture:
     """Return a `Mixture` of all sources' models that starts at the common one."""
     first = jax.tree.leaves(outputs[MODELS])[0]
     start = jnp.zeros(len(first), first.dtype).at[-1].set(1.0)
-    return Mixture(outputs[MODELS], start, moments)
+    return Mixture(outputs[MODELS], start, moments, w0[1])
 
 
-def _mixed(outputs: Outputs) -> PyTree:
+def _mixed(w0: PyTree, outputs: Outputs) -> PyTree:
     """Return the model of the sources' `Mixture` at the released coordinates."""
-    return _of_sources(outputs, outputs[MOMENTS]).model(outputs[MIXTURE])
+    return _of_sources(w0, outputs, outputs[MOMENTS]).model(outputs[MIXTURE])

@@ -15,6 +15,7 @@ from typing_extensions import override
 from .. import _checks
 from .._extras import check_installed
 from ..applications.penalties import PenaltyTuning, penalty_start
+from ..applications.sources import SourceWeighting
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
 from ..core.modules import arrays_of
@@ -29,7 +30,7 @@ from ..runs.interrupts import step_bar
 from .candidates import candidates, toml_of
 from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
 from .methods import constant_feature, is_linear, model_of
-from .populations import populations
+from .populations import Alike, GoodOrBad, Shifted, populations
 from .race import DryRuns, Effort, advantage, most_runs, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 from .workers import Workers
@@ -37,10 +38,15 @@ from .workers import Workers
 # If a step reads more numbers than these, in records times parameters, every second
 # setting and fewer runs are tried with little effort: two minutes allow no more.
 _LARGE = 5e6
+# Networks that read more than these make dry runs on fewer records, with the noise of
+# all: a quarter of them at least.
+_HUGE, _MOST_THINNING = 2e7, 4
 # For an estimate of the time: seconds of compilation for each method, and numbers that
 # steps of dry runs read in a second on one core, in records times parameters.
 _COMPILING, _NUMBERS_PER_SECOND = 4.0, 1.2e9
 _CONSTANT = "constant answer"
+# Default populations for a network on sources with little effort: each run takes long.
+_OF_NETWORKS = GoodOrBad, Shifted, Alike
 Draw: TypeAlias = Callable[[Key, Any], PyTree]
 
 
@@ -140,7 +146,7 @@ def auto(
     way. Methods that the budget or the relation does not admit are left out.
 
     About 150 short runs are made on each population of sources, fewer for other
-    problems, so time grows with the sizes. On two cores it takes one to two minutes for
+    problems, so time grows with the sizes. On two cores it takes about a minute for
     linear models of two classes and 10 000 to 50 000 records. If the number of records
     times that of parameters is above 5 million, `effort="fast"` tries every second
     setting and makes a third of the runs.
@@ -237,6 +243,9 @@ def auto(
     records_problem, _, _ = arrays_of(owner, problem, w0)
     problem, w0, _ = arrays_of(owner, _of_rows(problem), w0)
     drawn_from = _populations(problem, w0, clip_norm, records, synthetic)
+    fewer = effort == "fast" and not is_linear(model_of(problem, w0))
+    if fewer and synthetic is None and isinstance(problem, SourceWeighting):
+        drawn_from = tuple(p for p in drawn_from if isinstance(p, _OF_NETWORKS))
     w0 = jax.tree.map(jnp.asarray, w0)
     intercept = constant_feature(owner, model_of(problem, w0), intercept)
     methods = candidates(problem, w0, clip_norm, records, intercept)
@@ -248,6 +257,9 @@ def auto(
     dry_options = options | {"precision": "float"}
     workers = Workers(time_limit)
     dry = DryRuns(problem, w0, drawn_from, seed, intercept, dry_options, workers)
+    if large and not is_linear(model_of(problem, w0)):
+        thinning = min(_MOST_THINNING, max(1, _numbers_read(sizes, w0) // _HUGE))
+        dry = dataclasses.replace(dry, thinning=int(thinning))
     rounds = rounds_of(effort, len(drawn_from), large=large)
     compared = dry, methods, neighbours, budget, rounds, progress
     trials, starts, outlook, left_out = _trials(*compared)
@@ -369,7 +381,8 @@ def _estimate(dry: DryRuns, methods, rounds: Sequence[int]) -> str:
     settings = collections.Counter({m.name: len(m.solvers) for m in methods})
     runs = most_runs(settings, rounds, 0) * len(dry.populations)
     # Half of the runs are left out, as a rule; most make 100 steps, some on few rows.
-    each = 60 * _numbers_read(dry.options["sizes"], dry.w0) / _NUMBERS_PER_SECOND
+    numbers = _numbers_read(dry.options["sizes"], dry.w0) / dry.thinning
+    each = 60 * numbers / _NUMBERS_PER_SECOND
     seconds = (_COMPILING * len(methods) + runs / 2 * each) / 2
     return f"auto: about {max(10, round(seconds, -1)):.0f} seconds on two cores."
 

@@ -71,6 +71,23 @@ def accelerated(solver: Any) -> Any:
     return dataclasses.replace(solver, **plain)
 
 
+def less_noise(part: Any, factor: float) -> Any:
+    """Return a solver whose mechanisms have their noise divided by a factor.
+
+    Means of that many times fewer records then have the same noise.
+    """
+    if not isinstance(part, AbstractSolver):
+        return part
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.name == "noise_multiplier" and value is not None:
+            changes[field.name] = value / factor
+        elif isinstance(value, AbstractSolver):
+            changes[field.name] = less_noise(value, factor)
+    return dataclasses.replace(part, **changes)
+
+
 def _answer(
     problem: Any,
     solver: AbstractSolver,

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import Float, Key, PyTree
 
+from ..core.levels import Sizes
 from ..core.loop import check_run
 from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from .dry_runs import accelerated, released
+from .dry_runs import accelerated, less_noise, released
 from .methods import Candidate, constant_loss, is_vector, mean_loss, model_of
 from .synthetic import AbstractPopulation, SyntheticData
 from .workers import Stopped, Workers
@@ -263,6 +264,9 @@ class DryRuns:
         seed: Seed of records and noise, which protect nothing.
         intercept: Index of the constant feature, or `None`.
         options: Arguments of `calibrate`.
+        workers: The threads of the runs.
+        thinning: The numbers of records over those that dry runs draw. Noise is that of
+            all records.
     """
 
     problem: Any
@@ -272,6 +276,7 @@ class DryRuns:
     intercept: int | None
     options: dict[str, Any]
     workers: Workers = dataclasses.field(default_factory=Workers)
+    thinning: int = 1
     _last: dict[int, list[SyntheticData]] = dataclasses.field(default_factory=dict)
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
@@ -296,7 +301,7 @@ class DryRuns:
         self, solvers: Sequence[AbstractSolver], budget: PrivacyBudget
     ) -> Losses:
         """Calibrate solvers; return losses of run 0 by solver and population."""
-        planned = [self.plan(solver, budget).solver for solver in solvers]
+        planned = [self._thinned(self.plan(s, budget).solver) for s in solvers]
         self._drawn(0)
         return [*self.workers.each(lambda solver: self.losses(solver, 0), planned)]
 
@@ -333,7 +338,8 @@ class DryRuns:
                     continue
                 assert plan.report.relation == neighbours.value
                 entries.append((method, solver))
-                solvers.append(accelerated(plan.solver) if vector else plan.solver)
+                solver = accelerated(plan.solver) if vector else plan.solver
+                solvers.append(self._thinned(solver))
         if not solvers:
             reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
             raise ValueError(f"auto: no method reaches the budget. {reasons}")
@@ -351,8 +357,22 @@ class DryRuns:
     def _draw(self, placed: tuple[int, Key]) -> SyntheticData:
         """Draw the `SyntheticData` of the population at a place with a key."""
         place, key = placed
-        sizes = self.options["sizes"]
-        return self.populations[place].draw(self.problem, self.w0, sizes, key)
+        return self.populations[place].draw(self.problem, self.w0, self._sizes, key)
+
+    @property
+    def _sizes(self) -> Sizes | int:
+        """Number of records of each level in a dry run."""
+        sizes, factor = self.options["sizes"], self.thinning
+        if not isinstance(sizes, Sizes):
+            return -(-sizes // factor)
+        upper, lower = (-(-n // factor) for n in (sizes.upper, sizes.lower))
+        return Sizes(upper, lower, sizes.people)
+
+    def _thinned(self, solver: Any) -> Any:
+        """Return a calibrated solver for fewer records, with the noise of all."""
+        if self.thinning == 1:
+            return solver
+        return less_noise(solver.with_sizes(self._sizes), self.thinning)
 
     def _key(self, number: int) -> Key:
         return jax.random.fold_in(jax.random.key(self.seed), number)
