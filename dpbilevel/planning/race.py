@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -68,7 +67,7 @@ def rounds_of(effort: Effort, populations: int, *, large: bool) -> tuple[int, ..
 def race(
     methods: list[Candidate],
     rounds: tuple[int, ...],
-    dry_run: Callable[..., list[float]],
+    dry_run: Callable[[int, int], list[float]],
     constant_losses: Callable[[int], list[float]],
     progress: Callable[[int, int], None],
     each: Each = map,
@@ -82,7 +81,7 @@ def race(
         methods: The method of each setting.
         rounds: The number of runs of each remaining setting, round after round.
         dry_run: Returns the losses of a setting on all populations, by the index of
-            the setting and `run=`, the index of the run.
+            the setting and of the run.
         constant_losses: Returns the losses of the best constant answers on all
             populations, by the index of the run.
         progress: Is called with the number of runs done and the number planned.
@@ -108,7 +107,7 @@ def race(
             total = done + most_runs(names, rounds, number)
             for run in range(len(constants), len(constants) + count):
                 constants.append(constant_losses(run))
-                runs = each(functools.partial(dry_run, run=run), left)
+                runs = each(lambda index, run=run: dry_run(index, run), left)
                 for index, found in zip(left, runs, strict=True):
                     losses[index].append(found)
                     done += 1

@@ -185,6 +185,21 @@ def test_coordinates_of_a_mixture_are_finite_whatever_the_noise(noise):
         np.testing.assert_allclose(basis, expected, rtol=2e-3, atol=2e-4)
 
 
+def test_differences_from_the_common_initial_point_are_mixed():
+    rng = np.random.default_rng(0)
+    origin, models = rng.normal(size=6), rng.normal(size=(3, 6))
+    origin, models = jnp.asarray(origin, jnp.float32), jnp.asarray(models, jnp.float32)
+    start, missed = jnp.eye(3)[2], {}
+    for name, point in (("origin", origin), ("zero", None)):
+        mixture = Mixture(models, start, None, point)
+        np.testing.assert_allclose(mixture.model(jnp.zeros(3)), models[2], atol=1e-5)
+        directions = np.asarray(jax.jacobian(mixture.model)(jnp.zeros(3)))
+        differences = np.asarray(models - origin[None]).T
+        fitted = differences @ np.linalg.lstsq(differences, directions, rcond=None)[0]
+        missed[name] = np.max(np.abs(directions - fitted))
+    assert missed["origin"] < 1e-4 < 1e-1 < missed["zero"]  # zero is the control
+
+
 @pytest.mark.parametrize("kind", ["moments", "scores"])
 def test_a_training_record_is_of_norm_1_in_moments_and_scores(kind):
     models = jnp.asarray(np.random.default_rng(0).normal(size=(K + 1, D)), jnp.float32)
