@@ -1,6 +1,5 @@
 """Plans without settings: `auto` chooses the solver by dry runs on synthetic data."""
 
-import collections
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -28,10 +27,18 @@ from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from ..runs.interrupts import step_bar
 from .candidates import candidates, toml_of
-from .conclusions import Trial, excess_of, improves, outlook_of, ranked_best, reason_of
+from .conclusions import (
+    Trial,
+    estimate_of,
+    excess_of,
+    improves,
+    outlook_of,
+    ranked_best,
+    reason_of,
+)
 from .methods import constant_feature, is_linear, model_of
 from .populations import Alike, GoodOrBad, Shifted, populations
-from .race import DryRuns, Effort, advantage, most_runs, race, rounds_of
+from .race import DryRuns, Effort, advantage, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
 from .workers import Workers
 
@@ -41,9 +48,6 @@ _LARGE = 5e6
 # Networks that read more than these make dry runs on fewer records, with the noise of
 # all: a quarter of them at least.
 _HUGE, _MOST_THINNING = 2e7, 4
-# For an estimate of the time: seconds of compilation for each method, and numbers that
-# steps of dry runs read in a second on one core, in records times parameters.
-_COMPILING, _NUMBERS_PER_SECOND = 4.0, 1.2e9
 _CONSTANT = "constant answer"
 # Default populations for a network on sources with little effort: each run takes long.
 _OF_NETWORKS = GoodOrBad, Shifted, Alike
@@ -231,8 +235,6 @@ def auto(
     _checks.instance(owner, PrivacyBudget, budget=budget)
     _checks.one_of(owner, "effort", effort, get_args(Effort))
     _checks.positive(owner, clip_norm=clip_norm)
-    if time_limit is not None:
-        _checks.positive(owner, time_limit=time_limit)
     if progress is True:
         check_installed(f"{owner}: progress=True", "tqdm")
     problem.check_sizes(owner, sizes)
@@ -242,10 +244,7 @@ def auto(
     # A person of one row is as likely as any, and the rows of dry runs are generated.
     records_problem, _, _ = arrays_of(owner, problem, w0)
     problem, w0, _ = arrays_of(owner, _of_rows(problem), w0)
-    drawn_from = _populations(problem, w0, clip_norm, records, synthetic)
-    fewer = effort == "fast" and not is_linear(model_of(problem, w0))
-    if fewer and synthetic is None and isinstance(problem, SourceWeighting):
-        drawn_from = tuple(p for p in drawn_from if isinstance(p, _OF_NETWORKS))
+    drawn_from = _populations(problem, w0, clip_norm, records, synthetic, effort)
     w0 = jax.tree.map(jnp.asarray, w0)
     intercept = constant_feature(owner, model_of(problem, w0), intercept)
     methods = candidates(problem, w0, clip_norm, records, intercept)
@@ -311,7 +310,9 @@ def _trials(
 
     tried = [method for method, _ in entries]
     if progress is True:
-        print(_estimate(dry, methods, rounds), file=sys.stderr, flush=True)
+        numbers = _numbers_read(dry.options["sizes"], dry.w0) / dry.thinning
+        line = estimate_of(methods, rounds, len(dry.populations), numbers)
+        print(line, file=sys.stderr, flush=True)
     with step_bar(0, "dry runs", shown=progress is True) as bar:
         at = progress if callable(progress) else bar
         runs = dry_run, dry.constant_losses, shown, dry.workers.each
@@ -339,7 +340,7 @@ def _trials(
 
 
 def _populations(
-    problem: AbstractProblem, w0: PyTree, clip_norm: float, records: Any, synthetic: Any
+    problem: AbstractProblem, w0, clip_norm, records, synthetic, effort: Effort = "fast"
 ) -> tuple[AbstractPopulation, ...]:
     """Return the populations that were passed, or the default ones.
 
@@ -349,8 +350,11 @@ def _populations(
     """
     if synthetic is None:
         # The largest gradient of a linear model is as long as the features.
-        norm = clip_norm if is_linear(model_of(problem, w0)) else 1.0
-        return populations(problem, records, norm)
+        linear = is_linear(model_of(problem, w0))
+        found = populations(problem, records, clip_norm if linear else 1.0)
+        if linear or effort != "fast" or not isinstance(problem, SourceWeighting):
+            return found
+        return tuple(v for v in found if isinstance(v, _OF_NETWORKS))
     if isinstance(synthetic, AbstractPopulation):
         return (synthetic,)
     if callable(synthetic):
@@ -374,17 +378,6 @@ def _assumptions(model: PyTree, clip_norm: float, intercept: int | None) -> str:
     if intercept is not None:
         constant = f"feature {intercept} is the same for all records"
     return f"Assumed: gradients have norm {clip_norm:g} at most, and {constant}."
-
-
-def _estimate(dry: DryRuns, methods, rounds: Sequence[int]) -> str:
-    """Return a line with about how long dry runs take."""
-    settings = collections.Counter({m.name: len(m.solvers) for m in methods})
-    runs = most_runs(settings, rounds, 0) * len(dry.populations)
-    # Half of the runs are left out, as a rule; most make 100 steps, some on few rows.
-    numbers = _numbers_read(dry.options["sizes"], dry.w0) / dry.thinning
-    each = 60 * numbers / _NUMBERS_PER_SECOND
-    seconds = (_COMPILING * len(methods) + runs / 2 * each) / 2
-    return f"auto: about {max(10, round(seconds, -1)):.0f} seconds on two cores."
 
 
 def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:

@@ -7,7 +7,8 @@ import numpy as np
 
 from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
-from .race import Losses, regret, scores
+from .methods import Candidate
+from .race import Losses, most_runs, regret, scores
 
 # Differences below this fraction of the achievable improvement are the noise of so few
 # dry runs: one level is enough.
@@ -18,6 +19,10 @@ _HARM = 0.01
 _LUCK = 0.05
 # Multiples of epsilon that are tried if two levels are not worth it.
 _MORE = (2, 4, 8, 16)
+
+# For an estimate of the time: seconds of compilation for each method, and numbers that
+# steps of dry runs read in a second on one core, in records times parameters.
+_COMPILING, _NUMBERS_PER_SECOND = 4.0, 1.2e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,3 +211,22 @@ def outlook_of(
     most = f"epsilon = {_MORE[-1] * budget.epsilon:g}"
     no = "Two levels are no better" if useful else "No method improves on it"
     return f" {no} at {most} either."
+
+
+def estimate_of(
+    methods: Sequence[Candidate], rounds, populations: int, numbers: float
+) -> str:
+    """Return a line on about how long dry runs take.
+
+    Args:
+        methods: The methods.
+        rounds: The number of runs of each remaining setting, round after round.
+        populations: The number of populations.
+        numbers: The numbers that a step reads, in records times parameters.
+    """
+    settings = {method.name: len(method.solvers) for method in methods}
+    runs = most_runs(settings, rounds, 0) * populations
+    # Half of the runs are left out, as a rule; most make 100 steps, some on few rows.
+    each = 60 * numbers / _NUMBERS_PER_SECOND
+    seconds = (_COMPILING * len(methods) + runs / 2 * each) / 2
+    return f"auto: about {max(10, round(seconds, -1)):.0f} seconds on two cores."

@@ -15,7 +15,6 @@ from ..bilevel.pipeline import AbstractPipeline, OneLevel, Outputs, PipelineStat
 from ..core.descent import SkippedUpdates
 from ..core.loop import planned_rows, scan_steps
 from ..core.solver import AbstractSolver
-from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.noise import PRNGKey, derive, step_keys
 
 # Fields of solvers whose plain steps count as accelerated ones without momentum.
@@ -62,11 +61,10 @@ def accelerated(solver: Any) -> Any:
         return dataclasses.replace(solver, first=accelerated(solver.first))
     if not isinstance(solver, OneLevel | AbstractSourcePipeline):
         return solver
-    fits = {name: getattr(solver, name) for name in _FITS if name in solver.stages}
     plain: dict[str, Any] = {
-        name: dataclasses.replace(fit, momentum=0.0)
-        for name, fit in fits.items()
-        if isinstance(fit, NoisyGD) and fit.momentum is None
+        name: dataclasses.replace(getattr(solver, name), momentum=0.0)
+        for name in solver.stages
+        if name in _FITS and getattr(getattr(solver, name), "momentum", 0) is None
     }
     return dataclasses.replace(solver, **plain)
 
@@ -76,25 +74,15 @@ def less_noise(part: Any, factor: float) -> Any:
 
     Means of that many times fewer records then have the same noise.
     """
-    if not isinstance(part, AbstractSolver):
-        return part
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if field.name == "noise_multiplier" and value is not None:
-            changes[field.name] = value / factor
-        elif isinstance(value, AbstractSolver):
-            changes[field.name] = less_noise(value, factor)
-    return dataclasses.replace(part, **changes)
+
+    def less(path, leaf):
+        of_noise = getattr(path[-1], "name", "") == "noise_multiplier"
+        return leaf / factor if of_noise else leaf
+
+    return jax.tree_util.tree_map_with_path(less, part)
 
 
-def _answer(
-    problem: Any,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    keys: Key[Array, " steps"],
-) -> PyTree:
+def _answer(problem: Any, solver: Any, data, w0, keys: Key[Array, " steps"]) -> PyTree:
     """Return the answer of a run with these keys, one for each step."""
     if isinstance(solver, WarmStarted):
         (first, then), parts = solver.parts, _both_keys(keys)
@@ -107,7 +95,7 @@ def _answer(
     outputs: Outputs = {}
     for name, key in zip(solver.stages, keys, strict=True):
         stage = solver.for_stage(name)
-        run = _stage if _is_long(stage, name, data, w0) else _short_stage
+        run = _stage if _is_long(stage, name, w0) else _short_stage
         outputs = outputs | {name: run(name, problem, stage, data, w0, outputs, key)}
     return _last(name, problem, solver.for_stage(name), w0, outputs)
 
@@ -131,7 +119,7 @@ _stage = jax.jit(_run_stage, static_argnums=0)
 _short_stage = jax.jit(_run_stage, static_argnums=0, compiler_options=_QUICK)
 
 
-def _is_long(stage: AbstractPipeline, name: str, data: PyTree, w0: PyTree) -> bool:
+def _is_long(stage: AbstractPipeline, name: str, w0: PyTree) -> bool:
     """Return whether a stage reads so much that it is worth an optimized program."""
     solver = getattr(stage, name)
     queries, _ = stage.queries(name)(1.0, solver.sampling, stage.sizes)

@@ -300,7 +300,7 @@ class DryRuns:
         self, solvers: Sequence[AbstractSolver], budget: PrivacyBudget
     ) -> Losses:
         """Calibrate solvers; return losses of run 0 by solver and population."""
-        planned = [self._thinned(self.plan(s, budget).solver) for s in solvers]
+        planned = [self._dry(self.plan(s, budget).solver) for s in solvers]
         self._drawn(0)
         return [*self.workers.each(lambda solver: self.losses(solver, 0), planned)]
 
@@ -326,7 +326,6 @@ class DryRuns:
             ValueError: No setting can be calibrated.
         """
         entries, solvers, refused = [], [], {}
-        vector = is_vector(model_of(self.problem, self.w0))
         for method in methods:
             for setting in method.solvers:
                 try:
@@ -337,8 +336,7 @@ class DryRuns:
                     continue
                 assert plan.report.relation == neighbours.value
                 entries.append((method, solver))
-                solver = accelerated(plan.solver) if vector else plan.solver
-                solvers.append(self._thinned(solver))
+                solvers.append(self._dry(plan.solver))
         if not solvers:
             reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
             raise ValueError(f"auto: no method reaches the budget. {reasons}")
@@ -367,8 +365,10 @@ class DryRuns:
         upper, lower = (-(-n // factor) for n in (sizes.upper, sizes.lower))
         return Sizes(upper, lower, sizes.people)
 
-    def _thinned(self, solver: Any) -> Any:
-        """Return a calibrated solver for fewer records, with the noise of all."""
+    def _dry(self, solver: Any) -> Any:
+        """Return a calibrated solver for dry runs: fewer records, with all noise."""
+        if is_vector(model_of(self.problem, self.w0)):
+            solver = accelerated(solver)
         if self.thinning == 1:
             return solver
         return less_noise(solver.with_sizes(self._sizes), self.thinning)

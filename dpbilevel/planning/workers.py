@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from .. import _checks
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -29,7 +31,10 @@ class Workers:
     """
 
     def __init__(self, time_limit: float | None = None):
-        self._end = None if time_limit is None else time.monotonic() + time_limit
+        self._end = None
+        if time_limit is not None:
+            _checks.positive("auto", time_limit=time_limit)
+            self._end = time.monotonic() + time_limit
         self.finished = False
         self.stopped = ""
 
