@@ -97,7 +97,8 @@ def _answer(problem: Any, solver: Any, data, w0, keys: Key[Array, " steps"]) -> 
         stage = solver.for_stage(name)
         run = _stage if _is_long(stage, name, w0) else _short_stage
         outputs = outputs | {name: run(name, problem, stage, data, w0, outputs, key)}
-    return _last(name, problem, solver.for_stage(name), w0, outputs)
+    last = [*solver.stages][-1]
+    return _last(last, problem, solver.for_stage(last), w0, outputs)
 
 
 @jax.jit

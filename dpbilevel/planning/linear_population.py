@@ -72,8 +72,9 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
         """Draw rows of norm 1 with a constant last: by default as `columns` says."""
         if self.columns == "categories" and columns >= _FEWEST_COLUMNS:
-            return _categories(key, rows, self.blocks(columns))
-        return _features(key, rows, columns, skewed=self.columns == "skewed")
+            return jnp.asarray(_categories(key, rows, self.blocks(columns)))
+        skewed = self.columns == "skewed"
+        return jnp.asarray(_features(key, rows, columns, skewed=skewed))
 
     def blocks(self, columns: int) -> list[int]:
         """Return the widths of the blocks of features before a constant one."""
@@ -105,10 +106,11 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
             return self.features(key, rows, shape[0])
         first, then = jax.random.split(key)
         rng, prototypes = synthetic.generator(then), self.prototypes(shape)
-        widths = np.asarray([*self.blocks(shape[0]), 1])
+        widths = np.asarray([*self.blocks(shape[0]), 1], int)
         same = np.repeat(rng.random((rows, len(widths))) < 0.5, widths, axis=1)
         own = np.asarray(prototypes)[rng.integers(0, shape[1], rows)]
-        return _unit(np.where(same, own, self.features(first, rows, shape[0])))
+        free = np.asarray(self.features(first, rows, shape[0]))
+        return jnp.asarray(_unit(np.where(same, own, free)))
 
     def teachers(
         self, key: Key, count: int, shape: tuple[int, ...], *, aligned: bool = False

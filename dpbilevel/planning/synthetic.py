@@ -223,9 +223,8 @@ class Layout:
             source: The source of each record.
             key: A typed key; it protects nothing.
         """
-        features, source = np.asarray(features), np.asarray(source)
-        scores = np.tensordot(features, np.asarray(models), (1, 1))
-        scores = scores[np.arange(len(source)), source]
+        every = np.tensordot(np.asarray(features), np.asarray(models), (1, 1))
+        scores = every[np.arange(len(source)), np.asarray(source)]
         if scores.ndim == 1:
             scores = np.stack([np.zeros_like(scores), scores], 1)
         drawn = np.argmax(scores + generator(key).gumbel(size=scores.shape), 1)
