@@ -47,10 +47,10 @@ class OnDisk(_checks.AbstractStored):
 
     Privacy:
         The releases are those of the same records in memory, on the grid bit for bit
-        (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
-        files and sizes, not on the values of records. It is not protected whether a
-        column has nulls, or whether two Parquet files are copies: both are refused. The
-        duration of a pass is covered by no guarantee.
+        with the exceptions of docs/out_of_core.md. Errors, and what `progress` is
+        called with, depend on files and sizes, not on the values of records. It is not
+        protected whether a column has nulls, or whether two Parquet files are copies:
+        both are refused. The duration of a pass is covered by no guarantee.
     """
 
     guard: Bool[Array | np.ndarray, ""]
