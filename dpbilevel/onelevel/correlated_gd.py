@@ -130,15 +130,12 @@ class CorrelatedGD(
 
     @override
     def step(self, problem, data, state, *, key) -> CorrelatedState:
-        before = state.descent
+        before, words = state.descent, jax.random.bits(key, (8,), jnp.uint32)
         release = self.release(problem, self.sizes).after(state.earlier, before.t)
-        key_batch, key_noise = release.keys(key)
-        words = jax.random.bits(key_noise, (8,), jnp.uint32)
-        gradient = release.apply_by(  # noise z_t - sum_j a_j z_(t-j)
+        gradient = release.apply(  # noise z_t - sum_j a_j z_(t-j)
             problem.record_gradients(before.w),
             data,
-            key_batch,
-            wrapped(words, "chacha20"),
+            key=wrapped(words, "chacha20"),
             index=before.t,
         )
         gradient = optax.tree.add(gradient, problem.public_gradient(before.w))

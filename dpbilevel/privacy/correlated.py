@@ -107,7 +107,7 @@ class Correlated(Gaussian):
             Static.
         num_steps: Steps of the run. Static.
         gap: Steps between two batches with the same record; 1 for full batches. Static.
-        earlier: Words of the ChaCha20 keys of the last $b - 1$ steps, the latest first;
+        earlier: Words of the ChaCha20 keys of the last $b - 1$ noises, latest first;
             `None` for the first step. As secret as the noise still to come.
         step: Number of the step in the run, from 0.
 
@@ -223,12 +223,17 @@ class CorrelatedRelease(Release):
         return dataclasses.replace(self, mechanism=changed)
 
     def after(self, earlier: UInt32[Array, "lags 8"], step: Int32[Array, ""]):
-        """Return the release of a step, with the keys of the steps before it.
+        """Return the release of a step, with the keys of the noise of those before it.
 
         Args:
-            earlier: As in `Correlated`.
+            earlier: Words of the ChaCha20 keys of the last releases, the latest first.
             step: As in `Correlated`.
         """
+
+        def of_noise(words):
+            return jax.random.key_data(self.keys(wrapped(words, "chacha20"))[1])
+
+        earlier = jax.vmap(of_noise)(earlier)
         changed = dataclasses.replace(self.mechanism, earlier=earlier, step=step)
         return dataclasses.replace(self, mechanism=changed)
 

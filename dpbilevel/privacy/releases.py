@@ -81,10 +81,19 @@ class AbstractNoisyRelease(AbstractRelease):
         Privacy:
             What `charges` counts for one of `count`.
         """
-        return self.apply_by(what, data, *self.keys(key), index=index)
+        for query in self.queries:
+            records = of_role(data, query.role)
+            check_rows(query.role, records, query.size, self.neighbours)
+        key_batch, key_noise = self.keys(key)
+        bounded = self.read(what, data, key=key_batch, index=index)
+        if bounded.basis.worse(self.basis) is not self.basis:
+            raise ValueError(
+                f"{self.name!r} is charged as {self.basis}, but is {bounded.basis}."
+            )
+        return self.mechanism.release(bounded, key=key_noise)
 
     def keys(self, key: PRNGKey) -> tuple[PRNGKey | None, PRNGKey]:
-        """Return the keys of the batches, if any, and of the noise; `key` is used up.
+        """Return the keys of the batches, if any, and of the noise, of a release.
 
         Args:
             key: As for `apply`.
@@ -95,26 +104,6 @@ class AbstractNoisyRelease(AbstractRelease):
             key_batch, key_noise = derive(key, "sampling", "noise")
             return key_batch, key_noise
         return None, key
-
-    def apply_by(
-        self,
-        what: Any,
-        data: PyTree,
-        key_batch: PRNGKey | None,
-        key_noise: PRNGKey,
-        *,
-        index: Index = None,
-    ) -> PyTree:
-        """Make one of these releases, as `apply` does, by given `keys`."""
-        for query in self.queries:
-            records = of_role(data, query.role)
-            check_rows(query.role, records, query.size, self.neighbours)
-        bounded = self.read(what, data, key=key_batch, index=index)
-        if bounded.basis.worse(self.basis) is not self.basis:
-            raise ValueError(
-                f"{self.name!r} is charged as {self.basis}, but is {bounded.basis}."
-            )
-        return self.mechanism.release(bounded, key=key_noise)
 
     def in_pass(self, data: PyTree, *, key: PRNGKey) -> Self:
         """Return the release with the batches of one pass drawn.
