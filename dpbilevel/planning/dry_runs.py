@@ -20,10 +20,7 @@ from ..privacy.noise import PRNGKey, derive, step_keys
 # Fields of solvers whose plain steps count as accelerated ones without momentum.
 _FITS = ("model", "fit", "models")
 # Compiler options for programs that take longer to compile than to run.
-_QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+_O0 = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Numbers that a stage reads, in steps times records times parameters.
 _LONG = 1e6
 # At module level, so that runs of the same shapes share one compiled program.
@@ -117,7 +114,7 @@ def _run_stage(name, problem, stage, data, w0, outputs, key) -> PyTree:
 
 
 _stage = jax.jit(_run_stage, static_argnums=0)
-_short_stage = jax.jit(_run_stage, static_argnums=0, compiler_options=_QUICK)
+_short_stage = jax.jit(_run_stage, static_argnums=0, compiler_options=_O0)
 
 
 def _is_long(stage: AbstractPipeline, name: str, w0: PyTree) -> bool:
@@ -128,7 +125,7 @@ def _is_long(stage: AbstractPipeline, name: str, w0: PyTree) -> bool:
     return solver.num_steps * rows * optax.tree.size(w0) > _LONG
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=_O0)
 def _last(name, problem, stage, w0, outputs) -> PyTree:
     """Return the answer of a pipeline after its last stage."""
     solution = stage.current_solution(name, problem, w0, outputs)
