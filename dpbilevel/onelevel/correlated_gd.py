@@ -158,6 +158,8 @@ class CorrelatedGD(
 
     @override
     def forecast(self, problem, sizes, w0):
+        """Return the rows of `NoisyGD`; refuse noise that is too large for the grid."""
+        self.release_noise.check_room(optax.tree.size(w0))
         return self._updates.forecast(problem, sizes, w0)
 
     @override

@@ -18,6 +18,7 @@ from .._checks import Count, Number
 from .._extras import dp_accounting
 from .budget import People
 from .exact import int61
+from .exact.grid import release_places
 from .exact.int61 import FRACTION_BITS, Limbs
 from .exact.normal import normal_integers
 from .mechanisms import Gaussian
@@ -182,6 +183,20 @@ class Correlated(Gaussian):
     def deviation(self) -> Number:
         growth = 1.0 if self.independent else math.hypot(1.0, *self.feedback)
         return self.multiplier * growth
+
+    def check_room(self, size: int) -> None:
+        """Check that the grid has room for the noise on a value of `size` coordinates.
+
+        Raises:
+            ValueError: It has none, so that releases would be noise alone.
+        """
+        bits = math.log2(max(4 * float(self.multiplier), 1.0))  # of std / contribution
+        if self.precision == "grid" and bits + release_places(size, self.finer) > 52:
+            raise ValueError(
+                f"{type(self).__name__}: the noise of {self.num_steps} steps with "
+                f"{len(self.feedback)} coefficients is too large for the grid. Take "
+                "fewer steps or coefficients, or a larger epsilon."
+            )
 
     @override
     def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":

@@ -10,6 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.onelevel import CorrelatedGD
+from dpbilevel.privacy import square_root_feedback
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER, ONE_LEVEL, Y0
 
@@ -122,3 +123,14 @@ def test_a_trajectory_shows_no_key():
     state = solver.init(PROBLEM, jnp.zeros(3))
     (shown,) = jax.tree.leaves(solver.adversary_view(state))
     assert shown is state.descent.w
+
+
+def test_noise_beyond_the_grid_is_refused_when_planned():
+    problem, w0 = dpb.FiniteSum(lambda w, z: jnp.vdot(w, z)), jnp.zeros(100_000)
+    budget = dpb.PrivacyBudget(1.0, 1e-5)
+    planned = {"sizes": 10, "w0": w0}
+    few = CorrelatedGD(3000, 1.0, 0.1, (0.5,))
+    dpb.calibrate(problem, few, budget, **planned)  # the control
+    many = CorrelatedGD(3000, 1.0, 0.1, square_root_feedback(64))
+    with pytest.raises(ValueError, match="too large for the grid"):
+        dpb.calibrate(problem, many, budget, **planned)

@@ -110,9 +110,7 @@ class Grid(eqx.Module):
         std, contribution = map(
             jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
         )
-        half_log2 = math.ceil(math.log2(max(sum(sizes), 1)) / 2)  # of their number
-        places = finer + _RELEASE_BITS + 2 + half_log2
-        coarsest = floor_log2(contribution) - places
+        coarsest = floor_log2(contribution) - release_places(sum(sizes), finer)
         # Zero by its bits: numbers below the normal ones may count as zero or not.
         silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
         first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
@@ -136,6 +134,18 @@ class Grid(eqx.Module):
         noise = draw([v.shape for v in leaves], doublings, key=key)
         counts = treedef.unflatten(map(release, leaves, noise))
         return self._in_steps(counts, exponent, numerator)
+
+
+def release_places(size: int, finer: int = 0) -> int:
+    """Return the bits of a contribution that the step of a released value has at least.
+
+    Noise has at most 52 of them: `with_noise` adds no value to noise that has more.
+
+    Args:
+        size: The number of coordinates.
+        finer: As in `with_noise`.
+    """
+    return finer + _RELEASE_BITS + 2 + math.ceil(math.log2(max(size, 1)) / 2)
 
 
 def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
