@@ -303,6 +303,12 @@ def resume_run(
     Raises:
         ValueError: Something that the run depends on has changed.
     """
+    then, now = (str(jax.random.key_impl(run.key)) for run in (saved, first))
+    if then != now:
+        raise ValueError(
+            f"cannot resume {folder}: it began with a key of {then}, this key is of "
+            f"{now}. Give a key of that generator, as of dpbilevel.root_key({then!r})."
+        )
     check_same_run(folder, saved.fingerprint, first.fingerprint)
     if saved.fingerprint["records"] != first.fingerprint["records"]:
         raise ValueError(

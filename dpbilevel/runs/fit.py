@@ -66,7 +66,8 @@ def fit(
         progress: Whether to show a bar of the steps on stderr; needs tqdm.
         callback: Called with the `Run` after every `every` steps and after the last
             step. It reads `run.done`, `run.value` and `run.epsilon`, all of them
-            released. A true answer, such as `True`, ends the run there.
+            released. The answer `True` ends the run there; others, such as a loss that
+            it returns, do not.
         every: Number of steps between two calls, and between two checkpoints; by
             default a twentieth of all.
         folder: A folder for the run. If the process is killed, the same call goes on

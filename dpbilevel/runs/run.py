@@ -259,6 +259,13 @@ def check_watched(*, progress, callback, every) -> None:
         check_installed("fit: progress=True", "tqdm")
 
 
+def is_true(answer: object) -> bool:
+    """Return whether an answer of a callback is `True`; a loss or a list is not."""
+    if isinstance(answer, np.ndarray | jax.Array) and answer.shape == ():
+        answer = answer.item()
+    return isinstance(answer, bool | np.bool_) and bool(answer)
+
+
 def run_watched(
     run: Run,
     count: Callable[[], None],
@@ -282,7 +289,7 @@ def run_watched(
             show(run.done)
             if callback is not None:
                 count()
-                if callback(run):
+                if is_true(callback(run)):
                     break
             keep(run)
     count()

@@ -140,6 +140,18 @@ def test_the_rest_of_a_run_is_refused_on_other_records(tmp_path, monkeypatch):
         fitted(tmp_path / "a", trajectory=True)
 
 
+def test_the_rest_of_a_run_needs_a_key_of_the_same_generator(tmp_path):
+    def kill(run):
+        raise Killed
+
+    fit = {"budget": BUDGET, "folder": tmp_path / "a", "every": 2}
+    with pytest.raises(Killed):
+        dpb.fit(PROBLEM, SOLVER, ROWS, W0, key=jax.random.key(0), callback=kill, **fit)
+    other = dpb.root_key("threefry4x32")
+    with pytest.raises(ValueError, match=r"began with a key of \w+, this key is of"):
+        dpb.fit(PROBLEM, SOLVER, ROWS, W0, key=other, **fit)
+
+
 def test_a_limit_refuses_a_run_which_leaves_no_trace(tmp_path):
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(0.5, 1e-2))
     with pytest.raises(ValueError, match="refused by the limit"):

@@ -12,6 +12,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.core import loop
 from dpbilevel.runs import run as module
+from dpbilevel.runs.run import is_true
 from tests.cases import slow
 
 N, STEPS, KEY = 70, 6, 0
@@ -120,6 +121,12 @@ def test_fit_calls_back_with_released_values_and_may_end_early(capsys):
         fitted(every=0)
     with pytest.raises(TypeError, match="callback must be a function"):
         fitted(callback=3)
+
+
+def test_only_true_ends_a_run():
+    no = (None, False, 0.9, 1, "stop", [1.0], [[1], [1, 2]], np.ones(2, bool), {"a": 1})
+    assert not any(map(is_true, (*no, jnp.ones(()), np.float32(0.5))))
+    assert all(map(is_true, (True, np.True_, np.asarray(True), jnp.asarray(True))))
 
 
 @pytest.mark.reuses_keys
