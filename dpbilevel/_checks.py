@@ -195,6 +195,7 @@ _EXAMPLES = {
     "BilevelProblem": "dpb.BilevelProblem(upper, lower)",
     "Bounded": "dpb.privacy.clipped_mean(fun, records, clip_norm=1.0)",
     "FiniteSum": "dpb.FiniteSum(loss)",
+    "Neighbours": "dpb.Neighbours.ADD_OR_REMOVE_ONE or dpb.Neighbours.REPLACE_ONE",
     "Levels": "dpb.Levels(upper=..., lower=...)",
     "Gaussian": "dpb.privacy.Gaussian()",
     "PenaltyTuning": "dpb.penalty_tuning(loss, groups)",
@@ -283,9 +284,9 @@ def leading_axis(name: str, records: PyTree) -> int:
             )
         lengths[where or "value"] = leaf.shape[:1]
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"{name} must be arrays that share their leading axis, got {lengths}."
-        )
+        first = dict([*lengths.items()][:9])  # a list of records has very many
+        what = f"must be arrays that share their leading axis, got {first}."
+        raise ValueError(f"{name} {what}")
     return next(iter(lengths.values()))[0]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel import _checks
 from dpbilevel._checks import Checked, Count, Positive
 
 
@@ -155,3 +156,10 @@ def test_what_is_no_number_is_refused_as_that(value):
 def test_the_name_of_an_optimizer_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"step_size must be .* optax\.adam.*'adam'"):
         dpb.NoisyGD(3, 1.0, step_size="adam")
+
+
+def test_a_list_of_records_is_refused_in_few_words():
+    records = [(np.ones(2), np.ones(()))] * 1000
+    with pytest.raises(ValueError, match="share their leading axis") as refused:
+        _checks.leading_axis("data", records)
+    assert len(str(refused.value)) < 300

@@ -92,10 +92,11 @@ def arrays_of(
         )
     try:
         chosen, others = eqx.partition(w0, trainable)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
+        what = str(error) or type(error).__name__  # JAX's functions give no text
         raise ValueError(
-            f"{owner}: trainable= must be a function of a leaf, or a pytree of truth "
-            f"values that fits w0: {error}"
+            f"{owner}: trainable= must be a function of any leaf, also of those that "
+            f"are no arrays, or a pytree of truth values that fits w0: {what}"
         ) from error
     arrays, static = eqx.partition(chosen, _is_array)
     if not jax.tree.leaves(arrays):

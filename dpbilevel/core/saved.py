@@ -96,9 +96,10 @@ def read(folder: Path, like: PyTree = None) -> tuple[dict[str, PyTree], dict[str
             for name, part in page["parts"].items()
         }
     except _NotLike:
+        what = "needs like=, a" if like is None else "does not fit like=: give a"
         raise ValueError(
-            f"load: {folder} needs like=, a value of the saved structure and shapes, "
-            "such as the model before training."
+            f"load: {folder} {what} value of the saved structure and shapes, "
+            "such as the model before training, with its adapters if it has some."
         ) from None
     except Exception as error:  # files of others may raise anything
         raise unreadable(folder, error) from error

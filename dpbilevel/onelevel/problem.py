@@ -199,11 +199,15 @@ def check_scalar(
         if missing or type(error) in (TypeError, ValueError):
             kind = ValueError if missing else type(error)
             what = f"{type(error).__name__}: {error}" if missing else str(error)
-            raise kind(
-                f"{name} fails for {shapes}: {what.removesuffix('.')}. Give an initial "
-                "point and records that it reads."
-            ) from error
-        error.add_note(f"This happened while tracing {name}, called with {shapes}.")
+            hint = "Give an initial point and records that it reads."
+            if "positional argument" in what:
+                hint = "It gets a key, as its last argument, in dpb.Randomized only."
+            what = what.removesuffix(".")
+            raise kind(f"{name} fails for {shapes}: {what}. {hint}") from error
+        error.add_note(
+            f"This happened while tracing {name}, called with {shapes}. It gets one "
+            "record: layers that mix records, such as batch normalization, fail."
+        )
         raise
     leaves = jax.tree.leaves(value)
     if (

@@ -283,5 +283,6 @@ def check_sampling(owner: str, sampling: AbstractSampling) -> None:
     if not isinstance(sampling, FullBatch | SinglePass):
         raise ValueError(
             f"{owner}: correlated noise is not accounted for with "
-            f"{type(sampling).__name__}. Use FullBatch or SinglePass."
+            f"{type(sampling).__name__}. Use FullBatch or SinglePass, or NoisyGD, "
+            "which takes any sampling."
         )

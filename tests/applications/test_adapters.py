@@ -125,7 +125,7 @@ def test_a_saved_model_has_the_same_adapters_in_the_same_layers(solution, tmp_pa
         np.testing.assert_array_equal(got, want)
     np.testing.assert_allclose(found(ROWS[0]), solution.value(ROWS[0]), rtol=1e-5)
     wider = low_rank(PLAIN, 3, key=jax.random.key(9))
-    with pytest.raises(ValueError, match="needs like="):
+    with pytest.raises(ValueError, match="does not fit like="):
         dpb.load(tmp_path / "a", like=wider)
 
 
@@ -142,6 +142,8 @@ def test_layers_can_be_chosen():
     [
         (lambda leaf: False, "selects no array"),
         ((True, False), "trainable= must be a function"),
+        # The activation is a leaf, too, and has no axes.
+        (lambda leaf: leaf.ndim == 2, "of any leaf, also of those that are no arrays"),
     ],
 )
 def test_a_filter_that_does_not_fit_is_refused(trainable, message):

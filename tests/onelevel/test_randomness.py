@@ -238,7 +238,7 @@ def test_methods_that_give_no_key_refuse_such_a_loss(tmp_path):
         DROPPED.loss(jnp.zeros(3), ROWS)
     np.save(tmp_path / "rows.npy", ROWS["features"])
     stored = dpb.OnDisk.arrays(np.load(tmp_path / "rows.npy", mmap_mode="r"))
-    with pytest.raises(ValueError, match="must be in memory here, got OnDisk"):
+    with pytest.raises(ValueError, match=r"Randomized: .* in memory, got OnDisk"):
         reader()(jax.random.key(KEY), stored)
     with pytest.raises(ValueError, match="augmentations"):
         dpb.Randomized(dropped, 0)
@@ -252,3 +252,13 @@ def test_keys_of_losses_are_as_cryptographic_as_that_of_the_run(generator):
     found = jax.random.key_impl(fun((jnp.zeros(()), jnp.int32(1))))
     expected = {"chacha20": "chacha20", "threefry4x32": "threefry2x32"}[generator]
     assert str(found) == expected
+
+
+@pytest.mark.parametrize("loss", [dropped, dpb.Randomized(dpb.logistic_loss)])
+def test_a_loss_with_a_key_too_many_or_too_few_hears_of_randomized(loss):
+    budget = dpb.PrivacyBudget(1.0, 1e-3)
+    options = {"budget": budget, "key": jax.random.key(0)}
+    with pytest.raises(TypeError, match=r"gets a key, .* in dpb\.Randomized only"):
+        dpb.fit(
+            dpb.FiniteSum(loss), dpb.NoisyGD(2, 1.0, 0.1), ROWS, jnp.zeros(3), **options
+        )

@@ -136,7 +136,8 @@ def test_objects_come_back_by_a_template(value, like, tmp_path):
 )
 def test_a_template_that_differs_is_refused(like, tmp_path):
     Solution(network(0)).save(tmp_path / "s")
-    with pytest.raises(ValueError, match="needs like=, a value of the saved structure"):
+    what = "needs like=, a" if like is None else "does not fit like=: give a"
+    with pytest.raises(ValueError, match=f"{what} value of the saved structure"):
         dpb.load(tmp_path / "s", like=like)
 
 
@@ -145,7 +146,7 @@ def test_a_template_may_be_given_where_none_is_needed(tmp_path):
     Solution(value).save(tmp_path / "s")
     same_bits(dpb.load(tmp_path / "s", like=value).value, value)
     for other in ({"w": jnp.ones(2)}, value | {"w": jnp.ones(3)}, [1, 2]):
-        with pytest.raises(ValueError, match="needs like="):
+        with pytest.raises(ValueError, match="does not fit like="):
             dpb.load(tmp_path / "s", like=other)
 
 

@@ -36,8 +36,9 @@ class Randomized:
 
     $$\ell(w, z) = \frac{1}{K} \sum_{k=1}^{K} \mathrm{loss}(w, z, \kappa_k),$$
 
-    so that the mean of $K$ gradients is clipped once. `NoisyGD`, `AllocatedGD` and
-    `AdaptiveClipGD` give losses keys; other methods refuse such a loss.
+    so that the mean of $K$ gradients is clipped once. Methods of one
+    level that clip each record's gradient, such as `NoisyGD`, `onelevel.AdaptiveGD` and
+    `onelevel.CorrelatedGD`, give losses keys; other methods refuse such a loss.
 
     Args:
         loss: The loss; the last argument is a typed key of JAX.
@@ -127,6 +128,11 @@ def with_keys(
         key: A typed key for this release alone.
     """
     rows, present = unpacked(records)
+    if isinstance(rows, _checks.AbstractStored):
+        raise ValueError(
+            "Randomized: losses with a key need records in memory, got "
+            f"{type(rows).__name__}. Load the records, or give a loss without a key."
+        )
     count = _checks.leading_axis("records", rows)
     numbered = rows, jnp.arange(count, dtype=jnp.int32)
     # A generator that compiles fast, unless keys are to be cryptographic: those of
