@@ -48,8 +48,8 @@ ONE_ID = (
     "from no row of another person"
 )
 TRUSTED = (
-    "public terms, sets, counts, clip norms and the starting point hold no private data"
-    " but what is released"
+    "what losses close over, public terms, sets, counts, clip norms and the starting "
+    "point hold no private data but what is released"
 )
 
 
