@@ -85,7 +85,8 @@ def solve(
     else:
         costs = process_spending.costs_of(problem, solver, bound.sizes, "solve")
         name, relation = f"solve: {type(solver).__name__}", solver.neighbours
-        count = process_spending.begun(name, relation.value, costs, bound.sizes, data)
+        begun = name, relation.value, costs, bound.sizes, data, key
+        count = process_spending.begun(*begun)
         solution = run_checked(*run, key=key, trajectory=trajectory)
         count()
     return solution if leaves is None else solution.with_leaves(leaves)

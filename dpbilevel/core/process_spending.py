@@ -1,6 +1,7 @@
 """The private runs of this process, and their total cost."""
 
 import dataclasses
+import hashlib
 import html
 import math
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..privacy.noise import PRNGKey
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.people import PersonRows
 from ..privacy.report import PrivacyReport, Status, rounded_up
@@ -23,7 +25,7 @@ Costs = tuple[float, float]  # epsilon and delta
 
 
 class PrivacyWarning(UserWarning):
-    """Warning that the budgets of several runs on records of one shape add up."""
+    """Warning that budgets of several runs add up, or that runs share a key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,7 @@ class _Process:
         self.runs: list[ProcessRun] = []
         self.shapes: dict[str, bool] = {}  # whether a warning was given for each
         self.costs: dict[int, tuple[weakref.ref, Any, Costs]] = {}  # by id of solver
+        self.keys: dict[bytes, bool] = {}  # hashes; whether a warning was given
 
     def count(self, run: ProcessRun) -> None:
         """Add a run, under the lock."""
@@ -148,7 +151,12 @@ def costs_by(report: PrivacyReport) -> Costs:
 
 
 def begun(
-    method: str, relation: str, costs: Costs, sizes: Any, records: PyTree
+    method: str,
+    relation: str,
+    costs: Costs,
+    sizes: Any,
+    records: PyTree,
+    key: PRNGKey | None = None,
 ) -> Callable[[], None]:
     """Return a function that counts a run of this process, once however often called.
 
@@ -160,11 +168,14 @@ def begun(
         costs: Its epsilon and delta.
         sizes: The planned numbers of records.
         records: The records, whose shapes are read.
+        key: Key of the run, if it is one that the caller gave.
 
     Warns:
         PrivacyWarning: Another run was made on records of the same shape, once for
-            each shape and process.
+            each shape and process; or with the same key, once for each key.
     """
+    if key is not None:
+        _check_unused(method, key)
     parts = jax.tree.leaves(shapes_of(records))
     widths = ", ".join(map(str, sorted({np.shape(part)[1:] for part in parts})))
     people = people_of(sizes)
@@ -201,6 +212,28 @@ def begun(
                 _process.count(waiting.pop())
 
     return count
+
+
+def _check_unused(method: str, key: PRNGKey) -> None:
+    """Warn if an earlier run of this process had the same key.
+
+    Privacy:
+        A hash of the key is kept as long as the process lives.
+    """
+    if jax.process_count() > 1:  # all processes have one key, and may hold a part
+        return
+    words = np.asarray(jax.random.key_data(key)).tobytes()
+    digest = hashlib.sha256(str(jax.random.key_impl(key)).encode() + words).digest()
+    with _process.lock:
+        used = _process.keys.get(digest)
+        _process.keys[digest] = used is not None
+    if used is False:
+        _checks.warn(
+            f"{method}: an earlier run of this process used the same key, so both have "
+            "the same noise, and the difference of what they release can show a "
+            "record. Give each run a key of its own, such as dpbilevel.root_key().",
+            PrivacyWarning,
+        )
 
 
 def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> Costs:

@@ -125,7 +125,8 @@ def fit(
         bound_to(problem, plan.solver, data, "fit")
     plan.warn("fit")
     name, costs = f"fit: {type(solver).__name__}", costs_by(plan.report)
-    begin = functools.partial(begun, name, plan.report.relation, costs, found, data)
+    started = name, plan.report.relation, costs, found, data, key
+    begin = functools.partial(begun, *started)
     options: Any = {"key": key, "trajectory": trajectory}
     if folder is None and not any(watched.values()):
         count = begin()

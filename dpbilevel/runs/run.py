@@ -187,7 +187,7 @@ def start(
     run = _checked("start", problem, plan, data, w0, key, trajectory, trainable)
     name, report = f"start: {type(plan.solver).__name__}", plan.report
     costs, sizes = process_spending.costs_by(report), plan.solver.sizes
-    process_spending.begun(name, report.relation, costs, sizes, data)()
+    process_spending.begun(name, report.relation, costs, sizes, data, key)()
     return run
 
 

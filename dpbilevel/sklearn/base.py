@@ -343,7 +343,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         name, costs = f"{self._owner}.fit", process_spending.costs_by(plan.report)
         plan.warn(name)
         sizes, relation = plan.solver.sizes, plan.report.relation
-        count = process_spending.begun(name, relation, costs, sizes, records)
+        count = process_spending.begun(name, relation, costs, sizes, records, key)
         if len(plan.report.ledger) > 1:  # an interrupt may come after a first release
             count()
         found = Usability({})

@@ -18,10 +18,9 @@ BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 RECORDS = jnp.ones(30)
 
 
-def fitted(records=RECORDS, budget=BUDGET):
-    return dpb.fit(
-        PROBLEM, SOLVER, records, jnp.zeros(()), budget=budget, key=jax.random.key(0)
-    )
+def fitted(records=RECORDS, budget=BUDGET, key=0):
+    key = dpb.root_key() if key is None else jax.random.key(key)
+    return dpb.fit(PROBLEM, SOLVER, records, jnp.zeros(()), budget=budget, key=key)
 
 
 def solved(solver, records=RECORDS):
@@ -37,11 +36,21 @@ def row(epsilon=1.0, delta=1e-5, **fields):
 def test_the_second_run_on_records_of_a_shape_warns_and_the_third_does_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error", dpb.PrivacyWarning)
-        fitted()
-        fitted(jnp.ones(31))
+        fitted(key=None)
+        fitted(jnp.ones(31), key=None)
         with pytest.warns(dpb.PrivacyWarning, match=r"epsilon = 2 at delta = 2e-05"):
-            fitted()
-        fitted()
+            fitted(key=None)
+        fitted(key=None)
+
+
+def test_the_second_run_with_a_key_warns_on_any_records():
+    fitted()
+    with pytest.warns(dpb.PrivacyWarning, match="used the same key"):
+        fitted(jnp.ones(31))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dpb.PrivacyWarning)
+        fitted(jnp.ones(32))  # said once for each key
+        fitted(jnp.ones(33), key=5)
 
 
 def test_runs_are_listed_in_order_with_their_total():
