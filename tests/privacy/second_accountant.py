@@ -9,7 +9,10 @@ runs do.
 import collections
 import math
 
+import numpy as np
+
 import dpbilevel as dpb
+from dpbilevel.privacy import CorrelatedRelease
 from dpbilevel.privacy.releases import Release
 from dpbilevel.privacy.sampling.base import FullBatch, Poisson
 from dpbilevel.privacy.sampling.fixed_size import (
@@ -40,6 +43,8 @@ def deltas(ledger, epsilons):
 
 def _parts(release, people):
     match release:
+        case CorrelatedRelease():
+            return _of_correlated(release)
         case Release():
             return _of_gaussian(release, people)
         case Trainings():
@@ -72,6 +77,29 @@ def _of_gaussian(release, people):
             yield query.role, _part(release, query, shift)
         else:  # two releases whose variances add up to that of the noise
             yield "person", _part(release, query, math.sqrt(shift * total))
+
+
+def _of_correlated(release):
+    """As `_of_gaussian`, for all steps of a run, whose noise is mixed by a matrix.
+
+    Undoing that matrix leaves independent noise, and moves what one person adds to the
+    steps of every batch with its record.
+    """
+    (query,) = release.queries
+    steps, batches = release.count, 1
+    if isinstance(query.sampling, SinglePass):
+        batches = query.size // query.sampling.size
+    mixing = np.eye(steps)
+    feedback = release.mechanism.feedback
+    for lag, coefficient in enumerate(feedback, 1):
+        mixing -= coefficient * np.eye(steps, k=-lag)
+    unmixed = np.linalg.inv(mixing)
+    moved = [unmixed[:, first::batches].sum(axis=1) for first in range(batches)]
+    factor = 1 if release.neighbours is ADD_OR_REMOVE else 2
+    size = factor * float(query.clip_norm) / _records(query)
+    fresh = float(release.noise_std) / math.hypot(1, *feedback)
+    shift = size * max(map(np.linalg.norm, moved)) / fresh
+    yield query.role, ("gaussian", 1.0, shift, 1)
 
 
 def _of_trainings(release, people):
