@@ -76,6 +76,8 @@ class ResolventQuery(AbstractCertifiedQuery):
         resolvent.check_shapes(batch, optax.tree.size(point))
         # The bound includes floating-point sums, unless clipping enforces it.
         sums = precision if resolvent.basis is clipping.Basis.CLIPPED else "float"
+        # All inner steps have the rows of one batch key. That is safe because operators
+        # are cut to finite numbers, so that values are formed and no groups are summed.
         with jax.default_matmul_precision("highest"):
             value = approximate_resolvent(resolvent, batch, point, precision=sums)
         contribution = jnp.asarray(resolvent.contribution(dtype, precision), dtype)

@@ -120,7 +120,8 @@ class AskTell:
             return
         name = f"{owner}: {type(run.solver).__name__}"
         size, relation = run.problem.num_records, run.solver.neighbours.value
-        self._count = begun(name, relation, run.costs, size, None)
+        new = None if self.done else key  # a search that goes on has its own
+        self._count = begun(name, relation, run.costs, size, None, new)
         if self.done or run.problem.training is not None:
             # An earlier release, or the first training, may have been published.
             self._count()

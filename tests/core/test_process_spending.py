@@ -132,6 +132,15 @@ def test_a_search_counts_from_its_first_release_on():
     assert dpb.spent().epsilon == pytest.approx(0.5, rel=1e-4)
 
 
+def test_the_second_search_with_a_key_warns():
+    box = dpb.search.BlackBox(None, 5, dpb.sets.Box(0.0, 1.0))
+    given = box, dpb.search.RandomSearch(4, 1.0), np.zeros(1)
+    budget = dpb.PrivacyBudget(0.25, 0.0)
+    dpb.search.AskTell(*given, key=jax.random.key(0), budget=budget)
+    with pytest.warns(dpb.PrivacyWarning, match="used the same key"):
+        dpb.search.AskTell(*given, key=jax.random.key(0), budget=budget)
+
+
 def test_a_search_that_trains_privately_counts_before_its_first_training():
     def losses(point):
         raise RuntimeError("after a training")
