@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.privacy.noise import step_keys
-from dpbilevel.privacy.per_example import microbatches
+from dpbilevel.privacy.per_example import microbatches, norms
 from dpbilevel.privacy.records.rows import Padded, padded, padded_rows
 from tests.cases import slow
 
@@ -318,6 +318,32 @@ def test_nor_does_a_function_that_the_compiler_takes_for_impossible(name):
     for _ in range(5):
         found = np.asarray(run(jnp.zeros((10, 64), jnp.float32)), np.float64)
         assert np.linalg.norm(found) <= 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU backend")
+@pytest.mark.parametrize("precision", ["float", "grid"])
+def test_a_row_counts_for_nothing_when_a_compiler_leaves_any_bits_in_it(
+    monkeypatch, precision
+):
+    # A value that such a compiler takes for impossible is not stored: memory holds what
+    # was there before, instead of what `_scaled` puts in its place.
+    monkeypatch.setattr(norms, "_scaled", lambda value, clip_norm: value)
+
+    def mean(z):
+        raw = dpb.privacy.clipped_mean(
+            lambda r: r, z, clip_norm=1.0, precision=precision
+        ).raw
+        return raw.values() if precision == "grid" else raw
+
+    run = jax.jit(mean, compiler_options=FAST)
+    rng = np.random.default_rng(0)
+    infinite = np.asarray([np.nan, -np.nan, np.inf, -np.inf, 3e38, 1.0], np.float32)
+    for kind in infinite[:-1]:
+        assert np.all(np.asarray(run(jnp.full((10, 64), kind))) == 0)
+    for _ in range(5):
+        bits = rng.integers(2**32, size=(10, 64), dtype=np.uint32).view(np.float32)
+        for left in (bits, rng.choice(infinite, (10, 64))):
+            assert np.linalg.norm(np.asarray(run(left), np.float64)) <= 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU backend")

@@ -239,7 +239,8 @@ class GridSum(AbstractSum):
                 return total.plus(jax.tree.map(v.folded, counts))
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
-            counts = rounded(rows * weight)
+            # Of other rows a compiler that takes NaN for impossible may leave anything.
+            counts = jnp.where(weight > 0, rounded(rows * weight), 0)
             if isinstance(v, SparseRows):
                 return total.plus(int61.sum_at(total.shape, v.indices, counts))
             groups = split(counts, GROUP)
@@ -353,6 +354,8 @@ def _split(values: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
+    weights = weights.astype(values.dtype)
+    used = jnp.expand_dims(weights > 0, range(1, values.ndim))
     # Products run in reduced precision on accelerators by default.
-    groups = (split(v, GROUP) for v in (weights.astype(values.dtype), values))
+    groups = (split(v, GROUP) for v in (weights, jnp.where(used, values, 0)))
     return jnp.einsum("gr,gr...->g...", *groups, precision=factored.HIGHEST)
