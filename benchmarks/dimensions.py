@@ -7,7 +7,7 @@ in the middle, and descent draws its start from the portfolio; `NoisyUCB`, whose
 the cube of its evaluations, makes at most 300.
 
 `python -m benchmarks dimensions`, with `--part=2` and `--dimensions=10,15`; prints the
-tables of docs/private_search.md.
+tables of results/private_search.md.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Private searches of parameters of estimators: docs/private_search.md.
+"""Private searches of parameters of estimators: results/private_search.md.
 
 300 public training rows, 1 200 private validation rows, five splits. `PrivateSearch`
 beside other searches with as many evaluations at epsilon 1, beside the estimator's own
@@ -209,4 +209,4 @@ def main():
             tables.append(table(title, found))
             print(tables[-1], flush=True)
     if not chosen:
-        pages.write(pages.ROOT / "docs/private_search.md", tables)
+        pages.write(pages.RESULTS / "private_search.md", tables)
