@@ -2,7 +2,7 @@
 
 The mean test loss of the worst-off group, 26 000 records, epsilon 1, delta 1e-5. The
 setting with the best median of 2 keys ON THE TEST RECORDS runs for 10 keys; NON-PRIVATE
-evaluation. Writes tables into docs/games.md if all tasks ran, and takes the time of a
+evaluation. Writes tables into results/games.md if all tasks ran, and takes the time of a
 game of 100 000 records.
 """
 
@@ -192,5 +192,5 @@ def main():
         tables.append(pages.by_median(task, found, unit, higher_is_better=False))
         print(tables[-1], flush=True)
     if len(tables) == len(TASKS):
-        pages.write(pages.ROOT / "docs/games.md", tables)
+        pages.write(pages.RESULTS / "games.md", tables)
         timing()

@@ -7,7 +7,7 @@ passes take at most n steps, as the theory asks of NISPP. Another table compares
 methods with one noisy mean matrix.
 
 `python -m benchmarks saddle`; `--only=matrix` stops after the second table. Prints the
-tables of docs/games.md, which also go to runs/saddle. NON-PRIVATE evaluation.
+tables of results/games.md, which also go to runs/saddle. NON-PRIVATE evaluation.
 """
 
 import dataclasses
@@ -293,7 +293,7 @@ def pure_game(make, n, *shape):
 
 
 def pure_games():
-    """Return the table of docs/games.md on matrix games alone."""
+    """Return the table of results/games.md on matrix games alone."""
     columns = {}
     for name, (make, *numbers) in GAMES.items():
         print(name, flush=True)

@@ -227,8 +227,8 @@ class RecursiveRegularization(
     r"""Rounds of an inner solver, each pulled towards the answers of those before.
 
     On the games that we measured it is as good as its inner solver alone with the best
-    step size and as many releases, or worse: see the page on games. It is for the rate
-    of its theorem, which other solvers here do not have.
+    step size and as many releases, or worse (`benchmarks/results/games.md`). It is for
+    the rate of its theorem, which other solvers here do not have.
 
     Round $r = 0, 1, \dots, R - 1$ starts at $w_r$ and solves
 
