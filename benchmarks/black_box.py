@@ -1,4 +1,4 @@
-"""Tuning from losses alone, the table of docs/black_box.md.
+"""Tuning from losses alone, the tables of results/black_box.md.
 
 `python -m benchmarks black_box`; `--task=NAME` runs configs in configs/experiments
 whose names begin so, `--curve=LABEL` such curves, `--stated=yes` the sizes of the paper
