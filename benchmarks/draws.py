@@ -9,7 +9,7 @@
    four step sizes, a choice that is not private.
 
 `python -m benchmarks draws`, `--part=2` for one of them; prints the tables of
-docs/draws.md. NON-PRIVATE evaluation.
+results/draws.md. NON-PRIVATE evaluation.
 """
 
 import dataclasses
