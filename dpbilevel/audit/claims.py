@@ -148,7 +148,7 @@ def refutes(
 
     If $v$ or more are right with a chance of `significance`, this forces a least
     $p_{v-1}$, then a least $p_{v-2}$, and so on. The claim is refuted if these sum
-    to more than 1 (`docs/audit.md`, "One run").
+    to more than 1 (`docs/mathematics.md`, "Audits of one run").
 
     Args:
         correct: $v$.

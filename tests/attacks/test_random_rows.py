@@ -32,7 +32,7 @@ def of_places(places, width=P):
 
 
 def bound(rule, leaves):
-    """How far one that joins moves the rounded sum, by docs/precision.md."""
+    """How far one that joins moves the rounded sum, by docs/mathematics.md."""
     squares = 0.0
     for factor, several in ((1, False), (16, True)):
         kind = [v for v in leaves if (v.places > 1) is several]

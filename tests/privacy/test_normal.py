@@ -21,7 +21,7 @@ ALPHA = 1e-4
 DIGITS = decimal.Context(prec=90)
 FIELDS = [length for _, _, length in module._FIELDS]
 
-# Written again from docs/precision.md: the number of bits of every doubling.
+# Written again from docs/mathematics.md: the number of bits of every doubling.
 COUNTS = [7, 6, 6, 5, 5, 5] + [4] * 5 + [3] * 10 + [2] * 21
 # And where they are read: word and place of the first bit of a field, and its length.
 # The j-th bit of a field belongs to doubling `length - j`, of the late ones to 14 more.
@@ -145,7 +145,7 @@ def test_no_random_bit_is_read_twice():
 
 
 def bound_of_doubling(b, reach=11.02):
-    """The relative error of doubling b in docs/precision.md."""
+    """The relative error of doubling b in docs/mathematics.md."""
     k = COUNTS[b - 1]
     tau = T * 2.0 ** (b - 1)
     return (reach / (4 * tau)) ** k * math.exp(reach * k / (2 * tau))

@@ -95,7 +95,7 @@ class AbstractSum(abc.ABC):
         $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$; where a
         record joins them, $2 R + \sqrt d \, 2^{-24}$ with $d$ numbers in all leaves;
         else $2 n (\sum \Lambda^2 \max_l \gamma_l^2)^{1/2} + \sqrt{\sum_l g_l^2 d_l}
-        2^{-23}$ with $g_l$ groups in all. The derivation is in docs/precision.md.
+        2^{-23}$ with $g_l$ groups in all. The derivation is in docs/mathematics.md.
         """
         if not self.rows_fixed:
             return self._margin(self._group_places)
