@@ -168,8 +168,8 @@ class Gaussian(AbstractNoise):
         private and the ledger says so. In precision `"float"` noise and sum are
         idealised as reals: a float that can be reached from one value and not from its
         neighbour identifies the value. On the grid the noise is an integer made of
-        random bits, whose distribution is proved (docs/mathematics.md, "The distribution
-        of the noise").
+        random bits, whose distribution is proved (docs/mathematics.md, "The
+        distribution of the noise").
     """
 
     noise_multiplier: NonNegative | None = None

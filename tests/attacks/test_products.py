@@ -345,7 +345,7 @@ def test_a_record_that_is_drawn_moves_the_rounding_of_others_within_the_margin()
     assert apart(rows_fixed=True) > margin  # the control: a flag that is wrong
 
 
-def test_the_margins_of_sums_of_places_are_those_of_docs_precision_md():
+def test_the_margins_of_sums_of_places_are_those_of_docs_mathematics_md():
     n, places, cancellation_factor, unit = 300, 8, 16, 2.0**-24
     size = jax.ShapeDtypeStruct((places, P), np.float32)
     value = Factored(

@@ -48,7 +48,7 @@ def bound(rule, leaves):
 
 
 @pytest.mark.parametrize("n", [64, 5000])
-def test_the_margin_of_a_record_that_joins_is_that_of_docs_precision_md(n):
+def test_the_margin_of_a_record_that_joins_is_that_of_docs_mathematics_md(n):
     leaves = [of_places(1), of_places(1, 5000), of_places(7), of_places(30)]
     assert 1 - 1e-4 < bound(rule(leaves, n), leaves) <= 1
     # The control: the margin of a replacement does not cover it.

@@ -6,9 +6,9 @@ for:
 
 $$ N_0 = \mathrm{round}(t Z), \qquad N_b = 2 N_{b-1} + B_b, $$
 
-where $B_b$ counts the ones among $k_b$ random bits. docs/mathematics.md proves that $N_h$
-has the law of $\lfloor 2^h t Z \rfloor$ plus noise that does not depend on it, up to a
-factor of $1 \pm 2^{-55}$ and events of probability $2^{-81}$.
+where $B_b$ counts the ones among $k_b$ random bits. docs/mathematics.md proves that
+$N_h$ has the law of $\lfloor 2^h t Z \rfloor$ plus noise that does not depend on it, up
+to a factor of $1 \pm 2^{-55}$ and events of probability $2^{-81}$.
 """
 
 import functools
