@@ -1,4 +1,4 @@
-"""Implicit steps: two basins (rates.md), and sensitivities (docs/mathematics.md).
+"""Implicit steps: two basins (rates.md), and sensitivities (sensitivities.md).
 
 `python -m benchmarks implicit`. Lowy and Liu's Algorithm 1 stays in the basin of its
 start; Algorithm 2 draws its start first, with Theorems 4.2 and 4.3. Sensitivities of
