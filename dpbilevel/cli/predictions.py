@@ -12,7 +12,7 @@ from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
 from .data import CsvData, TableData
-from .tables import existing, read_table
+from .tables import MALFORMED, existing, read_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Predictions:
     Attributes:
         columns: Columns of the answers, by name.
         rows: Number of rows.
-        empty: Number of rows without an answer.
+        malformed: Number of rows with another number of cells than the header.
+        empty: Number of other rows without an answer.
         missing: Number of rows with an empty cell, which counts as the mean, by column.
         unlisted: Number of rows with a category that the config does not list, by
             column.
@@ -30,6 +31,7 @@ class Predictions:
 
     columns: dict[str, list[str]]
     rows: int
+    malformed: int
     empty: int
     missing: dict[str, int]
     unlisted: dict[str, int]
@@ -37,6 +39,9 @@ class Predictions:
     def remarks(self) -> str:
         """Return text for the readers of the answers: remarks after semicolons."""
         text = ""
+        if self.malformed:
+            text += f"; {self.malformed} without an answer: more or fewer cells than "
+            text += "the header has names"
         if self.empty:
             text += f"; {self.empty} without an answer: text in the place of a number"
         for name, count in self.missing.items():
@@ -84,13 +89,15 @@ def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
         margin, data.label, getattr(result.config.model, "loss", "logistic")
     )
     missing = {c: n for c in numeric if (n := table.column(c).count(""))}
+    malformed = table.column(needed[0]).count(MALFORMED)
     unlisted = {}
     for block in data.categorical:
         found = positions(table.column(block.column), block.values)
-        if np.any(found < 0):
-            unlisted[block.column] = int(np.sum(found < 0))
+        if np.sum(found < 0) > malformed:
+            unlisted[block.column] = int(np.sum(found < 0)) - malformed
     empty = int(np.sum(np.isnan(margin.reshape(table.rows, -1)).any(axis=1)))
-    return Predictions(columns, table.rows, empty, missing, unlisted)
+    empty -= malformed
+    return Predictions(columns, table.rows, malformed, empty, missing, unlisted)
 
 
 def write(out: Path, predictions: Predictions) -> None:

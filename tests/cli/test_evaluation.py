@@ -297,11 +297,12 @@ def test_a_warning_has_the_form_of_an_error(tmp_path, capsys):
 
 
 def test_rows_that_the_model_knows_less_of_are_counted(finished, tmp_path, capsys):
-    predicted(finished, tmp_path, "town,pay\nRom,45\nOslo,\nOslo,1\nRom,x\n")
+    predicted(finished, tmp_path, "town,pay\nRom,45\nOslo,\nOslo,1\nRom,x\nRom\n")
     assert (
-        "(4 rows; 1 without an answer: text in the place of a number; 1 without a "
-        "number in 'pay', taken as the mean; 2 with a value of 'town' that the config "
-        "does not list)"
+        "(5 rows; 1 without an answer: more or fewer cells than the header has names; "
+        "1 without an answer: text in the place of a number; 1 without a number in "
+        "'pay', taken as the mean; 2 with a value of 'town' that the config does not "
+        "list)"
     ) in capsys.readouterr().out
 
 
