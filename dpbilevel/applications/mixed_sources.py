@@ -13,7 +13,7 @@ from .. import _checks
 from .._checks import Positive, SignedShare
 from ..bilevel.levels import Objective, lower_objective, queries_of
 from ..bilevel.pipeline import Outputs
-from ..onelevel.adaptive_clip import NoisyDescent
+from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.exact.floats import is_finite

@@ -19,7 +19,7 @@ from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..bilevel.problem import BilevelProblem
 from ..core.descent import Rule
 from ..core.proximal import as_groups, group_lasso, l1
-from ..onelevel.adaptive_clip import NoisyDescent
+from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..sets import Box, Euclidean

@@ -23,7 +23,7 @@ from ..bilevel.levels import (
 )
 from ..bilevel.penalty_gradients import rows_of_steps
 from ..bilevel.pipeline import AbstractPipeline, Outputs
-from ..onelevel.adaptive_clip import NoisyDescent
+from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.exact.floats import is_finite

@@ -157,10 +157,6 @@ class AbstractJointSolver(
         in_x = row_in_x(problem, self.descents(problem).x.step_size, w0)
         return (*rows_of_steps(problem, w0, dict(of_y), penalty), *in_x)
 
-    @override
-    def answer(self, problem, state: JointState):
-        return self.output.answer(state.kept, self.released(state))
-
     @abc.abstractmethod
     def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
         """Return the three clip norms $C_b$ of a lower record's blocks.

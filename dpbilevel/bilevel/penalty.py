@@ -48,9 +48,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class PenaltyBilevel(
-    PlannedPenalty, AbstractSolver[BilevelProblem, _State], AbstractIterative
-):
+class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
     r"""Bilevel descent with two private inner solves and one noisy outer gradient.
 
     One step at $x_t$ with penalty $\lambda$:
@@ -199,10 +197,6 @@ class PenaltyBilevel(
     @override
     def adversary_view(self, state):
         return state.x, state.y, state.z
-
-    @override
-    def answer(self, problem, state):
-        return self.output.answer(state.kept, (state.x, state.y))
 
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:

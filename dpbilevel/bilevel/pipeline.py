@@ -22,7 +22,7 @@ from .._checks import Number
 from ..core.descent import Rule, SkippedUpdates
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver, State
-from ..onelevel.adaptive_clip import NoisyDescent
+from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Basis, Ledger, Neighbours
 from ..privacy.noise import derive

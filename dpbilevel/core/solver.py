@@ -281,11 +281,10 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
         return dataclasses.replace(self, **changes)
 
 
-class AbstractIterative(Checked):
-    """Fields of a solver that draws batches and answers with its iterates.
+class AbstractIterative(AbstractSolver[Problem, State]):
+    """Solver that draws batches and answers with its iterates; states have `kept`.
 
     Attributes:
-        num_steps: The fixed number of steps. Static.
         sampling: How the batches of a step are drawn, one per level.
         output: Which iterate is the answer: `Last()`, `Mean()` of all, or `TailMean()`
             of the second half.
@@ -295,7 +294,6 @@ class AbstractIterative(Checked):
     sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
     output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
     numbers_batches: ClassVar[bool] = False
-    num_steps: AbstractVar[int]
 
     def __check_init__(self):
         owner = type(self).__name__
@@ -308,6 +306,10 @@ class AbstractIterative(Checked):
         """Return the memory of the output rule after step `t`, from `before` to `w`."""
         run: Any = {"t": t, "num_steps": self.num_steps, "key": None}
         return self.output.update(memory, w, before=before, **run)
+
+    @override
+    def answer(self, problem: Problem, state: Any) -> PyTree:
+        return self.output.answer(state.kept, self.released(state))
 
 
 Solver = TypeVar("Solver", bound=AbstractSolver)

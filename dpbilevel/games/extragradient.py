@@ -144,10 +144,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return state.w, state.u
 
     @override
-    def answer(self, problem, state) -> PyTree:
-        return self.output.answer(state.kept, state.w)
-
-    @override
     def release(self, problem, sizes) -> Release:
         query = Query(RECORDS, sizes, self.clip_norm, self.sampling)
         noise, ratio = self.release_noise, self.clip_ratio(problem)

@@ -149,10 +149,6 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         """Return the model, the weights of the groups, and their released losses."""
         return state.x, state.y, state.losses
 
-    @override
-    def answer(self, problem, state) -> PyTree:
-        return self.output.answer(state.kept, (state.x, state.y))
-
     def release(self, problem, sizes) -> Release:
         """Return the `Release` of gradient and losses, in units of their bounds.
 

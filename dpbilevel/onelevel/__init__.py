@@ -1,7 +1,6 @@
 """Means of losses and private descent on them."""
 
-from .adaptive_clip import AdaptiveClipGD
-from .adaptive_step import AdaptiveGD
+from .adaptive import AdaptiveClipGD, AdaptiveGD
 from .correlated_gd import CorrelatedGD
 from .localized import LocalizedGD
 from .losses import (

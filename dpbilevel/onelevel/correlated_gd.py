@@ -1,5 +1,6 @@
 """Noisy gradient descent whose noise is correlated between steps."""
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -10,9 +11,9 @@ import optax
 from jaxtyping import Array, UInt32
 from typing_extensions import override
 
-from .._checks import Count, Positive, ProperFraction
+from .._checks import Count, Positive, ProperFraction, check_fields
 from ..core.descent import StepSize, as_rule
-from ..core.solver import AbstractIterative, AbstractNoisySolver
+from ..core.solver import AbstractIterative
 from ..privacy.correlated import (
     Correlated,
     CorrelatedRelease,
@@ -21,20 +22,16 @@ from ..privacy.correlated import (
     sensitivity,
 )
 from ..privacy.noise import wrapped
-from .noisy_gd import GRADIENT, DescentState, NoisyGD
-from .problem import AbstractFiniteSum
+from .noisy_gd import GRADIENT, AbstractDescent, DescentState
 
 
-class CorrelatedState(eqx.Module):
+class CorrelatedState(DescentState):
     """State of a descent with correlated noise. SECRET: it holds keys of noise."""
 
-    descent: DescentState  # with t, released like the iterate
     earlier: UInt32[Array, "lags 8"]  # keys of the noise of the steps before, in words
 
 
-class CorrelatedGD(
-    AbstractNoisySolver[AbstractFiniteSum, CorrelatedState], AbstractIterative
-):
+class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
     r"""Projected gradient descent whose noise takes back noise of earlier steps.
 
     It is for batches that come in a fixed order. If batches can be drawn at random,
@@ -85,21 +82,13 @@ class CorrelatedGD(
         static=True, default=(0.5,), converter=rounded_feedback
     )
     momentum: ProperFraction | None = None
-    problem_type: ClassVar[type] = AbstractFiniteSum
     proximal: ClassVar = ("step_size", "momentum")
     numbers_batches: ClassVar[bool] = True
 
     def __check_init__(self):
         check_sampling(type(self).__name__, self.sampling)
-        _ = self._updates, self.release_noise  # which check their fields
-
-    @property
-    def _updates(self) -> NoisyGD:
-        """`NoisyGD` that moves the iterate along released gradients."""
-        output = self.output
-        return NoisyGD(
-            self.num_steps, self.clip_norm, self.step_size, self.momentum, output=output
-        )
+        check_fields(self)
+        _ = self.release_noise  # checks its fields
 
     @property
     @override
@@ -123,33 +112,24 @@ class CorrelatedGD(
 
     @override
     def init(self, problem, w0) -> CorrelatedState:
-        first = self._updates.init(problem, w0)
-        first = DescentState(first.w, first.kept, first.memory, first.t, None)
         earlier = jnp.zeros((len(self.feedback), 8), jnp.uint32)
-        return CorrelatedState(first, earlier)
+        fields = vars(super().init(problem, w0)) | {"last": None}
+        return CorrelatedState(**fields, earlier=earlier)
 
     @override
     def step(self, problem, data, state, *, key) -> CorrelatedState:
-        before, words = state.descent, jax.random.bits(key, (8,), jnp.uint32)
-        release = self.release(problem, self.sizes).after(state.earlier, before.t)
+        words = jax.random.bits(key, (8,), jnp.uint32)
+        release = self.release(problem, self.sizes).after(state.earlier, state.t)
         gradient = release.apply(  # noise z_t - sum_j a_j z_(t-j)
-            problem.record_gradients(before.w),
+            problem.record_gradients(state.w),
             data,
             key=wrapped(words, "chacha20"),
-            index=before.t,
+            index=state.t,
         )
-        gradient = optax.tree.add(gradient, problem.public_gradient(before.w))
-        descent = self._updates.moved(problem, gradient, before, release.deviation)
+        gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
+        state = self.moved(problem, gradient, state, release.deviation)
         earlier = jnp.concatenate([words[None], state.earlier[:-1]])
-        return CorrelatedState(descent, earlier)
-
-    @override
-    def released(self, state):
-        return state.descent.w
-
-    @override
-    def answer(self, problem, state):
-        return self._updates.answer(problem, state.descent)
+        return dataclasses.replace(state, earlier=earlier)
 
     @override
     def release(self, problem, sizes) -> CorrelatedRelease:
@@ -160,8 +140,4 @@ class CorrelatedGD(
     def forecast(self, problem, sizes, w0):
         """Return the rows of `NoisyGD`; refuse noise that is too large for the grid."""
         self.release_noise.check_room(optax.tree.size(w0))
-        return self._updates.forecast(problem, sizes, w0)
-
-    @override
-    def dimensions(self, w0):
-        return self._updates.dimensions(w0)
+        return super().forecast(problem, sizes, w0)

@@ -15,12 +15,11 @@ from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import SkippedUpdates, finite_or
 from ..core.outputs import running_mean
-from ..core.solver import AbstractNoisySolver
-from ..privacy import FullBatch, PrivacyBudget, Release
+from ..privacy import FullBatch, PrivacyBudget
 from ..privacy.sampling.base import AbstractSampling, unnumbered
 from ..sets import Ball
-from .noisy_gd import GRADIENT, gradient_release, noisy_gradient
-from .problem import AbstractFiniteSum, FiniteSum
+from .noisy_gd import AbstractGradientSolver
+from .problem import FiniteSum
 
 
 class _State(eqx.Module):
@@ -31,7 +30,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
+class LocalizedGD(AbstractGradientSolver[_State]):
     r"""Noisy gradient descent in rounds, each in a smaller ball around the last mean.
 
     Round $m$ starts at its center $c_m$ and runs $T_{in}$ steps
@@ -70,7 +69,6 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     clip_norm: Positive
     sampling: AbstractSampling = eqx.field(default=FullBatch(), kw_only=True)
     first_radii: tuple[float, ...] | None = eqx.field(default=None, kw_only=True)
-    problem_type: ClassVar[type] = AbstractFiniteSum
     proximal: ClassVar = ()
 
     def __check_init__(self):
@@ -156,7 +154,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     @override
     def step(self, problem, data, state, *, key) -> _State:
         # Algorithm 2: one step within the ball of the round.
-        gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        gradient = self.noisy_gradient(problem, data, state.w, key=key)
         round_index, t = jnp.divmod(state.t, self.steps_per_round)
         mean = running_mean(state.mean, state.w, t)
         radius = jnp.stack([jnp.asarray(r) for r in self.radii])[round_index]
@@ -176,21 +174,9 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         return _State(w, center, mean, rejections, state.t + 1)
 
     @override
-    def released(self, state):
-        return state.w
-
-    @override
     def answer(self, problem, state):
         """Return the mean of the iterates of the last round."""
         return state.center
-
-    @override
-    def release(self, problem, sizes) -> Release:
-        return gradient_release(self, problem, sizes)
-
-    @override
-    def dimensions(self, w0):
-        return {GRADIENT: optax.tree.size(w0)}
 
 
 def theorem_radii(

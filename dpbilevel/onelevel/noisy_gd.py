@@ -1,25 +1,29 @@
 """Noisy projected gradient descent, also over passes with random allocation."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive, ProperFraction
 from ..core.curvature import overshooting_row, unstable_row
 from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule, scaled
-from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
-from ..core.solver import AbstractIterative, AbstractNoisySolver
+from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.noise import PRNGKey, derive, step_keys
 from ..privacy.releases import Release
+from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import RandomAllocation
 from .problem import AbstractFiniteSum
+
+GRADIENT = "gradient"
 
 
 class DescentState(eqx.Module):
@@ -32,7 +36,122 @@ class DescentState(eqx.Module):
     last: LastStep | None  # of plain steps only
 
 
-class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIterative):
+Descending = TypeVar("Descending", bound=DescentState)
+
+
+class AbstractGradientSolver(AbstractNoisySolver[AbstractFiniteSum, State]):
+    """Solver each of whose releases is a mean of clipped gradients of the losses."""
+
+    problem_type: ClassVar[type] = AbstractFiniteSum
+    if TYPE_CHECKING:  # fields or properties of subclasses
+        clip_norm: ClassVar[Any]
+        sampling: ClassVar[AbstractSampling]
+        output: ClassVar[AbstractOutput]
+
+    @override
+    def release(self, problem, sizes) -> Release:
+        queries, joint = problem.queries(self.clip_norm, self.sampling, sizes)
+        return Release(GRADIENT, 1, queries, self.release_noise, joint=joint)
+
+    def noisy_gradient(
+        self, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
+    ) -> PyTree:
+        """Return the gradient at `w`: a release of the record terms, plus public terms.
+
+        Privacy:
+            One `release`, of batch and noise by `key`.
+        """
+        release = self.release(problem, self.sizes)
+        released = release.apply(problem.record_gradients(w), data, key=key)
+        return optax.tree.add(released, problem.public_gradient(w))
+
+    @override
+    def released(self, state):
+        return state.w
+
+    @override
+    def dimensions(self, w0):
+        return {GRADIENT: optax.tree.size(w0)}
+
+
+class AbstractDescent(AbstractGradientSolver[State]):
+    """Solver that moves along released gradients as `NoisyGD` does.
+
+    Attributes:
+        step_size: The step size, or an optax optimizer.
+        momentum: As in `NoisyGD`.
+    """
+
+    step_size: AbstractVar[Any]
+    momentum: AbstractVar[Any]
+
+    def __check_init__(self):
+        if self.momentum is not None and isinstance(self.step_size, Rule):
+            raise ValueError(
+                f"{type(self).__name__}: set momentum in the optax optimizer, not here."
+            )
+
+    def descent(self, problem: AbstractFiniteSum) -> Descent:
+        """Return the `Descent` that makes projected steps in `w`."""
+        prox = problem.proximal_step()
+        return Descent(self.step_size, problem.w_set, self.momentum, prox)
+
+    @override
+    def init(self, problem, w0) -> Any:
+        w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
+        memory = self.descent(problem).init(w)
+        # Momentum and optax rules go on along steps that were too long.
+        plain = self.momentum is None and not isinstance(self.step_size, Rule)
+        last = LastStep.none(w) if plain else None
+        zero = jnp.zeros((), jnp.int32)
+        return DescentState(w, self.output.init(w), memory, zero, last)
+
+    def moved(
+        self,
+        problem: AbstractFiniteSum,
+        gradient: PyTree,
+        state: Descending,
+        deviation: Any,
+    ) -> Descending:
+        """Return the state after a projected update along the released gradient.
+
+        Args:
+            problem: The problem.
+            gradient: $q_t$.
+            state: The state before.
+            deviation: A bound on the standard deviation of $q_t$ in any direction.
+        """
+        descent, last = self.descent(problem), state.last
+        along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
+        if last is not None and descent.prox is None:
+            along = scaled(last.factor, along)
+        elif last is not None:  # a proximal step is one of the shorter size as well
+            size = last.factor * self.step_size
+            descent = dataclasses.replace(descent, step_size=size)
+        w, memory = descent.update(along, state.memory, state.w)  # projected step
+        if last is not None:
+            mapping = None
+            if descent.prox is not None:
+                mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
+            w, last = last.then(gradient, deviation, state.w, w, mapping)
+        run: Any = {"t": state.t, "num_steps": self.num_releases, "key": None}
+        kept = self.output.update(state.kept, w, before=state.w, **run)
+        moved: Any = {"w": w, "kept": kept, "memory": memory, "last": last}
+        return dataclasses.replace(state, t=state.t + 1, **moved)
+
+    @override
+    def answer(self, problem, state):
+        return self.output.answer(state.kept, state.w)
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """Return `ForecastRow`s if steps overshoot public terms or the smoothness."""
+        public = overshooting_row(self.step_size, problem.public_gradient, w0)
+        smoothness = getattr(problem, "smoothness", None)
+        return (*public, *unstable_row(self.step_size, smoothness, self.momentum))
+
+
+class NoisyGD(AbstractDescent[DescentState], AbstractIterative):
     r"""Projected gradient descent with a clipped, noisy gradient at every step.
 
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
@@ -74,116 +193,16 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, DescentState], AbstractIter
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
     momentum: ProperFraction | None = None
-    problem_type: ClassVar[type] = AbstractFiniteSum
     proximal: ClassVar = ("step_size", "momentum")
-
-    def __check_init__(self):
-        if self.momentum is not None and isinstance(self.step_size, Rule):
-            raise ValueError(
-                f"{type(self).__name__}: set momentum in the optax optimizer, not here."
-            )
-
-    def descent(self, problem: AbstractFiniteSum) -> Descent:
-        """Return the `Descent` that makes projected steps in `w`."""
-        prox = problem.proximal_step()
-        return Descent(self.step_size, problem.w_set, self.momentum, prox)
-
-    @override
-    def init(self, problem, w0) -> DescentState:
-        w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        memory = self.descent(problem).init(w)
-        # Momentum and optax rules go on along steps that were too long.
-        plain = self.momentum is None and not isinstance(self.step_size, Rule)
-        last = LastStep.none(w) if plain else None
-        zero = jnp.zeros((), jnp.int32)
-        return DescentState(w, self.output.init(w), memory, zero, last)
 
     @override
     def step(self, problem, data, state, *, key) -> DescentState:
-        gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        gradient = self.noisy_gradient(problem, data, state.w, key=key)
         deviation = self.release(problem, self.sizes).deviation
         return self.moved(problem, gradient, state, deviation)
 
-    def moved(
-        self,
-        problem: AbstractFiniteSum,
-        gradient: PyTree,
-        state: DescentState,
-        deviation,
-    ) -> DescentState:
-        """Return the state after a projected update along the released gradient.
 
-        Args:
-            problem: The problem.
-            gradient: $q_t$.
-            state: The state before.
-            deviation: A bound on the standard deviation of $q_t$ in any direction.
-        """
-        descent, last = self.descent(problem), state.last
-        along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
-        if last is not None and descent.prox is None:
-            along = scaled(last.factor, along)
-        elif last is not None:  # a proximal step is one of the shorter size as well
-            size = last.factor * self.step_size
-            descent = dataclasses.replace(descent, step_size=size)
-        w, memory = descent.update(along, state.memory, state.w)  # projected step
-        if last is not None:
-            mapping = None
-            if descent.prox is not None:
-                mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
-            w, last = last.then(gradient, deviation, state.w, w, mapping)
-        kept = self.remembered(state.kept, w, before=state.w, t=state.t)
-        return DescentState(w, kept, memory, state.t + 1, last)
-
-    @override
-    def released(self, state):
-        return state.w
-
-    @override
-    def answer(self, problem, state):
-        return self.output.answer(state.kept, state.w)
-
-    @override
-    def release(self, problem, sizes) -> Release:
-        return gradient_release(self, problem, sizes)
-
-    @override
-    def forecast(self, problem, sizes, w0):
-        """Return `ForecastRow`s if steps overshoot public terms or the smoothness."""
-        public = overshooting_row(self.step_size, problem.public_gradient, w0)
-        smoothness = getattr(problem, "smoothness", None)
-        return (*public, *unstable_row(self.step_size, smoothness, self.momentum))
-
-    @override
-    def dimensions(self, w0):
-        return {GRADIENT: optax.tree.size(w0)}
-
-
-GRADIENT = "gradient"
-
-
-def noisy_gradient(
-    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
-) -> PyTree:
-    """Return the gradient at `w`: a release of the record terms, plus public terms.
-
-    Privacy:
-        One `solver.release`, of batch and noise by `key`.
-    """
-    release = solver.release(problem, solver.sizes)
-    released = release.apply(problem.record_gradients(w), data, key=key)
-    return optax.tree.add(released, problem.public_gradient(w))
-
-
-def gradient_release(
-    solver: Any, problem: AbstractFiniteSum, sizes: Sizes | int
-) -> Release:
-    """Return the `Release` that each `noisy_gradient` of `solver` makes."""
-    queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
-    return Release(GRADIENT, 1, queries, solver.release_noise, joint=joint)
-
-
-class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
+class AllocatedGD(AbstractDescent[DescentState]):
     r"""DP-SGD in passes: every record is in one batch of each pass, at random.
 
     At the start of a pass each record is put into one of $t$ batches, uniformly and
@@ -224,7 +243,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
     output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
-    problem_type: ClassVar[type] = AbstractFiniteSum
+    momentum: ClassVar[None] = None
 
     def __check_init__(self):
         check_output(type(self).__name__, self.output)
@@ -244,16 +263,6 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
         """Sampling of the batches of a pass."""
         return RandomAllocation(self.batches)
 
-    @property
-    def _updates(self) -> NoisyGD:
-        """`NoisyGD` that moves the iterate along all released gradients of a run."""
-        count = self.num_releases
-        return NoisyGD(count, self.clip_norm, self.step_size, output=self.output)
-
-    @override
-    def init(self, problem, w0) -> DescentState:
-        return self._updates.init(problem, w0)
-
     @override
     def step(self, problem, data, state, *, key) -> DescentState:
         # Every record into one batch of the pass.
@@ -265,7 +274,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
             gradients = problem.record_gradients(state.w)
             gradient = release.apply(gradients, data, key=key, index=index)
             gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
-            moved = self._updates.moved(problem, gradient, state, release.deviation)
+            moved = self.moved(problem, gradient, state, release.deviation)
             return moved, None
 
         _, keys = step_keys(key_noise, self.batches)
@@ -273,26 +282,6 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, DescentState]):
         return jax.lax.scan(update, state, batches)[0]
 
     @override
-    def released(self, state):
-        return state.w
-
-    @override
-    def forecast(self, problem, sizes, w0):
-        return self._updates.forecast(problem, sizes, w0)
-
-    @override
     def adversary_view(self, state):
         """Return the pair of the last iterate and the memory of the output rule."""
         return state.w, state.kept
-
-    @override
-    def answer(self, problem, state):
-        return self._updates.answer(problem, state)
-
-    @override
-    def release(self, problem, sizes) -> Release:
-        return gradient_release(self, problem, sizes)
-
-    @override
-    def dimensions(self, w0):
-        return self._updates.dimensions(w0)

@@ -19,7 +19,7 @@ from ..core.descent import SkippedUpdates
 from ..core.levels import people_of
 from ..core.loop import inner_solve
 from ..core.solver import AbstractGaussianSolver
-from ..onelevel.adaptive_clip import NoisyDescent
+from ..onelevel.adaptive import NoisyDescent
 from ..privacy.accounting.repetitions import Repetitions
 from ..privacy.budget import People
 from ..privacy.ledger import Ledger

@@ -221,7 +221,7 @@ def one_key_for_all_lanes(solver, problem, data, w, *, key):
     ("place", "mutant"),
     [
         (base, same_key_each_step),
-        (noisy_gd, one_key_for_all_lanes),
+        (noisy_gd.AbstractGradientSolver, one_key_for_all_lanes),
     ],
 )
 def test_a_solver_that_uses_a_key_twice_is_caught(monkeypatch, place, mutant):

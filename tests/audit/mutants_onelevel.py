@@ -13,7 +13,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.onelevel import AdaptiveClipGD, AdaptiveGD, AllocatedGD
-from dpbilevel.onelevel.noisy_gd import gradient_release
+from dpbilevel.onelevel.noisy_gd import AbstractGradientSolver
 from dpbilevel.privacy.exact.normal import standard_normal
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.per_example.clipping import unsealed
@@ -96,8 +96,9 @@ class AllocatedInOrder(AllocatedGD):
             )
             return dataclasses.replace(release, queries=queries)
 
+        release = AbstractGradientSolver.release
         with mock.patch.object(
-            AllocatedGD, "release", lambda s, *a: known(gradient_release(s, *a))
+            AllocatedGD, "release", lambda s, *a: known(release(s, *a))
         ):
             return AllocatedGD.step(self, problem, data, state, key=key)
 

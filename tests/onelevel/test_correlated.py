@@ -122,7 +122,7 @@ def test_a_trajectory_shows_no_key():
     solver = dataclasses.replace(planned_correlated(), sizes=None)
     state = solver.init(PROBLEM, jnp.zeros(3))
     (shown,) = jax.tree.leaves(solver.adversary_view(state))
-    assert shown is state.descent.w
+    assert shown is state.w
 
 
 def test_noise_beyond_the_grid_is_refused_when_planned():
