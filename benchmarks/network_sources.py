@@ -161,7 +161,7 @@ def main():
                 )
                 found[name] = accuracy(problem, plan.solver, records, w0, test)
             plan = plans.get((classes, epsilon)) or dpb.auto(
-                problem, budget, sizes=sizes, w0=w0, clip_norm=1.5, time_limit=120
+                problem, budget, sizes=sizes, w0=w0, clip_norm=1.5
             )
             plans[classes, epsilon] = plan
             chosen = f"`auto`: {type(plan.solver).__name__}"
