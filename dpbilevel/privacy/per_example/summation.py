@@ -239,7 +239,7 @@ class GridSum(AbstractSum):
                 return total.plus(jax.tree.map(v.folded, counts))
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
-            # Of other rows a compiler that takes NaN for impossible may leave anything.
+            # A compiler that takes NaN for impossible may leave anything in other rows.
             counts = jnp.where(weight > 0, rounded(rows * weight), 0)
             if isinstance(v, SparseRows):
                 return total.plus(int61.sum_at(total.shape, v.indices, counts))
