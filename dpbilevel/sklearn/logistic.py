@@ -27,7 +27,7 @@ from .linear import (
     weighted,
 )
 
-# docs/estimators.md, "Settings".
+# benchmarks/results/estimator_settings.md.
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
 _MORE = dataclasses.replace(_TWO, longest=4.0)
 # A class is rare if its fraction is below this number over the number of classes.

@@ -26,7 +26,7 @@ from .declared import interval
 from .intervals import Intervals, huber_loss
 from .linear import Settings, plan_descent, split, weighted, with_constant
 
-# docs/estimators.md, "Settings"; for targets in [-1, 1].
+# benchmarks/results/estimator_settings.md; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
 # A shorter unit for intervals; residuals above it are clipped.
 _CLIPPED = 0.625
