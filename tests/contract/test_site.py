@@ -14,8 +14,8 @@ from tests import chromium
 
 ROOT = Path(__file__).parents[2]
 BUILT_WITH = "sphinx", "furo", "myst_nb", "sphinx_design", "sphinx_copybutton"
-PAGES = "index", "getting_started", "choosing", "coming_from", "results", "privacy"
-PAGES += "tutorials/sources", "estimators", "gallery", "command_line"
+PAGES = "index", "getting_started", "choosing", "results", "privacy", "errors"
+PAGES += "tutorials/sources", "estimators", "coming_from/opacus", "command_line"
 PAGES += ("api/generated/dpbilevel.fit",)  # one of the reference
 MEASURES = """(() => {
   const page = document.documentElement;

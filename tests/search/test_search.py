@@ -310,7 +310,7 @@ def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypa
         for part in (docs / page).read_text().split("```python\n")[1:]:
             code = part.split("```")[0]
             code = re.sub(r"num_steps=2\d,", "num_steps=2,", code)
-            if "PrivateSearch" not in code:  # docs/tour.md runs the same one
+            if "PrivateSearch" not in code:  # docs/coming_from/scikit_learn.md has it
                 exec(compile(code, page, "exec"), names)
     assert "ENFORCED: epsilon = 1 at delta = 1e-06" in capsys.readouterr().out
 
