@@ -47,7 +47,8 @@ _APART = "that no id is in two files is checked, and a refusal is protected by n
 _LEFT_OUT = "a label that the config does not list, or text in the place of a number"
 _NO_BETTER = (
     "; no better than that answer: the cells of a file may differ from the config "
-    "(decimal commas, other units, other labels; docs/troubleshooting.md)"
+    "(decimal commas, other units, other labels; "
+    "docs/errors.md#no-better-than-that-answer)"
 )
 
 

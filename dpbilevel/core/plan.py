@@ -285,7 +285,8 @@ def least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> fl
         if high > _LARGEST_SCALE:
             raise ValueError(
                 "calibrate: no noise meets the budget. Raise epsilon, or delta above "
-                "the chance that a batch overflows, or give less in before=."
+                "the chance that a batch overflows, or give less in before=. See "
+                "docs/errors.md#no-noise-meets-the-budget."
             )
     if low == high:
         while not unsafe(low):

@@ -201,7 +201,8 @@ def begun(
             f"{method}: a second private run of this process on {shapes}. If both read "
             f"the same records, their budgets add: {_text(both.epsilon, both.delta)}. "
             "This is said once for each shape of records; dpbilevel.spent() has the "
-            "total of all runs.",
+            "total of all runs. See "
+            "docs/errors.md#a-second-private-run-of-this-process.",
             PrivacyWarning,
         )
     waiting = [run]
@@ -231,7 +232,8 @@ def _check_unused(method: str, key: PRNGKey) -> None:
         _checks.warn(
             f"{method}: an earlier run of this process used the same key, so both have "
             "the same noise, and the difference of what they release can show a "
-            "record. Give each run a key of its own, such as dpbilevel.root_key().",
+            "record. Give each run a key of its own, such as dpbilevel.root_key(). See "
+            "docs/errors.md#an-earlier-run-of-this-process-used-the-same-key.",
             PrivacyWarning,
         )
 

@@ -158,5 +158,5 @@ def divergence(rejected_updates: int) -> str | None:
         f"the run diverged: {rejected_updates} updates were left out because their "
         "result was not finite, so the answer is of little use, but as private as "
         "stated. Take a smaller step size, or sets that bound the variables; another "
-        "run is another release."
+        "run is another release. See docs/errors.md#the-run-diverged."
     )

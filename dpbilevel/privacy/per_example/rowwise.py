@@ -97,7 +97,8 @@ def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
         if not _is_rowwise(eqn):
             name = eqn.primitive.name
             raise ValueError(
-                f"{owner}: primitive {name!r} may combine records. {_remedy(name)}"
+                f"{owner}: primitive {name!r} may combine records. {_remedy(name)} See "
+                "docs/errors.md#may-combine-records."
             )
         for inner in inner_jaxprs(eqn):
             check_rowwise(owner, inner, inner.invars)
