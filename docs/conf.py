@@ -69,6 +69,7 @@ html_theme = "furo"
 html_title = f"dpbilevel {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_extra_path = ["llms.txt"]  # at the root of the site, as llmstxt.org asks
 html_copy_source = False
 html_show_sphinx = False
 copybutton_exclude = ".linenos, .gp, .go"
