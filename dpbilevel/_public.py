@@ -20,6 +20,7 @@ from .applications import (
     source_weights,
 )
 from .audit import debug
+from .audit.certificate import certificate
 from .bilevel import (
     BilevelProblem,
     ImplicitBilevel,
@@ -93,6 +94,7 @@ __all__ = [
     "bilevel",
     "by_person",
     "calibrate",
+    "certificate",
     "debug",
     "delta",
     "draws",

@@ -160,6 +160,7 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
         ledger=report.ledger + tested.ledger,
         forecast=report.forecast + tested.forecast,
+        mu=None if None in (found := (report.mu, tested.mu)) else max(found),
     )
 
 

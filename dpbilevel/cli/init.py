@@ -147,7 +147,7 @@ def _missing(facts: dict[str, Any]) -> list[str]:
 
 def _rendered(facts: dict[str, Any]) -> str:
     flags, task = facts["flags"], facts["task"]
-    templates = environment(trim_blocks=True, lstrip_blocks=True)
+    templates = environment()
     templates.filters |= {
         "toml": lambda value: json.dumps(value, ensure_ascii=False),
         "path": lambda file: Path(os.path.relpath(file, flags.out.parent)).as_posix(),

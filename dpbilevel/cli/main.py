@@ -66,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _FOLDER: Any = {"metavar": "DIR", "type": Path}
 _FLAG: Any = {"action": "store_true"}
+PAGES = {
+    "html": "a certificate for a reviewer",
+    "registry": "a registry entry in YAML",
+    "nist": "a worksheet by NIST SP 800-226 in Markdown",
+}
 _FILE: Any = {"metavar": "FILE", "type": Path}
 
 
@@ -109,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     report, predict = command(_report), command(_predict)
     for add in (report, predict):
         add("folder", **_FOLDER, help="a result folder")
-    report("--html", **_FILE, help="write a page of HTML that explains all of it")
+    for name, page in PAGES.items():
+        report(f"--{name}", **_FILE, help=f"write {page} to this new file")
     predict("data", metavar="DATA.csv", type=Path, help="the new people")
     predict("--id", metavar="COLUMN", help="a column to copy beside the answers")
     predict("--out", **_FILE, required=True, help="a new CSV file")
@@ -270,22 +276,25 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     """Print guarantee, released values and spending of a folder."""
-    if arguments.html is not None:
-        predictions.check_new(arguments.html, "--html")
+    files = {name: file for name in PAGES if (file := getattr(arguments, name))}
+    for name, file in files.items():
+        predictions.check_new(file, f"--{name}")
         check_installed("this command", "jinja2", "matplotlib")
     spent = results.spent(arguments.folder)
     try:
         result = results.load(arguments.folder)
-        if arguments.html is not None:
-            from .page import page  # needs an extra
-
-            text = page(result, spent, f"Run in {arguments.folder}")
-            arguments.html.write_text(text, encoding="utf-8")
-            print(f"page: {arguments.html}")
+        if not files:
+            print(result)
             return
-        print(result)
+        from .page import certificate_of  # needs an extra
+
+        found = certificate_of(result, spent, f"Run in {arguments.folder}")
+        texts = {name: getattr(found, name)() for name in files}
+        for name, file in files.items():
+            file.write_text(texts[name], encoding="utf-8")
+            print(f"{PAGES[name].removeprefix('a ')}: {file}")
     finally:  # what was spent counts where no result came of it, too
-        if spent and arguments.html is None:
+        if spent and not files:
             print(spent)
 
 

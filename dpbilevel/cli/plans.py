@@ -7,10 +7,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jaxtyping import PyTree
 
-from ..audit.claims import TradeOffCurve, ledger_claims
+from ..audit.certificate import largest_powers
 from ..core.plan import calibrate
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
@@ -27,7 +26,6 @@ from .task import Problem
 from .tasks import TASKS
 from .toml_tables import Location
 
-FALSE_ALARMS = 0.05
 # Last lines of a config without settings.
 UNPLANNED = (
     "# There is no table [solver]: settings are chosen by dry runs on synthetic",
@@ -181,8 +179,8 @@ class Prepared:
         return dataclasses.replace(rest, releases=releases)
 
     @property
-    def power(self) -> float:
-        """Largest power of any attack with 5 % false alarms, on the worst-off person.
+    def power(self) -> dict[str, float]:
+        """Largest power of any attack, by false alarms, on the worst-off person.
 
         By the whole privacy profile, which is below the bound by one epsilon and delta.
         People of a counted test file are charged by a ledger of their own.
@@ -190,7 +188,7 @@ class Prepared:
         test = self.config.data.test
         is_counted = test is not None and test.accuracy == "counted"
         others = [evaluation.ledger_of(self.config)] if is_counted else []
-        return largest_power(self.ledger, *others)
+        return largest_powers(self.ledger, *others)
 
     @property
     def report_of_check(self) -> PrivacyReport | None:
@@ -201,18 +199,6 @@ class Prepared:
         two = self.config.privacy.people is not None
         privacy = self.config.privacy
         return describe(ledger, privacy.budget, levels=two, unit=privacy.unit)
-
-
-def largest_power(*ledgers: Ledger) -> float:
-    """Return the largest power of any test with 5 % false alarms.
-
-    Args:
-        ledgers: Ledgers of different people.
-    """
-    claims = (claim for led in ledgers for claim in ledger_claims(led).values())
-    rates = np.asarray([FALSE_ALARMS])
-    powers = (float(TradeOffCurve(claim)(rates)[0]) for claim in claims)
-    return max(powers, default=FALSE_ALARMS)
 
 
 def prepare(config: Config) -> Prepared:

@@ -26,6 +26,7 @@ LEVELS = {
     "upper": "validation records",
     "lower": "training records",
 }
+_FORMAT = 2
 MOST_NAMED = 16  # largest number of bars and coefficients with names
 
 
@@ -41,7 +42,7 @@ class Result:
         trajectory: Shown values after every step; row 0 is the initial point.
         report: The guarantee.
         versions: Versions of the software.
-        power: Largest power of any attack with 5 % false alarms, by the ledger.
+        power: Largest detection rate of any attack, by its rate of false alarms.
         rejected_updates: As in `Solution`.
         test: The accuracy or error on the test file, if the config names one.
         usability: Released result of the check of the records; `None` without one.
@@ -54,7 +55,7 @@ class Result:
     trajectory: np.ndarray
     report: PrivacyReport
     versions: dict[str, str]
-    power: float
+    power: dict[str, float]
     rejected_updates: int = 0
     test: Evaluation | None = None
     usability: Usability | None = None
@@ -166,7 +167,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))
     checkpoint.replace(folder / FIGURE, figure)
     page = {
-        "format": 1,
+        "format": _FORMAT,
         "task": result.task.name,
         "label": result.task.label,
         "released": dict(zip(result.names, result.shown.tolist(), strict=True)),
@@ -175,7 +176,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "features": result.features,
         "test": _plain(result.test),
         checkpoint.CHECK: _plain(result.usability),
-        "power_at_5_percent_false_alarms": result.power,
+        "power": result.power,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
@@ -252,7 +253,9 @@ def spent(out: Path) -> str:
     if spending.is_moved(out.resolve()):  # by a later run
         above = out.resolve().parent
         return f"spending: in the record of its folder: dpbilevel report {above}"
-    return str(record) if record.runs or spending.is_lost(out) else ""
+    if not (record.runs or spending.is_lost(out)):
+        return ""
+    return "\n".join([str(record), *spending.remaining(out)])
 
 
 def _settle(out: Path) -> None:
@@ -273,6 +276,8 @@ def load(folder: Path) -> Result:
         raise ValueError(f"{folder} holds no finished run{_why(folder)}.")
     try:
         page = json.loads(file.read_text(encoding="utf-8"))
+        if page["format"] != _FORMAT:
+            raise ValueError(f"its format is {page['format']}, not {_FORMAT}")
         with np.load(folder / ARRAYS, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
         return Result(
@@ -285,12 +290,13 @@ def load(folder: Path) -> Result:
             versions=page["versions"],
             rejected_updates=page.get("rejected_updates", 0),
             test=Evaluation(**page["test"]) if page.get("test") else None,
-            power=page["power_at_5_percent_false_alarms"],
+            power=page["power"],
             usability=usability_of(page),
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(
-            f"{folder} is no result folder of this version, or damaged: {error}."
+            f"{folder} is no result folder of this version, or damaged: {error}. "
+            "Report it with the version that wrote it, or run its config again."
         ) from error
 
 

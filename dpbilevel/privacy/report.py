@@ -75,6 +75,8 @@ class PrivacyReport:
         accountant: How epsilon was computed.
         versions: The packages that computed and will run it.
         prng: The generator family of the keys. Never the key.
+        mu: $\mu$ of Gaussian differential privacy, of the worst-off person, if that is
+            exact for all releases together; otherwise `None`.
     """
 
     status: Status
@@ -91,6 +93,7 @@ class PrivacyReport:
     versions: dict[str, str]
     unit: str = ROW
     prng: str = "JAX counter-based generator, keys from the caller"
+    mu: float | None = None
 
     def to_json(self) -> str:
         """Return the report as JSON text; `from_json` restores it exactly."""
@@ -239,7 +242,16 @@ def describe(
         accountant=_accountant(ledger, budget),
         versions={"dpbilevel": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
+        mu=_gaussian_mu(ledger),
     )
+
+
+def _gaussian_mu(ledger: Ledger) -> float | None:
+    """Return the largest mu of a person, or `None` if a release is not Gaussian."""
+    found = [profiles.gaussian_mu(event) for event in ledger.events().values()]
+    known = [mu for mu in found if mu is not None]
+    is_exact = len(known) == len(found) and not ledger.failure
+    return max(known, default=0.0) if is_exact else None
 
 
 def _certificates(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:

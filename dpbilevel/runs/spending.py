@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -372,18 +373,7 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
     (run,) = _runs(folder, number)
     # The record may hold only a first part.
     ahead = [max(0.0, b - a) for a, b in zip(run.cost, costs_by(report), strict=True)]
-    ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
-    for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
-        try:
-            page = json.loads((place / LIMIT).read_text())
-            limit = float(page["epsilon"]), float(page["delta"])
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{place / LIMIT} is damaged. Declare the limit again by "
-                "dpbilevel.search.limit_spending(folder, budget). Nothing was spent."
-            ) from None
+    for place, limit in _limits(folder):
         found = spent(place)
         costs = found.epsilon + ahead[0], min(1.0, found.delta + ahead[1])
         pairs = zip(costs, limit, strict=True)
@@ -393,6 +383,37 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
                 f"{place}, {_text(limit)}: the runs there would cost {_text(costs)}. "
                 "Give a smaller budget or a larger limit; see dpbilevel.search.spent."
             )
+
+
+def remaining(folder: Path) -> list[str]:
+    """Return a line of text on each limit that holds for a folder: what is left.
+
+    Raises:
+        ValueError: A limit is damaged.
+        OSError: A folder below a limit cannot be read.
+    """
+    lines = []
+    for place, limit in _limits(folder):
+        found = spent(place)
+        left = max(0.0, limit[0] - found.epsilon), max(0.0, limit[1] - found.delta)
+        lines.append(f"limit of {place}: {_text(limit)}; left: {_text(left)}")
+    return lines
+
+
+def _limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
+    """Yield the limits of a folder and of those above it, by their folders."""
+    ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
+    for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
+        try:
+            page = json.loads((place / LIMIT).read_text())
+            yield place, (float(page["epsilon"]), float(page["delta"]))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{place / LIMIT} is damaged. Declare the limit again by "
+                "dpbilevel.search.limit_spending(folder, budget). Nothing was spent."
+            ) from None
 
 
 def _text(costs: tuple[float, float]) -> str:

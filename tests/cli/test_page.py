@@ -1,18 +1,21 @@
 """The page of a report: what it says, and how a browser shows it."""
 
 import dataclasses
+import html
 import math
 import re
+import tomllib
 from html.parser import HTMLParser
 
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.audit.claims import TradeOffCurve, gaussian_claim
+from dpbilevel.audit.certificate import TERMS, largest_powers, word_of
 from dpbilevel.cli import page, results, tasks
-from dpbilevel.cli.config import public_classes, read_config
+from dpbilevel.cli.config import parse_config, public_classes, read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.plans import largest_power, prepare
+from dpbilevel.cli.plans import prepare
+from dpbilevel.cli.toml_tables import Location
 from dpbilevel.privacy.sampling.base import AbstractSampling
 from tests import cases, chromium
 from tests.cli.test_cli import failure
@@ -24,7 +27,11 @@ TASKS = ["training", "source_weighting", "group_fair"]
 
 
 def page_of(result, spent="spending: 1 run"):
-    return page.page(result, spent, "Run in <out>")
+    return certificate_of(result, spent).html()
+
+
+def certificate_of(result, spent="spending: 1 run"):
+    return page.certificate_of(result, spent, "Run in <out>")
 
 
 class Tags(HTMLParser):
@@ -49,21 +56,28 @@ class Tags(HTMLParser):
             self.text.append(data)
 
 
-def text_of(html):
+def text_of(page):
     parser = Tags()
-    parser.feed(html)
+    parser.feed(page)
     assert parser.open == []
     return " ".join(" ".join(parser.text).split())
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_page_is_well_formed_and_needs_nothing_else(task):
-    html = page_of(result_of(task, "<script>alert(1)</script>{}", 3))
-    text_of(html)
-    assert "<script" not in html
-    assert not re.findall(r'(?:href|src)="(?!#|data:)', html.replace("xlink:", ""))
-    assert "url(http" not in html
-    assert "#222222" not in html  # colors that a dark screen would hide
+    text = page_of(result_of(task, "<script>alert(1)</script>{}", 3))
+    text_of(text)
+    assert "<script" not in text
+    assert not re.findall(r'(?:href|src)="(?!#|data:)', text.replace("xlink:", ""))
+    assert "url(http" not in text
+    assert "#222222" not in text  # colors that a dark screen would hide
+
+
+def test_the_config_on_a_page_is_toml_that_plans_the_same_guarantee():
+    result = result_of("source_weighting")
+    (shown,) = re.findall("The config</summary><pre>(.*?)</pre>", page_of(result), re.S)
+    tables = tomllib.loads(html.unescape(shown))
+    assert prepare(parse_config(tables, Location("a.toml"))).report == result.report
 
 
 def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
@@ -71,11 +85,12 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     said = text_of(page_of(result))
     report = result.report
     for assumption in report.assumptions:
-        assert " ".join(assumption.split()) in said
+        assert " ".join(assumption.split())[1:] in said  # a sentence has a capital
     assert "replaced by any other record" in said
     assert "among those of the training or of the validation, not among both" in said
-    assert "a factor of at most 2.72" in said
-    assert "detects at most 8.5 %" in said
+    assert "one answer has at most 75 %" in said
+    assert "false alarms in 1 % of all cases detects at most 2 %" in said
+    assert "false alarms in 5 % of all cases detects at most 8.5 %" in said
     for row in report.ledger:
         assert row.release in said
         assert f"{row.noise_std:.3g}" in said
@@ -89,12 +104,12 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
 @pytest.mark.parametrize("task", TASKS)
 def test_every_word_of_the_ledger_is_explained(task):
     result = result_of(task)
-    meanings = page.TERMS | {**tasks.TASKS[task].terms}
+    meanings = TERMS | {**tasks.TASKS[task].terms}
     said = text_of(page_of(result))
     for row in result.report.ledger:
         for role, part in row.roles.items():
             for name in (row.release, role, part.sampling):
-                word = page.word_of(name)
+                word = word_of(name)
                 assert f"{word} {meanings[word]}" in said
     assert tasks.TASKS["penalty_tuning"].terms["screen"] not in said  # in no ledger
 
@@ -117,15 +132,15 @@ def test_every_release_of_a_solver_is_explained_by_the_task(name):
         for kind in public_classes(dpb.AbstractSolver).values()
         if kind.in_config and issubclass(task.problem_type, kind.problem_type)
     ]
-    words = {page.word_of(word) for kind in kinds for word in names_of(kind)}
+    words = {word_of(word) for kind in kinds for word in names_of(kind)}
     words |= {word for kind in kinds for word in getattr(kind, "stages", ())}
     assert words
     assert words - task.terms.keys() == set()
 
 
 def test_every_sampling_of_a_config_is_explained():
-    missing = public_classes(AbstractSampling).keys() - page.TERMS.keys()
-    assert not missing, f"add {missing} to TERMS in dpbilevel/cli/page.py"
+    missing = public_classes(AbstractSampling).keys() - TERMS.keys()
+    assert not missing, f"add {missing} to TERMS in dpbilevel/audit/certificate.py"
 
 
 def test_a_run_that_diverged_or_did_not_move_is_shown_as_such():
@@ -144,33 +159,38 @@ def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
     assert said in text_of(page_of(mean))
 
 
-def test_the_power_of_an_attack_is_that_of_two_normals():
-    mu = 0.268
-    curve = TradeOffCurve(gaussian_claim(mu))
-    from scipy.stats import norm
-
-    expected = norm.cdf(norm.ppf(0.05) + mu)
-    assert float(curve([0.05])[0]) == pytest.approx(expected, abs=1e-5)
-
-
 def test_the_power_of_a_run_is_below_that_of_its_budget(tmp_path):
     (tmp_path / "a.toml").write_text(TRAINING + SETTINGS)
     prepared = prepare(read_config(tmp_path / "a.toml"))
     ledger = prepared.solver.ledger(prepared.problem, prepared.config.sizes)
-    power = largest_power(ledger)
-    assert 0.05 < power < math.e * 0.05 + 1e-5
-    assert power < largest_power(ledger, ledger.repeat(4))
+    powers, four = largest_powers(ledger), largest_powers(ledger, ledger.repeat(4))
+    for alarms, power in powers.items():
+        assert float(alarms) < power < math.e * float(alarms) + 1e-5
+        assert power < four[alarms]
 
 
 def test_the_command_writes_a_page_into_a_new_file(tmp_path, capsys):
     write_csv(tmp_path, rows_of(60))
     (tmp_path / "a.toml").write_text(TRAINING + SETTINGS)
     out, file = str(tmp_path / "out"), str(tmp_path / "a.html")
+    others = ["--registry", str(tmp_path / "a.yaml"), "--nist", str(tmp_path / "a.md")]
     assert main(["run", str(tmp_path / "a.toml"), "--out", out]) == 0
-    assert main(["report", out, "--html", file]) == 0
-    assert capsys.readouterr().out.count(f"page: {file}") == 1
+    dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(3.0, 1e-3))
+    assert main(["report", out, "--html", file, *others]) == 0
+    assert capsys.readouterr().out.count(f"certificate for a reviewer: {file}") == 1
     assert "exists" in failure(capsys, "report", out, "--html", file)
-    assert 0.05 < results.load(tmp_path / "out").power < 0.2
+    left = 3 - results.load(tmp_path / "out").report.epsilon
+    assert f"left: epsilon = {left:.6g}" in (tmp_path / "a.html").read_text()
+    assert "TODO" in (tmp_path / "a.yaml").read_text()
+    assert "| Epsilon |" in (tmp_path / "a.md").read_text()
+    assert 0.05 < results.load(tmp_path / "out").power["0.05"] < 0.2
+
+
+def test_a_folder_of_another_version_says_what_to_do(tmp_path, capsys):
+    (tmp_path / results.RESULT).write_text('{"format": 1}')
+    said = failure(capsys, "report", str(tmp_path), "--html", str(tmp_path / "a.html"))
+    assert "its format is 1, not 2. Report it with the version that wrote it" in said
+    assert not (tmp_path / "a.html").exists()
 
 
 # The page is as wide as the window, no text is small or without contrast, and nothing

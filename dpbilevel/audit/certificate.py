@@ -1,0 +1,339 @@
+"""Certificate of a run: what it promises, for a reviewer who is no programmer."""
+
+import dataclasses
+import decimal
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._extras import check_installed
+from ..privacy.ledger import Ledger
+from ..privacy.report import (
+    CRYPTOGRAPHIC,
+    IDEALISED,
+    ROW,
+    PrivacyReport,
+    Status,
+    rounded_up,
+)
+from .claims import TradeOffCurve, ledger_claims
+
+if TYPE_CHECKING:  # an extra
+    from jinja2 import Environment
+
+FALSE_ALARMS = (0.01, 0.05)
+# Assumptions that the library answers for; its documentation has the proofs.
+_OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
+# A belief passes `_SLACK` times the odds of epsilon with a chance of `_TIMES` delta.
+_SLACK, _TIMES = 1.1, 11
+_NORMAL = statistics.NormalDist()
+# Words of every ledger.
+TERMS = {
+    "records": "the records",
+    "upper": "the validation records",
+    "lower": "the training records",
+    "FullBatch": "every record is read, each time",
+    "Poisson": "each record is read with the same chance, drawn anew each time",
+    "FixedSize": "so many records are read, drawn anew each time",
+    "SinglePass": "each record is read once at most, in one of the batches",
+    "RandomAllocation": "each record is read once a pass, in a batch drawn anew",
+    "usable records": "how many records fit what the config declares",
+    "usable records of the upper level": "the same of the validation records",
+    "usable records of the lower level": "the same of the training records",
+    "test accuracy": "how many test records the released model labels correctly",
+}
+
+
+def largest_powers(*ledgers: Ledger) -> dict[str, float]:
+    """Return the largest detection rate of any attack, by its rate of false alarms.
+
+    Args:
+        ledgers: Ledgers of different people; the worst-off person decides.
+
+    Returns:
+        A dict with the keys "0.01" and "0.05", by the exact trade-off curves.
+
+    Privacy:
+        Public: a function of ledgers.
+    """
+    claims = (claim for led in ledgers for claim in ledger_claims(led).values())
+    curves = [TradeOffCurve(claim)(np.asarray(FALSE_ALARMS)) for claim in claims]
+    worst = np.max([FALSE_ALARMS, *curves], axis=0)
+    return dict(zip(map(str, FALSE_ALARMS), worst.tolist(), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """A run's guarantee as a page, a registry entry and a worksheet.
+
+    Attributes:
+        report: The guarantee.
+        title: Name of the run.
+        powers: Largest detection rates by false alarms, by the exact trade-off curve;
+            `None` if only epsilon and delta are known.
+        values: Rows of released numbers: name, value, standard deviation, interval.
+        spent: Text on what all runs of a folder have spent.
+        terms: Meanings of the names of releases.
+        facts: Texts on the run that a report does not have, by name.
+
+    Privacy:
+        Public: a function of the report and of released values.
+    """
+
+    report: PrivacyReport
+    title: str
+    powers: Mapping[str, float] | None = None
+    values: tuple[tuple[str, ...], ...] = ()
+    spent: str = ""
+    terms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def claims(self) -> bool:
+        """Whether an epsilon belongs to the run."""
+        return self.report.status is not Status.HEURISTIC
+
+    def html(self) -> str:
+        """Return one page of HTML for a reviewer; it loads nothing from the network."""
+        return self.render("certificate.html")
+
+    def registry(self) -> str:
+        """Return a YAML entry for the public registry of deployments.
+
+        The keys are those of the schema of opendp/deployments-registry-data. What only
+        the curator knows is marked TODO.
+
+        Raises:
+            ValueError: The run claims no epsilon.
+        """
+        if not self.claims:
+            raise ValueError(
+                "registry: this run claims no epsilon, so there is nothing to "
+                "register. Plan it with the certified number of steps."
+            )
+        return self.render("registry.yaml")
+
+    def nist(self) -> str:
+        """Return a worksheet in Markdown along the pyramid of NIST SP 800-226."""
+        return self.render("nist.md")
+
+    def render(
+        self, template: str, among: "Environment | None" = None, **more: Any
+    ) -> str:
+        """Return the text of a template.
+
+        Args:
+            template: Its name.
+            among: The templates; by default those of certificates.
+            **more: Further values that it reads.
+        """
+        among = environment() if among is None else among
+        found = {field.name: getattr(self, field.name) for field in _FIELDS}
+        texts = self.report.assumptions
+        odds = math.exp(-self.report.epsilon) / (_SLACK if self.report.delta else 1)
+        found |= {
+            "claims": self.claims,
+            "odds": self._odds() if self.claims else {},
+            "belief": 1 / (1 + odds),
+            "exception": min(1.0, _TIMES * self.report.delta),
+            "ledger": [*_ledger(self.report)],
+            "words": self._words(),
+            "assumed": [
+                (text, "the library" if text in _OURS else "the data holder")
+                for text in texts
+                if not re.match("(not |un)protected", text, re.IGNORECASE)
+            ],
+            "unprotected": [text for text in texts if "protected" in text.lower()],
+            "detection": "; ".join(
+                f"{_percent(power)} at {_percent(float(alarms))} false alarms"
+                for alarms, power in (self._odds() if self.claims else {}).items()
+            ),
+            "data": f"all data sets; planned: {_records(self.report)}",
+            "releases": "; ".join(map(str, self.report.ledger)),
+            "precision": "; ".join(_arithmetic(self.report)),
+        }
+        return among.get_template(template).render(found | more)
+
+    def _odds(self) -> dict[str, float]:
+        """Return the largest detection rates; without a curve the bound by epsilon."""
+        e, d, mu = self.report.epsilon, self.report.delta, self.report.mu
+        if self.powers is not None:
+            return {**self.powers}
+        if mu is not None:
+            found = {a: _NORMAL.cdf(_NORMAL.inv_cdf(a) + mu) for a in FALSE_ALARMS}
+        else:
+            found = {
+                a: min(
+                    1.0, math.exp(min(e, 700)) * a + d, 1 - math.exp(-e) * (1 - a - d)
+                )
+                for a in FALSE_ALARMS
+            }
+        return {str(a): power for a, power in found.items()}
+
+    def _words(self) -> list[tuple[str, str]]:
+        """Return pairs of a word in the ledger and its meaning."""
+        words, meanings = [], TERMS | {**self.terms}
+        for row in self.report.ledger:
+            words += [word_of(row.release), *row.roles]
+            words += [word_of(part.sampling) for part in row.roles.values()]
+        return [(w, meanings[w]) for w in dict.fromkeys(words) if w in meanings]
+
+
+_FIELDS = dataclasses.fields(Certificate)
+
+
+def certificate(
+    run: Any,
+    *,
+    title: str = "Certificate of a private run",
+    ledger: Ledger | None = None,
+    values: Mapping[str, float | tuple[float, float]] | None = None,
+) -> Certificate:
+    """Return the `Certificate` of a run, for a reviewer.
+
+    Args:
+        run: A solution of `fit`, a `Plan`, a fitted estimator or a `PrivacyReport`.
+        title: Name of the run, shown on top.
+        ledger: The ledger of the plan, `plan.solver.ledger(problem, sizes)`. With it
+            the odds of an attacker are exact for sampled batches, too. Full batches
+            with Gaussian noise do not need it.
+        values: Released numbers to show, by name: a number, or a pair of it and its
+            standard deviation. By default the coefficients of a linear estimator.
+
+    Raises:
+        TypeError: `run` has no report, as the solution of `solve`.
+        ValueError: The ledger is not that of the report, or jinja2 is missing.
+
+    Privacy:
+        Public: reads the report and released values, no records.
+    """
+    check_installed("certificate", "jinja2")
+    report = run
+    for name in ("report", "privacy_report_"):
+        report = getattr(report, name, report)
+    if not isinstance(report, PrivacyReport):
+        raise TypeError(
+            f"certificate: {type(run).__name__} has no report. Give the solution of "
+            "fit, a plan, a fitted estimator or a report; after solve give its plan."
+        )
+    if ledger is not None:
+        rows = tuple(release.row() for release in ledger.releases)
+        if rows != report.ledger:
+            raise ValueError(
+                "certificate: the ledger is not that of the report. Give "
+                "plan.solver.ledger(problem, plan.solver.sizes)."
+            )
+    powers = None if ledger is None else largest_powers(ledger)
+    pairs = _coefficients(run) if values is None else values
+    shown = tuple(_shown(name, value) for name, value in pairs.items())
+    return Certificate(report, title, powers, shown)
+
+
+def _coefficients(estimator: Any) -> dict[str, Any]:
+    """Return the coefficients of a linear estimator, by name; none of others."""
+    found = np.ravel(getattr(estimator, "coef_", ()))
+    names = getattr(estimator, "feature_names_in_", ())
+    if len(names) != len(found):
+        names = [f"coefficient {i}" for i in range(1, len(found) + 1)]
+    stds = getattr(estimator, "coef_std_", None)
+    pairs = found if stds is None else zip(found, np.ravel(stds), strict=True)
+    return dict(zip(map(str, names), pairs, strict=True))
+
+
+def _shown(name: str, value: Any) -> tuple[str, ...]:
+    """Return the row of a released number, with its 95 % interval if it has one."""
+    if not isinstance(value, tuple):
+        return name, f"{value:.4f}", "", ""
+    middle, std = value
+    half = _NORMAL.inv_cdf(0.975) * std
+    return (
+        name,
+        f"{middle:.4f}",
+        f"{std:.4f}",
+        f"{middle - half:.4f} to {middle + half:.4f}",
+    )
+
+
+def _ledger(report: PrivacyReport) -> Iterable[tuple[str, ...]]:
+    """Yield one row of text for each release and role."""
+    for row in report.ledger:
+        noise = row.noise_std
+        for role, part in row.roles.items():
+            moves = part.sensitivity
+            yield (
+                row.release,
+                f"{row.count}",
+                f"{role}: {part.records}",
+                part.sampling,
+                "declared" if moves is None else f"{moves:.3g}",
+                "a draw" if noise is None else f"{noise:.3g}",
+            )
+
+
+def _records(report: PrivacyReport) -> str:
+    """Return the planned numbers of records, by role, as text."""
+    roles = {r: v.records for row in report.ledger for r, v in row.roles.items()}
+    return ", ".join(
+        f"{n} {TERMS.get(r, r).removeprefix('the ')}" for r, n in roles.items()
+    )
+
+
+def _arithmetic(report: PrivacyReport) -> Iterable[str]:
+    """Yield what the report says of the arithmetic of each mechanism."""
+    for name in dict.fromkeys(row.precision for row in report.ledger):
+        yield f"precision {name}: {IDEALISED.get(name, 'as declared')}"
+
+
+def word_of(name: str) -> str:
+    """Return the first word of a name such as `refit: gradient` or `Poisson(0.1)`."""
+    return re.split(r": | ?\(", name)[0]
+
+
+def environment(*loaders: Any) -> "Environment":
+    """Return the jinja2 `Environment` of certificates; unknown names raise.
+
+    Args:
+        loaders: Loaders of further templates.
+    """
+    import jinja2
+
+    own = jinja2.PackageLoader("dpbilevel.audit")
+    found = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([own, *loaders]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=jinja2.select_autoescape(["html"], default_for_string=False),
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals["ROW"] = ROW
+    found.filters |= {
+        "percent": _percent,
+        "rounded_up": lambda value, digits=4: rounded_up(value, digits),
+        "number": lambda value: format(decimal.Decimal(rounded_up(value)), "f"),
+        "cell": _cell,
+        "sentence": lambda text: f"{text[:1].upper()}{text[1:].rstrip('.')}.",
+        "quoted": _quoted,
+    }
+    return found
+
+
+def _cell(text: str) -> str:
+    """Return text on one line, as a cell of a table in Markdown."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _percent(fraction: float) -> str:
+    """Return a fraction as text in percent, rounded up."""
+    return f"{math.ceil(round(1000 * fraction, 6)) / 10:g} %"
+
+
+def _quoted(text: str) -> str:
+    """Return text on one line in quotes, as YAML and JSON read it."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return json.dumps(line, ensure_ascii=False)
