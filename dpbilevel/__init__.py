@@ -44,7 +44,7 @@ def _names() -> list[str]:
     """Return the names that `from dpbilevel import *` binds."""
     from . import _public
 
-    return ["PrivateSearch", "__version__", *_public.__all__]
+    return ["PrivateSearch", "__version__", *_public.NAMES]
 
 
 def _private_search() -> type:
@@ -62,7 +62,7 @@ def _unknown(name: str) -> AttributeError:
     from . import _public
 
     message = f"module {__name__!r} has no attribute {name!r}"
-    for package in (getattr(_public, public) for public in _public.__all__):
+    for package in (getattr(_public, public) for public in _public.NAMES):
         if name in getattr(package, "__all__", ()):
             message += f"; it is {package.__name__}.{name}"
             break

@@ -1,127 +1,64 @@
 """The public names of the library, except `PrivateSearch`, which needs more."""
 
-from . import (
-    applications,
-    audit,
-    bilevel,
-    draws,
-    games,
-    onelevel,
-    oracles,
-    planning,
-    privacy,
-    search,
-    sets,
-)
-from .applications import (
-    linear_tuning,
-    penalty_tuning,
-    source_weighting,
-    source_weights,
-)
-from .audit import debug
-from .audit.certificate import certificate
-from .bilevel import (
-    BilevelProblem,
-    ImplicitBilevel,
-    Levels,
-    PenaltyBilevel,
-    Refitted,
-    SingleLoopBilevel,
-    Sizes,
-)
-from .core import outputs, proximal
-from .core.accountants import delta, epsilon, noise_multiplier, records_needed
-from .core.loop import solve
-from .core.plan import calibrate
-from .core.process_spending import PrivacyWarning, spent
-from .core.solution import Plan, Solution
-from .core.solver import AbstractSolver
-from .onelevel import (
-    FiniteSum,
-    Logistic,
-    NoisyGD,
-    absolute_loss,
-    hinge_loss,
-    logistic_loss,
-    squared_loss,
-)
-from .planning import auto
-from .privacy import (
-    FixedSize,
-    FullBatch,
-    Neighbours,
-    OnDisk,
-    People,
-    Poisson,
-    PrivacyBudget,
-    Randomized,
-    by_person,
-    root_key,
-)
-from .runs.fit import fit
-from .runs.run import advance, resume, start
-from .runs.saved import load
+from . import applications as applications
+from . import audit as audit
+from . import bilevel as bilevel
+from . import draws as draws
+from . import games as games
+from . import onelevel as onelevel
+from . import oracles as oracles
+from . import planning as planning
+from . import privacy as privacy
+from . import search as search
+from . import sets as sets
+from .applications import linear_tuning as linear_tuning
+from .applications import penalty_tuning as penalty_tuning
+from .applications import source_weighting as source_weighting
+from .applications import source_weights as source_weights
+from .audit import debug as debug
+from .audit.certificate import certificate as certificate
+from .bilevel import BilevelProblem as BilevelProblem
+from .bilevel import ImplicitBilevel as ImplicitBilevel
+from .bilevel import Levels as Levels
+from .bilevel import PenaltyBilevel as PenaltyBilevel
+from .bilevel import Refitted as Refitted
+from .bilevel import SingleLoopBilevel as SingleLoopBilevel
+from .bilevel import Sizes as Sizes
+from .core import outputs as outputs
+from .core import proximal as proximal
+from .core.accountants import delta as delta
+from .core.accountants import epsilon as epsilon
+from .core.accountants import noise_multiplier as noise_multiplier
+from .core.accountants import records_needed as records_needed
+from .core.loop import solve as solve
+from .core.plan import calibrate as calibrate
+from .core.process_spending import PrivacyWarning as PrivacyWarning
+from .core.process_spending import spent as spent
+from .core.solution import Plan as Plan
+from .core.solution import Solution as Solution
+from .core.solver import AbstractSolver as AbstractSolver
+from .onelevel import FiniteSum as FiniteSum
+from .onelevel import Logistic as Logistic
+from .onelevel import NoisyGD as NoisyGD
+from .onelevel import absolute_loss as absolute_loss
+from .onelevel import hinge_loss as hinge_loss
+from .onelevel import logistic_loss as logistic_loss
+from .onelevel import squared_loss as squared_loss
+from .planning import auto as auto
+from .privacy import FixedSize as FixedSize
+from .privacy import FullBatch as FullBatch
+from .privacy import Neighbours as Neighbours
+from .privacy import OnDisk as OnDisk
+from .privacy import People as People
+from .privacy import Poisson as Poisson
+from .privacy import PrivacyBudget as PrivacyBudget
+from .privacy import Randomized as Randomized
+from .privacy import by_person as by_person
+from .privacy import root_key as root_key
+from .runs.fit import fit as fit
+from .runs.folder import load as load
+from .runs.run import advance as advance
+from .runs.run import resume as resume
+from .runs.run import start as start
 
-__all__ = [
-    "AbstractSolver",
-    "BilevelProblem",
-    "FiniteSum",
-    "FixedSize",
-    "FullBatch",
-    "ImplicitBilevel",
-    "Levels",
-    "Logistic",
-    "Neighbours",
-    "NoisyGD",
-    "OnDisk",
-    "PenaltyBilevel",
-    "People",
-    "Plan",
-    "Poisson",
-    "PrivacyBudget",
-    "PrivacyWarning",
-    "Randomized",
-    "Refitted",
-    "SingleLoopBilevel",
-    "Sizes",
-    "Solution",
-    "absolute_loss",
-    "advance",
-    "applications",
-    "audit",
-    "auto",
-    "bilevel",
-    "by_person",
-    "calibrate",
-    "certificate",
-    "debug",
-    "delta",
-    "draws",
-    "epsilon",
-    "fit",
-    "games",
-    "hinge_loss",
-    "linear_tuning",
-    "load",
-    "logistic_loss",
-    "noise_multiplier",
-    "onelevel",
-    "oracles",
-    "outputs",
-    "penalty_tuning",
-    "planning",
-    "privacy",
-    "proximal",
-    "records_needed",
-    "resume",
-    "root_key",
-    "search",
-    "sets",
-    "solve",
-    "source_weighting",
-    "source_weights",
-    "spent",
-    "squared_loss",
-    "start",
-]
+NAMES = sorted(name for name in globals() if not name.startswith("_"))

@@ -244,7 +244,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
 
 def public_classes(base: type) -> dict[str, type]:
     """Return the public concrete subclasses of `base`, by name."""
-    found = {name: getattr(_public, name) for name in _public.__all__}
+    found = {name: getattr(_public, name) for name in _public.NAMES}
     for package in filter(inspect.ismodule, [*found.values()]):
         found |= {name: getattr(package, name) for name in package.__all__}
     return {
