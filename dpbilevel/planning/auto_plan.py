@@ -36,11 +36,11 @@ from .conclusions import (
     ranked_best,
     reason_of,
 )
+from .dry_runs import Workers
 from .methods import constant_feature, is_linear, model_of
 from .populations import Alike, GoodOrBad, Shifted, populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
-from .workers import Workers
 
 # If a step reads more numbers than these, in records times parameters, every second
 # setting and fewer runs are tried with little effort: two minutes allow no more.

@@ -15,10 +15,9 @@ from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from .dry_runs import accelerated, less_noise, released
+from .dry_runs import Stopped, Workers, accelerated, less_noise, released
 from .methods import Candidate, constant_loss, is_vector, mean_loss, model_of
 from .synthetic import AbstractPopulation, SyntheticData
-from .workers import Stopped, Workers
 
 Effort = Literal["fast", "thorough"]
 Losses = list[list[float]]  # by run and population

@@ -17,7 +17,7 @@ from dpbilevel.applications import (
     WarmStarted,
 )
 from dpbilevel.bilevel import OneLevel, Refitted
-from dpbilevel.planning import auto_plan, dry_runs, race, workers
+from dpbilevel.planning import auto_plan, dry_runs, race
 from tests.cases import slow
 
 SIZES = dpb.Sizes(20, 60, "disjoint")
@@ -90,7 +90,7 @@ def stopped_after(runs, error):
 
 def test_a_stopped_race_compares_the_runs_that_all_settings_made():
     # In the first run a, b, then the other setting of a; two settings stay.
-    for error in (workers.Stopped(), KeyboardInterrupt()):
+    for error in (dry_runs.Stopped(), KeyboardInterrupt()):
         found, constants = stopped_after([2], error)
         assert [(v.setting, len(v.losses)) for v in found] == [(0, 1), (2, 1)]
         found, constants = stopped_after([6], error)
@@ -105,15 +105,15 @@ def test_threads_have_the_settings_of_the_caller():
         return jnp.zeros(()).astype(float).dtype
 
     with jax.enable_x64(True):
-        assert [*workers.Workers().each(dtype, [0, 1])] == [jnp.float64] * 2
-    assert [*workers.Workers().each(dtype, [0])] == [jnp.float32]
+        assert [*dry_runs.Workers().each(dtype, [0, 1])] == [jnp.float64] * 2
+    assert [*dry_runs.Workers().each(dtype, [0])] == [jnp.float32]
 
 
 def test_the_time_limit_holds_once_a_run_is_finished():
-    late = workers.Workers(1e-9)
+    late = dry_runs.Workers(1e-9)
     assert [*late.each(str, [1, 2])] == ["1", "2"]
     late.finished = True
-    with pytest.raises(workers.Stopped):
+    with pytest.raises(dry_runs.Stopped):
         next(late.each(str, [1]))
     assert late.stopped == "Stopped by the time limit"
 
