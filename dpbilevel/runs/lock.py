@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and one process that reads and writes for all."""
+"""One run at a time in a folder."""
 
 import contextlib
 import os
@@ -6,14 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from .interrupts import on_exit, uninterruptible
 
 NAME = "dpbilevel.lock"
-_KINDS = {"OSError": OSError, "ValueError": ValueError}
 
 
 @contextlib.contextmanager
@@ -22,14 +18,11 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
 
     Yields a function that raises `ValueError` unless this process still holds the lock
     file of the folder. If the file was deleted or replaced, another run may hold a new
-    one. Call the function, in process 0, before a run writes a release to disk.
+    one. Call the function before a run writes a release to disk.
 
     A killed process leaves its file behind but no lock; the next run takes it over. A
     process that is forked inside neither holds nor ends the lock. A folder that was
     created here and is empty at the end is removed.
-
-    In a program of several processes (`jax.distributed`) all call this together, and
-    process 0 holds the lock.
 
     Raises:
         ValueError: Another run is in progress there.
@@ -69,7 +62,7 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
         return False
 
     def leave() -> None:
-        if not lock.is_locked:  # a forked process, or one that is not process 0
+        if not lock.is_locked:  # a forked process
             return
         with contextlib.suppress(OSError):
             if is_held():
@@ -88,7 +81,7 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
 
     with on_exit(leave):
         with uninterruptible():
-            on_process_zero(take)
+            take()
         yield check
 
 
@@ -108,39 +101,3 @@ def _holder(file: Path) -> str:
     with contextlib.suppress(OSError):
         return f" (process {file.read_text(errors='replace').strip()})"
     return ""
-
-
-def on_process_zero(action: Callable[[], bytes | None]) -> bytes | None:
-    """Call `action` in process 0; return its result in every process.
-
-    All processes call this together; each waits until the action has ended. In a
-    program of one process it is a plain call.
-
-    Raises:
-        OSError, ValueError: The action raised it; in all processes, so that none waits
-            for the others without end.
-    """
-    if jax.process_count() == 1:
-        return action()
-    outcome, content, raised = "nothing", b"", None
-    if jax.process_index() == 0:
-        try:
-            found = action()
-            if found is not None:
-                outcome, content = "bytes", found
-        except (OSError, ValueError) as error:
-            raised, content = error, str(error).encode()
-            outcome = "OSError" if isinstance(error, OSError) else "ValueError"
-    outcome, content = _broadcast(outcome.encode()).decode(), _broadcast(content)
-    if outcome in _KINDS:
-        raise raised or _KINDS[outcome](content.decode())
-    return content if outcome == "bytes" else None
-
-
-def _broadcast(content: bytes) -> bytes:
-    """Send bytes from process 0 to all processes; return them in each."""
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    own = np.zeros(size, np.uint8)  # those of other processes are ignored
-    if jax.process_index() == 0:
-        own = np.frombuffer(content, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()

@@ -257,7 +257,7 @@ class AskTell:
             index = current.open[0]
             if self._folder is not None:
                 point = current.points[index]
-                row = self._folder.keep_losses(self.done, index, point, row)
+                self._folder.keep_losses(self.done, index, point, row)
             current.losses[index] = row
             del current.open[0]
         if not current.open:

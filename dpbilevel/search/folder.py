@@ -16,7 +16,6 @@ from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
-from ..runs.lock import on_process_zero
 from .base import BlackBox
 
 _PATTERN = "evaluation-*.SECRET"
@@ -54,11 +53,10 @@ class Folder:
             ValueError: Another run finished here, or its result is damaged.
         """
         file = self.path / checkpoint.SEARCH
-        content = on_process_zero(lambda: _content(file))
-        if content is None:
+        if not file.is_file():
             return None
         try:
-            page = json.loads(content)
+            page = json.loads(file.read_bytes())
             value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
             rejected = int(page.get("rejected_updates", 0))
             noisy = page["noisy_losses"]
@@ -68,7 +66,7 @@ class Folder:
             raise ValueError(
                 f"{file} is damaged or of another version: {error}. Give a new folder."
             ) from error
-        on_process_zero(self._close)
+        self._close()
         points = at.reshape(-1, value.size)  # also where there is none
         return Solution(value, path, rejected), (points, values)
 
@@ -80,19 +78,15 @@ class Folder:
                 spending would exceed a limit of a folder above it.
             OSError: The disk refuses.
         """
-        saved = self._resume(on_process_zero(self._checkpoint))
-
-        def record() -> None:
-            self._forget(saved.done)
-            try:
-                spending.begin(self.path, _NUMBER, self.report, self._public)
-            except ValueError:
-                begun = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
-                if saved.done == 0 and not begun:  # nothing was evaluated
-                    checkpoint.remove(self.path)
-                raise
-
-        on_process_zero(record)
+        saved = self._resume()
+        self._forget(saved.done)
+        try:
+            spending.begin(self.path, _NUMBER, self.report, self._public)
+        except ValueError:
+            begun = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
+            if saved.done == 0 and not begun:  # nothing was evaluated
+                checkpoint.remove(self.path)
+            raise
         return saved
 
     def losses(self, step: int, number: int, point: Point) -> Losses | None:
@@ -103,27 +97,20 @@ class Folder:
                 lock of the folder was lost.
             OSError: The disk refuses.
         """
+        self.check()
         file = self._evaluation(step, number)
-        content = self._by_holder(lambda: _content(file))
-        return None if content is None else _parse(file, content, point)
+        return _parse(file, point) if file.is_file() else None
 
-    def keep_losses(
-        self, step: int, number: int, point: Point, losses: Losses
-    ) -> Losses:
-        """Store all records' losses at a point, and return those of process 0.
+    def keep_losses(self, step: int, number: int, point: Point, losses: Losses) -> None:
+        """Store all records' losses at a point.
 
         Raises:
             ValueError: The lock of the folder was lost.
             OSError: The disk refuses.
         """
-        file = self._evaluation(step, number)
+        self.check()
         content = checkpoint.npz({"point": point, "losses": losses})
-
-        def write() -> bytes:
-            checkpoint.replace(file, content, mode=0o600)
-            return content
-
-        return _parse(file, self._by_holder(write) or b"", point)
+        checkpoint.replace(self._evaluation(step, number), content, mode=0o600)
 
     def keep(self, saved: Checkpoint) -> None:
         """Replace the checkpoint, then delete the evaluations of finished steps.
@@ -132,12 +119,9 @@ class Folder:
             ValueError: The lock of the folder was lost.
             OSError: The disk refuses; the previous checkpoint is intact.
         """
-
-        def write() -> None:
-            checkpoint.write(self.path, saved, notice=_NOTICE)
-            self._forget(saved.done)
-
-        self._by_holder(write)
+        self.check()
+        checkpoint.write(self.path, saved, notice=_NOTICE)
+        self._forget(saved.done)
 
     def finish(self, solution: Solution, noisy: NoisyLosses) -> None:
         """Write the result: released values and public ones only.
@@ -158,39 +142,22 @@ class Folder:
             "noisy_losses": {"points": noisy[0].tolist(), "values": noisy[1].tolist()},
             "run": self._public,
         }
-
-        def write() -> None:
+        with uninterruptible():
+            self.check()
             checkpoint.replace_json(self.path / checkpoint.SEARCH, page)
             self._close()
-
-        with uninterruptible():
-            self._by_holder(write)
-
-    def _by_holder(self, action: Callable[[], bytes | None]) -> bytes | None:
-        """Call an action on process 0 unless the lock was lost; return its bytes."""
-
-        def checked() -> bytes | None:
-            self.check()
-            return action()
-
-        return on_process_zero(checked)
 
     def _evaluation(self, step: int, number: int) -> Path:
         return self.path / f"evaluation-{step}-{number}.SECRET"
 
-    def _checkpoint(self) -> bytes:
-        """Return the bytes of the checkpoint file, written first if there is none."""
+    def _resume(self) -> Checkpoint:
+        """Return the `Checkpoint` of the run, written first if there is none."""
         file = self.path / checkpoint.NAME
         if not file.is_file():
             checkpoint.check_empty("folder", self.path)
             checkpoint.write(self.path, self.first, notice=_NOTICE)
-        return file.read_bytes()
-
-    def _resume(self, content: bytes | None) -> Checkpoint:
-        """Parse a `Checkpoint`, checked to be of the folder's run."""
-        file = self.path / checkpoint.NAME
         try:
-            saved = checkpoint.parsed(file, content or b"", notice=_NOTICE)
+            saved = checkpoint.read(self.path, notice=_NOTICE)
         except ValueError:
             raise ValueError(
                 f"{file} is damaged or of another version. Give a new folder."
@@ -214,10 +181,11 @@ class Folder:
             file.unlink()
 
 
-def _parse(file: Path, content: bytes, point: Point) -> Losses:
-    """Parse a file of all records' losses, checked to be those at `point`."""
+def _parse(file: Path, point: Point) -> Losses:
+    """Read a file of all records' losses, checked to be those at `point`."""
+    content = io.BytesIO(file.read_bytes())
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        with np.load(content, allow_pickle=False) as arrays:
             stored, losses = arrays["point"], arrays["losses"]
     except Exception:
         raise ValueError(f"{file} is damaged. Delete it to evaluate again.") from None
@@ -226,10 +194,6 @@ def _parse(file: Path, content: bytes, point: Point) -> Losses:
             f"{file} holds losses at another point. Continue on the machine of the run."
         )
     return losses
-
-
-def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
 
 
 def fingerprint(

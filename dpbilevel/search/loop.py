@@ -68,8 +68,9 @@ def minimize(
             box returns something else than real numbers.
         ValueError: The solver is not calibrated or planned for another number of
             records, `w0` does not fit, the black box returns another shape, the folder
-            holds something else or a run on other records, `records` is missing, or the
-            folder's lock file was deleted during the run.
+            holds something else or a run on other records, `records` is missing, the
+            folder's lock file was deleted during the run, or JAX runs in several
+            processes with a `folder`.
         OSError: The disk refuses.
 
     Warns:

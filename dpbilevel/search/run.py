@@ -122,10 +122,12 @@ def _check(owner, problem, solver, key, budget, folder) -> None:
         )
     if solver.neighbours is not Neighbours.REPLACE_ONE:
         raise ValueError(f"{owner}: the number of records is public. Use REPLACE_ONE.")
-    if problem.training is not None and folder is None and jax.process_count() > 1:
+    alone = problem.training is not None or folder is not None
+    if alone and jax.process_count() > 1:
         raise ValueError(
-            f"{owner}: several processes would release different losses with the same "
-            "noise. Give folder=, with which one process evaluates for all."
+            f"{owner}: folder= and private trainings need one process: several would "
+            "release different losses with the same noise. AskTell takes losses from "
+            "other processes."
         )
     if folder is not None and budget is None:
         raise ValueError(f"{owner}: folder= records the report. Give budget=.")

@@ -1,11 +1,6 @@
 """Folders of searches: what survives a stop, and what stays secret."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -43,35 +38,11 @@ def kept(tmp_path_factory):
     return Kept()
 
 
-@pytest.mark.slow
-def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, kept):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    root, folders = Path(__file__).parents[2], [tmp_path / "kept", tmp_path / "other"]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    pair = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.search.pair", port, str(number), folder],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, folder in enumerate(folders)
-    ]
-    found = []
-    for process in pair:
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error[-3000:]
-        found.append(json.loads(out.splitlines()[-1]))
-    for page in found:
-        assert "went away" in page["interrupted"]
-        assert page["evaluations"] == EVALUATIONS[NAME] - 2
-        assert page["value"] == kept[NAME].value.tolist()
-        assert "run.solver.class was" in page["refused"]
-    assert [page["files"] for page in found] == [FINISHED, []]
+def test_a_program_of_several_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"folder= .* need one process"):
+        search(NAME, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
