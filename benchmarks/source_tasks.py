@@ -9,6 +9,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
+from dpbilevel.cli.loading import without_sources
 from dpbilevel.cli.tables import read_csv
 from examples.data_cleaning import linear, loss_of, mnist, network, start
 
@@ -119,7 +120,7 @@ def unit(features):
 
 def encoded(table, kept=None):
     """Return unit rows of census features, and labels of -1 and 1."""
-    data = read_config(ROOT / "configs/census.toml").data
+    data = without_sources(read_config(ROOT / "configs/census.toml").data)
     if kept is not None:
         numeric = []
         for block in data.numeric:  # without fnlwgt, a weight of the survey

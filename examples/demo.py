@@ -24,6 +24,7 @@ import optax
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.cli.config import read_config
+from dpbilevel.cli.loading import without_sources
 from dpbilevel.cli.tables import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ TAIL = dpb.outputs.TailMean()
 def census(file):
     """Make sources of all but married women, who validate and test."""
     table = read_csv(file)
-    data = read_config(ROOT / "configs/census.toml").data
+    data = without_sources(read_config(ROOT / "configs/census.toml").data)
     kept = tuple(c for c in data.categorical if c.column in COLUMNS)
     records = dataclasses.replace(data, categorical=kept).encode(table)
     married = np.array([str(v).strip() for v in table.column("marital-status")])

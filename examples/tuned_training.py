@@ -28,6 +28,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
+from dpbilevel.cli.loading import without_sources
 from dpbilevel.cli.tables import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,9 @@ TUNED = dpb.search.TunedTraining(
 
 def census(file):
     """Encode census records: unit rows and labels of -1 and 1."""
-    records = read_config(ROOT / "configs/census.toml").data.encode(read_csv(file))
+    records = without_sources(read_config(ROOT / "configs/census.toml").data).encode(
+        read_csv(file)
+    )
     return np.asarray(records.features), np.asarray(records.label)
 
 

@@ -42,16 +42,12 @@ def check(
         ids: The column with the person of each row, by default that of the config.
 
     Raises:
-        ValueError: The config reads no file, or a file is missing or lacks a column.
+        ValueError: A file is missing or lacks a column.
 
     Privacy:
         NON-PRIVATE, and every line says so: lines contain cells of the files.
     """
     source = config.data
-    if not isinstance(source, CsvData):
-        raise config.place.error(
-            f'check reads files, and source = "{source.source}" names none.'
-        )
     files = *find_files(config, data, validation), test_file(config)
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate(files):
@@ -65,10 +61,9 @@ def check(
 
 def _lines(data: CsvData, table: Table) -> Iterator[str]:
     lists = _lists(data)
-    marks, columns = data.encode(table).marks, data.checked_columns
+    marks = data.encode(table).marks
     assert marks is not None
-    assert columns is not None
-    for name, of_column in zip(columns.names, marks.T, strict=True):
+    for name, of_column in zip(data.checked_columns.names, marks.T, strict=True):
         if name not in lists:
             yield from _numbers(name, table.column(name), of_column)
     for name, (values, effect) in lists.items():
@@ -78,8 +73,8 @@ def _lines(data: CsvData, table: Table) -> Iterator[str]:
 def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
     """Yield lines on the rows of each person, by the columns that may hold ids."""
     privacy = config.privacy
-    known, used = ids or privacy.person, config.data.checked_columns
-    free = [name for name in table.columns if used and name not in used.names]
+    known, used = ids or privacy.person, config.data.checked_columns.names
+    free = [name for name in table.columns if name not in used]
     for name in [known] if known else filter(is_id, free):
         rows = collections.Counter(ids_of(table, name).tolist())
         without = rows.pop("", 0)
@@ -106,10 +101,7 @@ def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str]]:
     found = {b.column: (b.values, "counts as none of them") for b in data.categorical}
     if label.numbers:
         found[label.column] = (label.values, none)
-    for place in filter(None, (data.sources, data.groups)):
-        if place.column:
-            found[place.column] = (place.values, none)
-    return found
+    return found | {place.column: (place.values, none) for place in data.places}
 
 
 def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:

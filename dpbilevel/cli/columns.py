@@ -272,16 +272,21 @@ class Label(Standardized):
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractPlaces:
-    """Values that say where a record belongs, if a column holds them.
+class Places:
+    """A column that says where a record belongs: its source or its group.
 
     Args:
         column: The column.
         values: Public list of the values; a record of another one has no influence.
     """
 
-    column: str = ""
-    values: tuple[Value, ...] = ()
+    column: str
+    values: tuple[Value, ...]
+
+    def __post_init__(self):
+        check_values("values", self.values)
+        if not self.values:
+            raise ValueError("values must be a list of different values, got none.")
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return each cell's position in `values`, -1 for others, and the marks."""

@@ -19,7 +19,7 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import RECORDS
 from ..privacy.records.people import PersonUnit
 from ..privacy.sampling.base import AbstractSampling
-from .data import SOURCES, AbstractData, TableData
+from .data import CsvData
 from .task import AbstractModel, Problem, Task
 from .tasks import TASKS
 from .toml_tables import (
@@ -96,7 +96,7 @@ class Config:
     task: Task[Any]
     model: AbstractModel
     privacy: Privacy
-    data: AbstractData
+    data: CsvData
     solver: AbstractSolver  # not calibrated
     tables: dict[str, Any]  # the parsed file
 
@@ -110,17 +110,13 @@ class Config:
     @property
     def check(self) -> RecordsCheck:
         """`RecordsCheck`, the first release of a run: fractions of usable records."""
-        data, people = self.data, self.privacy.people
-        own = data.checked_columns if self.privacy.check_records else None
-        columns = {}
-        if own is not None and people in (None, People.SHARED):
-            columns = {RECORDS if people is None else "upper": own}
-        elif own is not None:  # only training records have a source
-            assert isinstance(data, TableData)
-            upper = dataclasses.replace(data, sources=None).checked_columns
+        own, people = self.data.checked_columns, self.privacy.people
+        columns = {RECORDS if people is None else "upper": own}
+        if people not in (None, People.SHARED):  # only training records have a source
+            upper = dataclasses.replace(self.data, sources=None).checked_columns
             columns = {"upper": upper, "lower": own}
         return RecordsCheck.planned(
-            columns,
+            columns if self.privacy.check_records else {},
             self.privacy.budget,
             self.sizes,
             neighbours=self.privacy.neighbours,
@@ -223,7 +219,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
     privacy, model, data = collect_errors(
         (reader.build, Privacy, tables["privacy"], place.child("privacy")),
         (reader.build, task.model, tables["model"], place.child("model")),
-        (reader.build_named, SOURCES, tables["data"], where, "source"),
+        (reader.build, CsvData, tables["data"], where),
     )
     solver = _solver(tables, place, privacy.neighbours, task.problem_type)
     found, wanted = solver.neighbours, privacy.neighbours
@@ -236,7 +232,6 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
         (_check_levels, config),
         (_check_person, config),
         (task.check, model, data, where),
-        (_check_corruption, config),
         (_check_test, config),
     )
     return config
@@ -341,27 +336,12 @@ def _check_levels(config: Config) -> None:
 
 
 def _check_person(config: Config) -> None:
-    """Refuse ids that are no column of a file, or that a model would read."""
-    person, columns = config.privacy.person, config.data.checked_columns
-    where = config.place.child("privacy")
-    if person and columns is None:
-        raise where.error("person names a column; generated records have one row each.")
-    if person and columns is not None and person in columns.names:
-        raise where.error(
+    """Refuse ids that a model would read."""
+    person = config.privacy.person
+    if person in config.data.checked_columns.names:
+        raise config.place.child("privacy").error(
             f"person = {person!r} is a label, feature, source or group in [data], too; "
             "give it one role."
-        )
-
-
-def _check_corruption(config: Config) -> None:
-    """Refuse corruption by row number if the number of records is private."""
-    sources, source, privacy = config.data.sources, config.data.source, config.privacy
-    private_count = privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
-    private_count |= bool(privacy.person)
-    if sources and sources.flip and private_count and source != "generated":
-        raise config.place.child("data.sources").error(
-            "flip corrupts labels by row number, and the number of rows is private; "
-            'use neighbours = "replace_one" without person.'
         )
 
 

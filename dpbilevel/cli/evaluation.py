@@ -22,9 +22,8 @@ from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .data import CsvData, TableData
+from .data import HeldOut
 from .people import mean_of, rows_of_people, values
-from .sources import HeldOut
 
 PEOPLE = "person of the test file"
 _HALF = 0.5  # scores are in [0, 1]: minus one half, they are at most this large
@@ -144,8 +143,7 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         are charged for a counted accuracy, and for nothing else (parallel composition).
     """
     held_out, assumed = config.data.test, [*reversed(config.check.assumptions)]
-    if isinstance(config.data, TableData):
-        assumed.insert(0, _UNLISTED)
+    assumed.insert(0, _UNLISTED)
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(held_out.path))
     assumed += _of_ids(config)
@@ -168,7 +166,7 @@ def _of_ids(config: Config) -> list[str]:
     """Return assumptions about the ids of people who have several rows."""
     privacy, test = config.privacy, config.data.test
     disjoint = privacy.people is People.DISJOINT
-    one_file = disjoint and not getattr(config.data, "validation_path", "")
+    one_file = disjoint and not config.data.validation_path
     by_id = one_file and privacy.neighbours is Neighbours.REPLACE_ONE
     counted = test is not None and test.accuracy == "counted"
     said = {_SAME_IDS: by_id, _APART: disjoint or counted}
@@ -259,7 +257,6 @@ def _release(config: Config) -> Release:
 
 def _described(config: Config) -> tuple[HeldOut, Label]:
     """Return the `HeldOut` of a config's test file, and its `Label`."""
-    assert isinstance(config.data, CsvData)
     assert config.data.test is not None
     return config.data.test, config.data.label
 

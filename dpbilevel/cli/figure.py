@@ -136,10 +136,7 @@ def _draw_bars(axes: Any, result: Result) -> None:
         axes.plot(settings.marks, range(count), **marks)
         what += f"; marks: {task.marked}"
     if count <= MOST_NAMED:  # more would overlap
-        sources = result.config.data.sources
-        flip = () if sources is None else sources.flip
-        ends = [f" ({p:.0%} flipped)" for p in flip] or [""] * count
-        _name(axes, [n + end for n, end in zip(result.names, ends, strict=True)])
+        _name(axes, [*result.names])
         for i, value in enumerate(result.shown):  # beyond all bars and marks
             axes.text(end, i, f"{value:.3f}", ha="right", va="center", fontsize=_SMALL)
     else:

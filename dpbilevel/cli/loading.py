@@ -17,7 +17,7 @@ from ..privacy.records.copies import copies
 from ..privacy.records.people import PersonUnit
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
-from .data import AbstractData, CsvData
+from .data import CsvData
 from .people import hashes_of, means, people_of, rows_of_people
 from .tables import existing
 
@@ -26,7 +26,7 @@ IN_BOTH = "an id is in two files whose people must differ."
 
 def find_files(
     config: Config, data: Path | None = None, validation: Path | None = None
-) -> tuple[Path | None, Path | None]:
+) -> tuple[Path, Path | None]:
     """Return the file of the records, and the file of validation records or `None`.
 
     Args:
@@ -42,15 +42,11 @@ def find_files(
         ("--data", data, "path", "records"),
         ("--validation", validation, "validation_path", "validation records"),
     ):
-        if given is not None and not isinstance(source, CsvData):
-            raise ValueError(
-                f'leave {option} out: source = "{source.source}" reads no file.'
-            )
-        path = getattr(source, key, "")
+        path = getattr(source, key)
         file = given or (config.folder / path if path else None)
         files.append(file and existing(file, what, f"name another with {option} PATH"))
     file, other = files
-    if file is None and isinstance(source, CsvData):
+    if file is None:
         raise ValueError("no file of records: set path in [data], or give --data PATH.")
     if other is None:
         return file, None
@@ -58,16 +54,14 @@ def find_files(
         raise ValueError(
             'a validation file needs people = "disjoint" or "overlapping".'
         )
-    if file is not None and _same(file, other):
+    if _same(file, other):
         raise ValueError(
             f'{other} has the training records; leave it out or set people = "shared".'
         )
     return file, other
 
 
-def load(
-    config: Config, file: Path | None, other: Path | None = None
-) -> dict[str, Records]:
+def load(config: Config, file: Path, other: Path | None = None) -> dict[str, Records]:
     """Return `Records` by level, from two files or split from one file.
 
     Args:
@@ -83,7 +77,7 @@ def load(
     Raises:
         ValueError: There are too few records, or a column is missing: counts and
             headers are public.
-        OSError: A file cannot be read or downloaded.
+        OSError: A file cannot be read.
 
     Privacy:
         No cell's content raises, warns or prints, except that ids of disjoint people
@@ -105,8 +99,6 @@ def load(
         check_disjoint_ids(training.ids, rest[0].ids, f"{IN_BOTH} {remedy}")
     if people is None:
         return {RECORDS: training}
-    if data.sources is not None and data.sources.flip:
-        training = data.sources.corrupted(training)
     if people is People.SHARED:
         return {"upper": training}
     # Only training records have a source.
@@ -193,9 +185,8 @@ def indicators(
     return means(rows, records)
 
 
-def without_sources(data: AbstractData) -> CsvData:
+def without_sources(data: CsvData) -> CsvData:
     """Return a copy of `data` without sources and groups."""
-    assert isinstance(data, CsvData)
     return dataclasses.replace(data, sources=None, groups=None)
 
 

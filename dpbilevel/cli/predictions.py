@@ -11,8 +11,7 @@ import scipy.special
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
-from .data import CsvData, TableData
-from .tables import MALFORMED, existing, read_table
+from .tables import MALFORMED, existing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,7 @@ def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
             people of the config if the file has it.
 
     Raises:
-        ValueError: There is no finished run, its model is not for tables, or a column
-            is missing.
+        ValueError: There is no finished run, or a column is missing.
         OSError: The file cannot be read.
 
     Privacy:
@@ -71,10 +69,8 @@ def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
     """
     result = results.load(folder)
     data = result.config.data
-    if not isinstance(data, TableData):
-        raise ValueError(f"{folder} has no model of the columns of a table.")
     existing(file, "new records", "give its path")
-    table = data.table(file) if isinstance(data, CsvData) else read_table(file)
+    table = data.table(file)
     numeric = [name for block in data.numeric for name in block.columns]
     needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]

@@ -321,7 +321,7 @@ def _load(
     with _data_errors(config):
         records, test = _read(config, options)
         columns = dict(prepared.check.columns)
-        numbers = getattr(getattr(config.data, "label", None), "numbers", ())
+        numbers = config.data.label.numbers
         rows = {
             r: loading.indicators(v, records[r], numbers) for r, v in columns.items()
         }

@@ -11,9 +11,8 @@ from jaxtyping import Array, Float, PyTree
 from ..bilevel.problem import BilevelProblem
 from ..games.problem import AbstractSaddleProblem, AbstractVariationalInequality
 from ..onelevel.problem import FiniteSum
-from .columns import named
-from .data import AbstractData
-from .sources import Groups, Sources
+from .columns import Places, named
+from .data import CsvData
 from .toml_tables import Location
 
 Problem = BilevelProblem | AbstractSaddleProblem | FiniteSum
@@ -40,7 +39,7 @@ class AbstractModel(abc.ABC):
         """Public values to compare the answer with, one per entry, or none."""
         return ()
 
-    def check(self, data: AbstractData, place: Location) -> None:
+    def check(self, data: CsvData, place: Location) -> None:
         """Raise `ValueError` unless the shapes of `[data]` fit this table."""
         del data, place
 
@@ -53,7 +52,7 @@ class AbstractModel(abc.ABC):
         """Return the initial point on records with these blocks of features."""
 
     @abc.abstractmethod
-    def names(self, data: AbstractData) -> tuple[str, ...]:
+    def names(self, data: CsvData) -> tuple[str, ...]:
         """Return the name of each entry of the answer."""
 
     @abc.abstractmethod
@@ -116,7 +115,7 @@ class Task(Generic[Model]):
         """Whether the task is a game, whose settings follow from theorems."""
         return issubclass(self.problem_type, AbstractVariationalInequality)
 
-    def check(self, model: Model, data: AbstractData, place: Location) -> None:
+    def check(self, model: Model, data: CsvData, place: Location) -> None:
         """Raise `ValueError` if data lack what the task reads, or have more.
 
         Args:
@@ -124,25 +123,26 @@ class Task(Generic[Model]):
             data: The table `[data]`.
             place: Location of the table `[data]`.
         """
-        for name, kind in {"sources": Sources, "groups": Groups}.items():
+        for name in ("sources", "groups"):
             found, where = getattr(data, name), place.child(name)
             if found is None and name == self.places:
-                raise where.error(f"missing table. The task needs it: {kind.choice}.")
+                raise where.error(
+                    f"missing table. The task needs column and values of the {name}."
+                )
             if found is not None and name != self.places:
                 raise where.error(f'task = "{self.name}" has no {name}; remove it.')
-            if found is not None and found.count != model.count:
+            if found is not None and len(found.values) != model.count:
                 raise where.error(
-                    f"lists {found.count} {name}, but [model] is for {model.count}."
+                    f"lists {len(found.values)} {name}, but [model] is for "
+                    f"{model.count}."
                 )
         model.check(data, place)
 
 
-def listed_names(
-    places: Sources | Groups | None, kind: str, count: int
-) -> tuple[str, ...]:
-    """Return the names of sources or groups: listed values, or numbered ones."""
-    values = places.values if places is not None else ()
-    return tuple(map(named, values)) or tuple(f"{kind} {i}" for i in range(count))
+def listed_names(places: Places | None) -> tuple[str, ...]:
+    """Return the names of sources or groups."""
+    assert places is not None
+    return tuple(map(named, places.values))
 
 
 def dimension(blocks: Blocks) -> int:

@@ -13,7 +13,7 @@ from tests.cli.test_runner import CSV_DATA, GENERATED, rows_of, write_csv
 
 
 def csv_config():
-    head, rest = GENERATED.split("[data]")
+    head, rest = GENERATED.replace("check_records = false\n", "").split("[data]")
     model = rest[rest.index("[model]") :]
     nested = CSV_DATA.replace("[[", "[[data.").replace("[label", "[data.label")
     return f"{head}[data]{nested.replace('[sources', '[data.sources')}\n{model}"

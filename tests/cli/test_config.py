@@ -22,15 +22,21 @@ delta = 1e-5
 people = "disjoint"
 neighbours = "replace_one"
 [data]
-source = "generated"
+path = "people.csv"
 training = 400
 validation = 100
-[[data.block]]
+[data.label]
+column = "rich"
+positive = ["yes"]
+negative = ["no"]
+[[data.numeric]]
 name = "all"
-size = 3
-signal = 1.0
+columns = ["age", "pay", "days"]
+mean = [0, 0, 0]
+scale = [1, 1, 1]
 [data.sources]
-flip = [0.0, 0.9]
+column = "clinic"
+values = ["A", "B"]
 [model]
 loss = "logistic"
 num_sources = 2
@@ -229,10 +235,10 @@ def test_wrong_type_says_what_was_wanted():
         ("privacy.people", "some", '"disjoint", "overlapping", "shared"'),
         ("privacy.people", "shared", "training must equal validation"),
         ("data.training", 0, "[data]: training must be at least 1"),
-        ("data.sources.flip", [0.5], "1 sources, but [model] is for 2"),
+        ("data.sources.values", ["A"], "1 sources, but [model] is for 2"),
         ("model.num_sources", 10**12, "[model] is for 1000000000000"),
-        ("data.sources.flip", [0.5, 2.0], "must hold probabilities"),
-        ("data.block", [], "at least one block"),
+        ("data.sources.values", [], "a list of different values, got none"),
+        ("data.numeric", [], "list columns in [[data.numeric]]"),
         ("data.source", "cvs", "did you mean 'csv'"),
     ],
 )
@@ -299,23 +305,9 @@ def test_no_table_takes_a_key(path):
     assert "whoever knows the key can subtract the noise" in refusal((path, 1))
 
 
-def test_private_counts_refuse_corruption_by_row_number():
-    relation = ("privacy.neighbours", "add_or_remove_one")
-    data = {
-        "source": "csv",
-        "path": "a.csv",
-        "training": 300,
-        "validation": 100,
-        "label": {"column": "target", "positive": ["1"], "negative": ["0"]},
-        "categorical": [{"column": "target", "values": ["0"]}],
-        "sources": {"flip": [0.0, 0.9]},
-    }
-    assert "flip corrupts labels by row number" in refusal(relation, ("data", data))
-
-
 def test_entry_of_a_list_of_tables_is_named():
-    text = refusal(("data.block", [{"name": "a", "size": 1, "signal": "big"}]))
-    assert "[data.block (entry 1)]: signal must be a number" in text
+    text = refusal(("data.numeric", [{"name": "a", "clip": "big"}]))
+    assert "[data.numeric (entry 1)]: clip must be a number" in text
 
 
 def test_file_that_is_no_toml_is_named(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli import columns, data, sources, tasks
+from dpbilevel.cli import columns, data, tasks
 from dpbilevel.cli.config import Privacy, parse_config
 from dpbilevel.cli.toml_tables import Location
 from tests.cli.test_runner import GENERATED
@@ -17,12 +17,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
 ROW = re.compile(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (.*?) \| .* \|$", re.MULTILINE)
 WHERE = {
     Privacy: ["`privacy`"],
-    data.CsvData: ["`data`", "`data` (csv)"],
-    data.GeneratedData: ["`data`", "`data` (generated)"],
-    data.Block: ["`data.block`"],
-    sources.HeldOut: ["`data.test`"],
-    sources.Groups: ["`data.groups`"],
-    sources.Sources: ["`data.sources`"],
+    data.CsvData: ["`data`"],
+    data.HeldOut: ["`data.test`"],
+    columns.Places: ["`data.sources`"],
     columns.Numeric: ["`data.numeric`"],
     columns.Categorical: ["`data.categorical`"],
     columns.Label: ["`data.label`"],
@@ -31,7 +28,7 @@ WHERE = {
     dpb.privacy.SinglePass: ["`sampling`", "`sampling` (SinglePass)"],
     dpb.FullBatch: ["`sampling`"],
 }
-SELECTORS = {"type", "source"}
+SELECTORS = {"type"}
 
 
 def section(title):

@@ -22,12 +22,6 @@ from tests.cli.test_runner import (
 )
 
 
-@pytest.fixture(scope="module")
-def prepared():
-    """A run on generated records."""
-    return prepare(config_of("."))
-
-
 @pytest.mark.parametrize("cell", ["nan", "1e999", "a lot", "-5", "9" * 400, "\x00"])
 def test_nan_cell_changes_nothing_but_its_record(tmp_path, cell):
     rows = rows_of(60)
@@ -160,11 +154,6 @@ def test_missing_file_says_how_to_name_another(tmp_path):
         run(prepared, tmp_path / "out")
 
 
-def test_file_for_generated_records_is_refused(prepared, tmp_path):
-    with pytest.raises(ValueError, match='source = "generated" reads no file'):
-        run(prepared, tmp_path / "out", data=tmp_path / "x.csv")
-
-
 TWO_FILES = CSV_DATA.replace(
     'path = "people.csv"', 'path = "people.csv"\nvalidation_path = "clean.csv"'
 )
@@ -225,8 +214,3 @@ def test_a_second_file_is_refused_where_levels_share_their_records(tmp_path):
     prepared = prepare(config_of(tmp_path, data=data, people="shared"))
     with pytest.raises(ValueError, match="a validation file needs"):
         run(prepared, tmp_path / "out")
-
-
-def test_a_second_file_for_generated_records_is_refused(prepared, tmp_path):
-    with pytest.raises(ValueError, match="leave --validation out"):
-        run(prepared, tmp_path / "out", validation=tmp_path / "x.csv")

@@ -19,7 +19,7 @@ from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from tests.cli.test_cli import failure
 from tests.cli.test_csv_files import SETTINGS, TRAINING
-from tests.cli.test_runner import GENERATED, Stop, rows_of, stop_at, write_csv
+from tests.cli.test_runner import Stop, rows_of, stop_at, write_csv
 
 TEST = """
 [data.test]
@@ -249,11 +249,6 @@ def test_a_test_file_that_does_not_fit_is_refused(folder, capsys, change, said):
     assert not (folder / "out").exists()
 
 
-def test_generated_records_have_no_test_file(tmp_path, capsys):
-    path = config_of(tmp_path, text=GENERATED)
-    assert "unknown key 'test'" in failure(capsys, "calibrate", str(path))
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
@@ -363,14 +358,6 @@ def test_a_file_without_a_feature_or_that_exists_is_refused(finished, tmp_path, 
     assert "new.csv exists" in failure(capsys, *command, exists)
     nowhere = str(tmp_path / "no" / "p.csv")
     assert "there is no folder" in failure(capsys, *command, nowhere)
-
-
-@pytest.mark.slow
-def test_generated_records_have_no_columns_to_predict_from(tmp_path, capsys):
-    (tmp_path / "a.toml").write_text(GENERATED)
-    run(prepare(read_config(tmp_path / "a.toml")), tmp_path / "out")
-    command = ["predict", str(tmp_path / "out"), "no.csv", "--out", "p.csv"]
-    assert "has no model of the columns of a table" in failure(capsys, *command)
 
 
 def test_the_report_of_a_counted_accuracy_comes_back_from_json(folder):

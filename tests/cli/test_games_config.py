@@ -22,15 +22,20 @@ epsilon = 2.0
 delta = 1e-5
 neighbours = "replace_one"
 [data]
-source = "generated"
+path = "people.csv"
 training = 4000
-[[data.block]]
+[data.label]
+column = "rich"
+positive = ["yes"]
+negative = ["no"]
+[[data.numeric]]
 name = "all"
-size = 3
-signal = 8.0
+columns = ["age", "pay", "days"]
+mean = [0, 0, 0]
+scale = [1, 1, 1]
 [data.groups]
-frequency = [0.8, 0.2]
-turn = [0.0, 120.0]
+column = "sex"
+values = ["w", "m"]
 [model]
 shares = [0.8, 0.2]
 radius = 8.0
@@ -78,7 +83,14 @@ def test_tables_are_the_game_and_its_solver():
 
 @pytest.mark.slow
 def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
-    prepared = prepare(parsed())
+    rng = np.random.default_rng(0)
+    features, small = rng.standard_normal((4000, 3)), rng.random(4000) < 0.2
+    label = 8 * features[:, 0] * np.where(small, -1, 1) + rng.logistic(size=4000) > 0
+    rows = zip(features.tolist(), small, label, strict=True)
+    lines = [f"{a},{b},{c},{'wm'[g]},{('no', 'yes')[y]}" for (a, b, c), g, y in rows]
+    text = "\n".join(["age,pay,days,sex,rich", *lines])
+    (tmp_path / "people.csv").write_text(text)
+    prepared = prepare(parsed(folder=tmp_path))
     out = tmp_path / "out"
     written = run(prepared, out, chunk=20)
     result = results.load(out)
@@ -94,17 +106,6 @@ def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
     page = str(written)
     assert "released weight of each group:" in page
     assert "released model: 4 coefficients" in page
-
-
-def test_generated_groups_follow_their_own_coefficients():
-    config = parsed()
-    data = as_levels(loaded(config))
-    assert set(data) == {"features", "label", "group"}
-    assert np.mean(data["group"]) == pytest.approx(0.2, abs=0.03)
-    rows = data["features"][:, :3] * data["label"][:, None]
-    means = [rows[data["group"] == g].mean(0) for g in range(2)]
-    cosine = means[0] @ means[1] / np.prod([np.linalg.norm(v) for v in means])
-    assert cosine == pytest.approx(-0.5, abs=0.15)
 
 
 def test_groups_of_a_table_are_positions_and_unknown_ones_have_none(tmp_path):
@@ -133,18 +134,12 @@ def test_private_count_takes_every_record(tmp_path):
         ([("privacy.people", "disjoint")], "people is for tasks of two levels"),
         ([("solver.type", "PenaltyBilevel")], '"NoisyExtragradient"'),
         ([("data.groups", None)], "[data.groups]: missing table"),
+        ([("data.groups.values", ["w"])], "1 groups, but [model]"),
+        ([("data.groups.column", None)], "missing key 'column'"),
         (
-            [("data.groups", {"frequency": [1.0], "turn": [0.0]})],
-            "1 groups, but [model]",
+            [("data.sources", {"column": "site", "values": [1, 2]})],
+            "has no sources; remove it",
         ),
-        ([("data.groups.turn", [0.0])], "one number per group each"),
-        ([("data.groups.frequency", [0.8, 0.1])], "probabilities of sum 1"),
-        ([("data.groups", {"column": "sex", "values": ["w", "m"]})], "have no columns"),
-        (
-            [("data", PEOPLE | {"groups": {"frequency": [0.5, 0.5], "turn": [0, 9]}})],
-            "need groups.column and groups.values",
-        ),
-        ([("data.sources", {"flip": [0.0, 0.5]})], "has no sources; remove it"),
         ([("data.training", 0)], "training must be at least 1"),
         ([("data.validation", 9)], "validation is for tasks of two levels"),
         ([("model.strength", 0.1)], "unknown key 'strength'"),

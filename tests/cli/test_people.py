@@ -273,13 +273,6 @@ def test_a_long_id_takes_no_more_memory_than_a_short_one():
         ([("privacy.person", None), ("privacy.most_rows", 3)], "need person"),
         ([("privacy.most_rows", 0)], "most_rows must be"),
         ([("privacy.combine", "max")], 'combine must be one of "mean", "sum"'),
-        (
-            [
-                *TASKS["source_weighting"],
-                ("data.sources", {"flip": [0.0, 0.5]}),
-            ],
-            "the number of rows is private",
-        ),
     ],
 )
 def test_what_ids_do_not_admit_is_refused(tmp_path, changes, said):

@@ -2,6 +2,7 @@ import errno
 import functools
 import json
 import shutil
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -22,23 +23,47 @@ from dpbilevel.cli.toml_tables import Location
 from dpbilevel.runs import checkpoint
 from tests.cases import slow
 
-GENERATED = """
+FOLDER = tempfile.TemporaryDirectory()  # as long as the process
+RECORDS = Path(FOLDER.name) / "records.csv"
+
+
+def write_generated():
+    """Records of a logistic model; most labels of the second source are wrong."""
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((400, 3))
+    label = features.sum(1) + rng.logistic(size=400) > 0
+    source = rng.integers(0, 2, 400)
+    label ^= (rng.random(400) < 0.9) & (source == 1)
+    rows = zip(features.tolist(), source, label.astype(int), strict=True)
+    lines = [f"{','.join(map(str, row))},source {s},{b}" for row, s, b in rows]
+    RECORDS.write_text("\n".join(["all 0,all 1,all 2,source,label", *lines]))
+
+
+write_generated()
+GENERATED = f"""
 task = "source_weighting"
 [privacy]
+check_records = false
 epsilon = 1.0
 delta = 1e-5
 people = "disjoint"
 neighbours = "replace_one"
 [data]
-source = "generated"
+path = "{RECORDS}"
 training = 300
 validation = 100
-[[data.block]]
+[data.label]
+column = "label"
+positive = [1]
+negative = [0]
+[[data.numeric]]
 name = "all"
-size = 3
-signal = 2.0
+columns = ["all 0", "all 1", "all 2"]
+mean = [0, 0, 0]
+scale = [1, 1, 1]
 [data.sources]
-flip = [0.0, 0.9]
+column = "source"
+values = ["source 0", "source 1"]
 [model]
 loss = "logistic"
 num_sources = 2
@@ -86,9 +111,10 @@ values = ["A", "B"]
 
 def config_of(folder, *, data=None, **privacy):
     tables = tomllib.loads(GENERATED)
-    tables["privacy"] |= privacy
     if data is not None:
         tables["data"] = tomllib.loads(data)
+        del tables["privacy"]["check_records"]
+    tables["privacy"] |= privacy
     return parse_config(tables, Location(str(Path(folder) / "a.toml")))
 
 

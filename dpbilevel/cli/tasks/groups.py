@@ -17,7 +17,7 @@ from ...games.groups import (
     group_weights,
 )
 from ...onelevel.losses import Logistic
-from ..data import AbstractData
+from ..data import CsvData
 from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
 from ..toml_tables import Location
 
@@ -42,9 +42,8 @@ class AbstractGroups(AbstractModel):
         self.problem(())
 
     @override
-    def check(self, data: AbstractData, place: Location) -> None:
-        label = getattr(data, "label", None)
-        if label is not None and not label.positive:
+    def check(self, data: CsvData, place: Location) -> None:
+        if not data.label.positive:
             raise place.child("label").error(
                 "the task has two classes: give positive and negative, each with the "
                 "values of one class or several."
@@ -70,8 +69,8 @@ class AbstractGroups(AbstractModel):
         return group_start(self.problem(blocks), zeros, self.shares)
 
     @override
-    def names(self, data: AbstractData) -> tuple[str, ...]:
-        return listed_names(data.groups, "group", len(self.shares))
+    def names(self, data: CsvData) -> tuple[str, ...]:
+        return listed_names(data.groups)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:

@@ -18,7 +18,7 @@ from ...onelevel.losses import (
     squared_loss,
 )
 from ...onelevel.problem import FiniteSum
-from ..data import AbstractData
+from ..data import CsvData
 from ..task import AbstractModel, Blocks, Task, dimension
 from ..toml_tables import Location
 
@@ -65,14 +65,13 @@ class AbstractLinear(AbstractModel):
             raise ValueError(f'loss = "{self.loss}" {need}.')
 
     @override
-    def check(self, data: AbstractData, place: Location) -> None:
+    def check(self, data: CsvData, place: Location) -> None:
         super().check(data, place)
-        label = getattr(data, "label", None)  # generated records have two classes
-        count = 0 if label is None else len(label.classes)
+        count = len(data.label.classes)
         kind, known = "two classes", ("logistic", "squared")
         if count:
             kind, known = f"{count} classes", ("softmax",)
-        elif label is not None and not label.numbers:
+        elif not data.label.numbers:
             kind, known = "a number", ("squared",)
         if self.loss not in known or self.num_classes != count:
             asked = f'loss = "{known[0]}"'
@@ -115,7 +114,7 @@ class Training(AbstractLinear):
         return self.zeros(blocks)
 
     @override
-    def names(self, data: AbstractData) -> tuple[str, ...]:
+    def names(self, data: CsvData) -> tuple[str, ...]:
         return data.coefficients
 
     @override

@@ -13,7 +13,7 @@ from ... import _checks
 from ...applications.penalties import PenaltyTuning, penalty_tuning
 from ...applications.sources import SourceWeighting, source_weighting, source_weights
 from ...bilevel.problem import BilevelProblem
-from ..data import AbstractData
+from ..data import CsvData
 from ..task import Blocks, Start, Task, dimension, listed_names
 from .training import LOSSES, AbstractLinear
 
@@ -85,7 +85,7 @@ class Penalties(AbstractLinear):
         return jnp.full(count, first, jnp.float32), self.zeros(blocks)
 
     @override
-    def names(self, data: AbstractData) -> tuple[str, ...]:
+    def names(self, data: CsvData) -> tuple[str, ...]:
         if self.groups == "single":
             return ("all features",)
         if self.groups == "per_block":
@@ -161,8 +161,8 @@ class Weighting(AbstractLinear):
         return x.astype(jnp.float32), self.zeros(blocks)
 
     @override
-    def names(self, data: AbstractData) -> tuple[str, ...]:
-        return listed_names(data.sources, "source", self.num_sources)
+    def names(self, data: CsvData) -> tuple[str, ...]:
+        return listed_names(data.sources)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
