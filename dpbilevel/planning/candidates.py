@@ -105,35 +105,6 @@ def _unwritten(what: str) -> ValueError:
     )
 
 
-_FIRST_ORDER = "PenaltyBilevel stands for the methods of two levels with gradients only"
-_GAME = "auto plans no games, and the settings of its solvers follow from the noise"
-_LIPSCHITZ = "it needs a Lipschitz constant, which a FiniteSum may not declare"
-_LOSSES = "it needs losses only, and search.minimize has its settings"
-# Every public solver is built in planning/methods.py or named here with the reason.
-NOT_CANDIDATES: Mapping[str, str] = {
-    "AdaptiveClipGD": "the largest gradient is an argument of auto",
-    "AdaptiveGD": "auto plans the step size",
-    "AllocatedGD": "auto plans full batches",
-    "CorrelatedGD": "NoisyGD stands for descent on one level",
-    "F2SA": _FIRST_ORDER,
-    "FiniteDifferenceBilevel": _FIRST_ORDER,
-    "GradientInformativeBO": _LOSSES,
-    "GroupDescent": _GAME,
-    "InexactProximalPoint": _GAME,
-    "LocalizedDraws": _LIPSCHITZ,
-    "LocalizedGD": "NoisyGD stands for descent on one level",
-    "NoisyExtragradient": _GAME,
-    "NoisyPayoff": _GAME,
-    "NoisyUCB": _LOSSES,
-    "RandomSearch": _LOSSES,
-    "RecursiveRegularization": _GAME,
-    "RegularizedExponentialMechanism": _LIPSCHITZ,
-    "RepeatAndSelect": _LOSSES,
-    "SingleLoopBilevel": _FIRST_ORDER,
-    "TunedTraining": "it selects among trainings, which its user lists",
-}
-
-
 @functools.singledispatch
 def candidates(
     problem: AbstractProblem,
