@@ -2,7 +2,7 @@
 
 import sys
 
-from .runs.interrupts import ended, watch
+from .runs.interrupts import watch
 
 
 def main() -> int:
@@ -11,9 +11,7 @@ def main() -> int:
     # Imported here: it takes seconds, in which an interrupt may arrive.
     from .cli.main import main as command
 
-    code = command()
-    ended(code)
-    return code
+    return command()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -94,10 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     once, attack = command(_run), command(_audit)
     for add in (calibrate, plan, check, once, attack):
         add("config", metavar="CONFIG", help="a TOML file")
-    calibrate("--json", **_FLAG, help="print it as JSON")
     plan("--out", **_FILE, help="write the config with its settings")
-    efforts, many = ("fast", "thorough"), "how many dry runs (fast)"
-    plan("--effort", choices=efforts, default="fast", help=many)
     for add in (check, once):
         add("--data", **_FILE, help="CSV file instead of the config's")
         add("--validation", **_FILE, help="CSV file of validation records instead")
@@ -106,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     once("--resume", **_FLAG, help="continue an interrupted run; costs nothing more")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     once("--restart", **_FLAG, help=again)
-    once("--chunk", metavar="N", type=int, help="steps between two checkpoints")
     pages = "write audit.json to this new folder"
     attack("--out", **_FOLDER, help=pages)
     sides = "runs per side (50000)"
@@ -197,23 +193,21 @@ def _init(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     """Print the guarantee of a config; touches no data."""
-    said = sys.stderr if arguments.json else sys.stdout
-    report = plans.prepare(_planned(arguments.config, said)).report
-    print(report.to_json() if arguments.json else report)
+    print(plans.prepare(_planned(arguments.config)).report)
 
 
-def _planned(path: str, said: TextIO) -> Config:
+def _planned(path: str) -> Config:
     """Return a file's config; choose its settings by dry runs if it has none."""
     config, is_planned = plans.read_for_run(path)
-    return config if is_planned else _completed(config, said)
+    return config if is_planned else _completed(config)
 
 
-def _completed(config: Config, said: TextIO) -> Config:
-    """Return a config with settings that dry runs choose, and print them to `said`."""
+def _completed(config: Config) -> Config:
+    """Return a config with settings that dry runs choose, and print them."""
     check_installed("this command", "tqdm")
-    print("Dry runs on synthetic records choose method and settings.", file=said)
-    found = plans.plan(config, "fast")
-    print(found.reason, found.to_toml(), sep="\n", file=said, flush=True)
+    print("Dry runs on synthetic records choose method and settings.")
+    found = plans.plan(config)
+    print(found.reason, found.to_toml(), sep="\n", flush=True)
     return plans.completed(config, found)
 
 
@@ -232,7 +226,7 @@ def _auto(arguments: argparse.Namespace) -> None:
     if out is not None:
         predictions.check_new(out)
     config, text = plans.read_unplanned(arguments.config)
-    found = plans.plan(config, arguments.effort)
+    found = plans.plan(config)
     print(found)
     if out is None:
         print("\n" + found.to_toml(), end="")
@@ -261,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if not is_planned and arguments.resume:
         config = plans.as_before(config, arguments.out)
     elif not is_planned:
-        config = _completed(config, sys.stdout)
+        config = _completed(config)
     prepared = plans.prepare(config)
     print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps, "run") as progress:
@@ -318,7 +312,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     """
     if arguments.out is not None:
         checkpoint.check_empty("--out", arguments.out)
-    config = _planned(arguments.config, sys.stdout)
+    config = _planned(arguments.config)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
     outcomes = audit.audit_config(config, arguments.runs)
     print(*outcomes, sep="\n")

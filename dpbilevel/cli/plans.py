@@ -16,7 +16,6 @@ from ..core.solver import AbstractSolver
 from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
 from ..planning.candidates import toml_value
-from ..planning.race import Effort
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint
@@ -116,7 +115,7 @@ def _with(config: Config, settings: dict[str, Any]) -> Config:
     return parse_config(given | settings, config.place)
 
 
-def plan(config: Config, effort: Effort) -> AutoPlan:
+def plan(config: Config) -> AutoPlan:
     """Return the `AutoPlan` of a config, by dry runs with a progress bar.
 
     Privacy:
@@ -129,7 +128,6 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
             privacy.budget,
             sizes=config.sizes,
             w0=_start(config),
-            effort=effort,
             neighbours=privacy.neighbours,
             precision=privacy.precision,
             progress=True,

@@ -39,7 +39,6 @@ class Options:
     Attributes:
         data: A file of records instead of the config's.
         validation: A file of validation records instead of the config's.
-        chunk: Steps between two checkpoints.
         resume: Whether to go on from the folder's checkpoint.
         restart: Whether to run again in a folder of earlier runs: a new release, added
             to the folder's spending record. An earlier result moves to `run-N`; an
@@ -48,7 +47,6 @@ class Options:
 
     data: Path | None = None
     validation: Path | None = None
-    chunk: int | None = None
     resume: bool = False
     restart: bool = False
 
@@ -97,7 +95,7 @@ def run(
             prepared.w0,
             # A run that is resumed has its own key.
             key=root_key(prepared.config.privacy.randomness),
-            fingerprint=_fingerprint(prepared, read, given.chunk, before),
+            fingerprint=_fingerprint(prepared, read),
             with_start=True,
         )
         if before is None:
@@ -151,8 +149,6 @@ def _opened(out: Path, options: Options):
     """Lock the folder of a run if the options allow it; yield a check of the lock."""
     if options.resume and options.restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
-    if options.chunk is not None and options.chunk < 1:
-        raise ValueError(f"--chunk must be at least 1, got {options.chunk}.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a new folder.")
     if jax.process_count() > 1:
@@ -332,22 +328,14 @@ def _load(
     return jax.tree.map(jnp.asarray, levels), rows, test
 
 
-def _fingerprint(
-    prepared: Prepared, read: PyTree, chunk: int | None, before: Checkpoint | None
-) -> dict[str, Any]:
+def _fingerprint(prepared: Prepared, read: PyTree) -> dict[str, Any]:
     """Return what the bits of a run depend on. SECRET: it holds a hash of the records.
 
-    Steps per chunk are as asked, as before, or a divisor giving some 20 chunks.
+    A chunk is a divisor of the number of steps that gives some 20 chunks: a shorter
+    last chunk would compile the loop a second time.
     """
-    if before is not None:
-        earlier = before.fingerprint["chunk"]
-        if chunk not in (None, earlier):
-            raise ValueError(f"--chunk {chunk}: the run has {earlier}; leave it out.")
-        chunk = earlier
-    if chunk is None:
-        steps = prepared.solver.num_steps
-        # A divisor: a shorter last chunk would compile the loop a second time.
-        chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
+    steps = prepared.solver.num_steps
+    chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(read):
         digest.update(np.asarray(leaf).tobytes())

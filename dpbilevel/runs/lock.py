@@ -7,7 +7,7 @@ from pathlib import Path
 
 import filelock
 
-from .interrupts import on_exit, uninterruptible
+from .interrupts import uninterruptible
 
 NAME = "dpbilevel.lock"
 
@@ -20,9 +20,9 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
     file of the folder. If the file was deleted or replaced, another run may hold a new
     one. Call the function before a run writes a release to disk.
 
-    A killed process leaves its file behind but no lock; the next run takes it over. A
-    process that is forked inside neither holds nor ends the lock. A folder that was
-    created here and is empty at the end is removed.
+    A killed or interrupted process leaves its file behind but no lock; the next run
+    takes it over. A process that is forked inside neither holds nor ends the lock. A
+    folder that was created here and is empty at the end is removed.
 
     Raises:
         ValueError: Another run is in progress there.
@@ -79,10 +79,13 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
                 "may be in progress in the folder. If none is, resume this one."
             )
 
-    with on_exit(leave):
+    try:
         with uninterruptible():
             take()
         yield check
+    finally:
+        with uninterruptible():
+            leave()
 
 
 def in_use(folder: Path) -> bool:

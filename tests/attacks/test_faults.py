@@ -78,7 +78,7 @@ def kill_after(count, command, out):
 def test_killed_run_ends_in_the_bits_of_one_that_was_left_alone(tmp_path, monkeypatch):
     file, killed, unharmed = tmp_path / "a.toml", tmp_path / "out", tmp_path / "free"
     file.write_text(LONG)
-    command = [sys.executable, "-c", DRIVER, "run", str(file), "--chunk", "1"]
+    command = [sys.executable, "-c", DRIVER, "run", str(file)]
     command += ["--out", str(killed)]
     rng = np.random.default_rng(5)
     kill_after(int(rng.integers(2, 8)), command, killed)
@@ -87,13 +87,13 @@ def test_killed_run_ends_in_the_bits_of_one_that_was_left_alone(tmp_path, monkey
     assert 0 < done < 20
     run(prepared, killed, resume=True)
     monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(11))
-    run(prepared, unharmed, chunk=1)
+    run(prepared, unharmed)
     assert bits(killed) == bits(unharmed)
     (spent,) = spending.read(killed).runs
     assert spent.resumed == 1
     # The control: another key ends elsewhere.
     monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(12))
-    run(prepared, tmp_path / "other", chunk=1)
+    run(prepared, tmp_path / "other")
     assert bits(tmp_path / "other") != bits(unharmed)
 
 

@@ -66,12 +66,6 @@ def test_calibrate_needs_no_records(config_of_csv, capsys):
     assert "ENFORCED: epsilon = 1 at delta = 1e-05" in capsys.readouterr().out
 
 
-def test_calibrate_as_json_round_trips(config, capsys):
-    main(["calibrate", config, "--json"])
-    text = capsys.readouterr().out
-    assert dpb.privacy.PrivacyReport.from_json(text).to_json() == text.strip()
-
-
 def test_report_tells_the_values_and_the_guarantee_that_the_run_printed(
     finished, capsys
 ):
@@ -167,7 +161,6 @@ def test_report_of_an_interrupted_restart_tells_of_the_finished_run(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--chunk", "0"], "--chunk must be at least 1"),
         (["--resume", "--restart"], "give --resume"),
         (["--resume"], "nothing to resume"),
         (["--data", "no.csv"], "[data]: no file of records at no.csv"),
@@ -191,12 +184,6 @@ def test_negative_ridge_is_told_with_file_and_table(config, tmp_path, capsys):
     bad.write_text(GENERATED.replace("ridge = 0.01", "ridge = -1"))
     text = failure(capsys, "calibrate", str(bad))
     assert "bad.toml: [model]: source_weighting: ridge must be non-negative" in text
-
-
-def test_chunk_of_zero_is_refused(config, tmp_path, capsys):
-    out = str(tmp_path / "out")
-    text = failure(capsys, "run", config, "--out", out, "--chunk", "0")
-    assert "--chunk must be at least 1" in text
 
 
 def test_missing_extra_says_what_to_install(config, tmp_path, capsys, monkeypatch):

@@ -92,7 +92,7 @@ def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
     (tmp_path / "people.csv").write_text(text)
     prepared = prepare(parsed(folder=tmp_path))
     out = tmp_path / "out"
-    written = run(prepared, out, chunk=20)
+    written = run(prepared, out)
     result = results.load(out)
     assert result.report.epsilon <= 2.0
     assert result.report.people is None

@@ -47,7 +47,7 @@ def test_a_secure_run_with_correlated_noise_resumes_with_the_same_bits(
         if done == 2:
             shutil.copytree(out, copy)
 
-    run(prepared, out, progress=copied, chunk=1)
+    run(prepared, out, progress=copied)
     saved = checkpoint.read(copy)
     assert jax.random.key_data(saved.key).shape == (8,)
     run(prepared, copy, resume=True)

@@ -223,10 +223,11 @@ def test_chunks_of_one_length_compile_once(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(
         runner, "all_steps", jax.jit(counted, static_argnames="trajectory")
     )
-    run(prepared, tmp_path / "a", chunk=1)
+    tables = tomllib.loads(GENERATED)
+    tables["solver"]["num_steps"] = 39  # and a refit: 20 chunks of two steps
+    place = Location(str(tmp_path / "a.toml"))
+    run(prepare(parse_config(tables, place)), tmp_path / "a")
     assert len(traces) == 1
-    run(prepared, tmp_path / "b", chunk=3)  # and a last chunk of 1
-    assert len(traces) == 2
 
 
 def test_result_folder_holds_released_and_public_things_only(prepared, tmp_path):
@@ -278,11 +279,6 @@ def test_changed_records_are_refused(tmp_path):
     write_csv(tmp_path, rows_of(61))
     with pytest.raises(ValueError, match="records are not those the run began with"):
         run(prepare(tables), tmp_path / "out", resume=True)
-
-
-def test_changed_chunk_is_refused(prepared, interrupted):
-    with pytest.raises(ValueError, match="--chunk 2: the run has"):
-        run(prepared, interrupted, resume=True, chunk=2)
 
 
 def test_finished_folder_is_refused_and_cleared_of_secrets(prepared, tmp_path):
