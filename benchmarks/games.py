@@ -2,8 +2,8 @@
 
 The mean test loss of the worst-off group, 26 000 records, epsilon 1, delta 1e-5. The
 setting with the best median of 2 keys ON THE TEST RECORDS runs for 10 keys; NON-PRIVATE
-evaluation. Writes tables into results/games.md if all tasks ran, and takes the time of a
-game of 100 000 records.
+evaluation. Writes tables into results/games.md if all tasks ran, and takes the time of
+a game of 100 000 records.
 """
 
 import functools
