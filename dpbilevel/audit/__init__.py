@@ -15,6 +15,7 @@ from .claims import (
     refutes,
 )
 from .device import DeviceArithmetic, device_arithmetic
+from .recording import Recorded, Replay, record, replay
 from .sensitivity import NoiseReuse, SensitivitySearch, noise_reuse, sensitivity_search
 from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
 from .worst_cases import worst_case
@@ -25,6 +26,8 @@ __all__ = [
     "Cut",
     "DeviceArithmetic",
     "NoiseReuse",
+    "Recorded",
+    "Replay",
     "SensitivitySearch",
     "SolverRun",
     "TradeOff",
@@ -38,7 +41,9 @@ __all__ = [
     "ledger_claims",
     "noise_reuse",
     "pure_claim",
+    "record",
     "refutes",
+    "replay",
     "sensitivity_search",
     "trade_off",
     "worst_case",

@@ -1,49 +1,27 @@
-"""NON-PRIVATE. Sealed values, opened to search for large moves and reused noise."""
+"""NON-PRIVATE. Searches for records that move too much, and for reused noise."""
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
-from jaxtyping import Float, PyTree
+from jaxtyping import PyTree
 
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..privacy import Bounded, Neighbours
-from ..privacy.exact.grid import Grid
-from ..privacy.exact.int61 import is_limbs
-from ..privacy.mechanisms import AbstractNoise
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
+from .recording import ROUNDING, Tape, open_value
 from .tradeoff import ALPHA, SolverRun
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
 _SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
-# Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
-_ROUNDING = 2.0**-11
 _SURVIVORS = 8
 _LENGTH = 2000  # of the noise vectors that are compared
-
-
-def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
-    """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
-
-    Args:
-        bounded: A value of public or synthetic records, or a batch of such values.
-    """
-    if not isinstance(bounded.raw, Grid):
-        return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]
-    exponent = np.asarray(bounded.raw.exponent, np.float64)
-    # A batch of values has a batch of exponents: leading axes that the counts share.
-    return [
-        np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
-        for v in jax.tree.leaves(bounded.raw.counts, is_leaf=is_limbs)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +46,7 @@ class SensitivitySearch:
     @property
     def passed(self) -> bool:
         """Whether no pair exceeds its bound by more than noise covers; not a proof."""
-        return self.ratio <= 1 + _ROUNDING
+        return self.ratio <= 1 + ROUNDING
 
     def __str__(self) -> str:
         """Return the outcome in a sentence."""
@@ -290,50 +268,20 @@ def noise_reuse(
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))
     run = SolverRun(canary.problem, canary.solver, canary.w0)
-    with _record_noise() as tape, jax.disable_jit():
+    tape = Tape()
+    with tape.patched(), jax.disable_jit():
         run(canary.data, key=key)
-    streams = [stream for stream in tape if stream.size == _LENGTH]
+    notes = [note for note in tape.take() if note.noiseless]
+    pairs = [p for n in notes for p in zip(n.released, n.noiseless, strict=True)]
+    streams = [noisy - value for noisy, value in pairs if value.size == _LENGTH]
     if len(streams) < 2:
         raise ValueError(f"noise_reuse: give two noise vectors, got {len(streams)}.")
     largest, pair = _largest_correlation(np.stack(streams))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
     level = ALPHA / (len(streams) * (len(streams) - 1))
     bound = float(scipy.stats.norm.isf(level)) / _LENGTH**0.5
-    left_out = len(tape) - len(streams)
+    left_out = len(pairs) - len(streams)
     return NoiseReuse(len(streams), _LENGTH, left_out, largest, pair, bound)
-
-
-@contextlib.contextmanager
-def _record_noise() -> Iterator[list[Float[np.ndarray, " d"]]]:
-    """Yield a list that collects the noise of every release in the context."""
-    tape: list[Float[np.ndarray, " d"]] = []
-    with contextlib.ExitStack() as stack:
-        for kind in _kinds(AbstractNoise):
-            taped = _recording(kind, tape)
-            stack.enter_context(mock.patch.object(kind, "release", taped))
-        yield tape
-
-
-def _kinds(kind: type[AbstractNoise]) -> Iterator[type[AbstractNoise]]:
-    """Yield the classes of mechanisms that define a `release` of their own."""
-    if "release" in vars(kind):
-        yield kind
-    for other in kind.__subclasses__():
-        yield from _kinds(other)
-
-
-def _recording(kind: type[AbstractNoise], tape: list):
-    release = kind.release
-
-    def taped(self, bounded, *, key):
-        before = len(tape)
-        released = release(self, bounded, key=key)
-        del tape[before:]  # records of a mechanism inside this one
-        pairs = zip(jax.tree.leaves(released), open_value(bounded), strict=True)
-        tape.extend(np.ravel(noisy).astype(np.float64) - raw for noisy, raw in pairs)
-        return released
-
-    return taped
 
 
 def _largest_correlation(streams: np.ndarray) -> tuple[float, tuple[int, int]]:

@@ -11,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.audit.sensitivity import open_value
+from dpbilevel.audit.recording import open_value
 from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel.certificates import certified, sensitivities
 from dpbilevel.bilevel.certificates.certified import ClippedUpper

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.audit.sensitivity import open_value
+from dpbilevel.audit.recording import open_value
 from dpbilevel.cli import data as of_data
 from dpbilevel.cli import people, results
 from dpbilevel.cli.config import parse_config, read_config

@@ -88,7 +88,7 @@ OPENS = {
     "privacy/mechanisms.py",
     "draws/mechanisms.py",
 }
-OPENS |= {"audit/sensitivity.py"}
+OPENS |= {"audit/recording.py"}
 UNSEALS = {"draws/mean_loss.py", "draws/hyper.py"}
 UNSEALS |= {"games/proximal_point.py", "search/losses.py"}
 

@@ -14,6 +14,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.audit import Replay
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
@@ -69,9 +70,14 @@ def parts(release):
     return run * release.count * release.runs
 
 
+def numbers(note):
+    """The strength of a recorded release and its scale, as a claim has them."""
+    return note.multiplier, note.noise_std if note.noiseless else note.sensitivity
+
+
 def matches(notes, ledger, adaptive):
     claimed = sorted(claim(r) for release in ledger.releases for r in parts(release))
-    made = sorted(note[:2] for note in notes)
+    made = sorted(map(numbers, notes))
     if len(made) != len(claimed):
         return False
     multipliers, stds = zip(*made, strict=True)
@@ -89,7 +95,7 @@ def matches(notes, ledger, adaptive):
 @solvers
 def test_releases_made_equal_the_ledger_in_number_and_scale(name):
     made, ledger, adaptive = unrolled(name)
-    scales = sorted(note[:2] for note in made)
+    scales = sorted(map(numbers, made))
     text = (
         f"{len(made)} releases (strength, scale) {scales}, but the ledger is {ledger}"
     )
@@ -121,8 +127,12 @@ def test_a_ledger_that_claims_too_much_noise_is_caught(name):
 
 def noises_of(notes):
     """In units of the scale that each release is noted with; draws have none."""
-    noisy = [note for note in notes if note[2] is not None]
-    return [(answer - raw) / scale for _, scale, _, raw, answer in noisy]
+    return [
+        (np.concatenate(note.released) - np.concatenate(note.noiseless))
+        / note.noise_std
+        for note in notes
+        if note.noiseless
+    ]
 
 
 def sound(noises):
@@ -192,8 +202,8 @@ def clips_gradients(name):
 
 
 def moved(name, person, row, factors, **options):
-    """How far each release moves between two records; its scale and strength."""
-    first, second = (
+    """Each release of two records: a pair under one key."""
+    notes = (
         notes_of(
             name,
             KEY,
@@ -204,16 +214,13 @@ def moved(name, person, row, factors, **options):
         for factor in factors
     )
     first, second = (
-        sorted((note for note in notes if note[2] is not None), key=lambda n: n[2])
-        for notes in (first, second)
+        sorted((note for note in made if note.noiseless), key=lambda note: note.key)
+        for made in notes
     )
-    assert [note[2] for note in first] == [note[2] for note in second]
-    made = [[note[:2] for note in notes] for notes in (first, second)]
+    assert [note.key for note in first] == [note.key for note in second]
+    made = [[*map(numbers, found)] for found in (first, second)]
     np.testing.assert_allclose(*made, rtol=1e-6)
-    return [
-        (np.linalg.norm(a[3] - b[3]), a[1], a[0])
-        for a, b in zip(first, second, strict=True)
-    ]
+    return Replay(tuple(zip(first, second, strict=True)))
 
 
 def excess(name, **options):
@@ -226,11 +233,10 @@ def excess(name, **options):
         for row, factors in ((0, (far, -far)), (-1, (far, 0.0))):
             changes = moved(name, person, row, factors, **options)
             # No release moves by more than the sensitivity that its noise follows.
-            found += [change * strength / scale for change, scale, strength in changes]
+            found.append(changes.largest)
             mu = profiles.gaussian_mu(events[person]) if person in events else None
             if mu:
-                total = sum((change / scale) ** 2 for change, scale, _ in changes)
-                found.append(total**0.5 / mu)
+                found.append(changes.mu / mu)
     return max(found)
 
 

@@ -27,9 +27,9 @@ def secure_keys(monkeypatch):
 def test_releases_and_noise_are_those_of_the_ledger_with_secure_keys(name):
     made = notes_of(name, KEY)
     assert matches(made, ledger_of(name), CASES[name].adaptive)
-    assert {len(words) for _, _, words, _, _ in made} == {8}  # 256 bits
+    assert {len(note.key) for note in made} == {8}  # 256 bits
     noises = noises_of(notes_of(name, *SEEDS))
     assert sound(noises)
     assert not sound([z / 2 for z in noises])
     again = notes_of(name, KEY)
-    chex.assert_trees_all_equal([v[4] for v in made], [v[4] for v in again])
+    chex.assert_trees_all_equal([v.released for v in made], [v.released for v in again])

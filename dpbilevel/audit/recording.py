@@ -1,0 +1,311 @@
+"""NON-PRIVATE. Releases of a run, opened for an auditor who brings the records."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from jaxtyping import Float, PyTree
+
+from ..core.process_spending import PrivacyWarning
+from ..draws.mechanisms import AbstractDrawMechanism
+from ..privacy import Bounded
+from ..privacy.exact.grid import Grid
+from ..privacy.exact.int61 import is_limbs
+from ..privacy.mechanisms import AbstractNoise
+from ..privacy.releases import AbstractNoisyRelease
+
+# Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
+ROUNDING = 2.0**-11
+Leaves = tuple[Float[np.ndarray, " d"], ...]
+
+
+def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
+    """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
+
+    Args:
+        bounded: A value of public or synthetic records, or a batch of such values.
+    """
+    if not isinstance(bounded.raw, Grid):
+        return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]
+    exponent = np.asarray(bounded.raw.exponent, np.float64)
+    # A batch of values has a batch of exponents: leading axes that the counts share.
+    return [
+        np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
+        for v in jax.tree.leaves(bounded.raw.counts, is_leaf=is_limbs)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """A release of a run, opened. NON-PRIVATE: `noiseless` has no noise.
+
+    Attributes:
+        name: Name of the release, as in the ledger of the solver that makes it; empty
+            for a draw.
+        mechanism: Name of the class of the mechanism.
+        sensitivity: Declared largest change of `noiseless`, in the l2 norm; of a draw
+            the declared change of its scores.
+        multiplier: Standard deviation of the noise, in units of the sensitivity; of a
+            draw the number that sets it.
+        noise_std: Standard deviation of the noise per coordinate; NaN for a draw.
+        key: Words of the key of the noise.
+        noiseless: Value before noise, one flat float64 array per leaf; empty for a
+            draw.
+        released: Released value, in the same form.
+    """
+
+    name: str
+    mechanism: str
+    sensitivity: float
+    multiplier: float
+    noise_std: float
+    key: tuple[int, ...]
+    noiseless: Leaves
+    released: Leaves
+
+
+def _as_it_is(key: tuple[int, ...], value: PyTree) -> PyTree:
+    del key
+    return value
+
+
+class Tape:
+    """Releases that programs make if they are traced inside `patched`. NON-PRIVATE.
+
+    Attributes:
+        notes: The releases since the last `take`.
+        shown: Function of a release's key and value that returns what the program sees.
+        is_open: Whether releases are noted; otherwise they pass.
+    """
+
+    def __init__(self):
+        self.notes: list[Recorded] = []
+        self.shown: Callable[[tuple[int, ...], PyTree], PyTree] = _as_it_is
+        self.is_open = True
+        self._names, self._inside = [""], False
+
+    def take(self) -> list[Recorded]:
+        """Return the releases so far, once all programs have ended, and forget them."""
+        jax.effects_barrier()
+        taken = self.notes[:]
+        self.notes.clear()
+        return taken
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Note the releases of all that is traced or run in the context."""
+        with contextlib.ExitStack() as stack:
+            for base, name in (
+                (AbstractNoise, "release"),
+                (AbstractDrawMechanism, "draw"),
+            ):
+                for kind in _kinds(base, name):
+                    noting = self._noting(getattr(kind, name))
+                    stack.enter_context(mock.patch.object(kind, name, noting))
+            for kind in _kinds(AbstractNoisyRelease, "apply"):
+                naming = self._naming(kind.apply)
+                stack.enter_context(mock.patch.object(kind, "apply", naming))
+            yield
+
+    def _naming(self, apply: Callable) -> Callable:
+        def named(release, *args, **options):
+            self._names.append(release.name)
+            try:
+                return apply(release, *args, **options)
+            finally:
+                self._names.pop()
+
+        return named
+
+    def _noting(self, method: Callable) -> Callable:
+        def noted(mechanism, value, *args, key, **options):
+            outermost, self._inside = not self._inside, True
+            try:
+                released = method(mechanism, value, *args, key=key, **options)
+            finally:
+                self._inside = not outermost
+            if not outermost:  # a mechanism inside another one
+                return released
+            is_noise = isinstance(value, Bounded)
+            sensitivity = value.sensitivity(mechanism.neighbours)
+            strength = getattr(mechanism, getattr(mechanism, "parameter", "multiplier"))
+            std = mechanism.deviation * sensitivity if is_noise else math.nan
+            seen = (sensitivity, strength, std), value if is_noise else None, released
+            like = jax.tree.map(
+                lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), released
+            )
+            note = functools.partial(
+                self._note, self._names[-1], type(mechanism).__name__
+            )
+            words = jax.random.key_data(key)
+            return io_callback(note, like, words, *jax.lax.stop_gradient(seen))
+
+        return noted
+
+    def _note(self, name, mechanism, words, numbers, value, released) -> PyTree:
+        if not self.is_open:
+            return released
+        key = tuple(np.ravel(words).tolist())
+        raw = () if value is None else tuple(open_value(value))
+        leaves = map(np.ravel, jax.tree.leaves(released))
+        known = tuple(leaf.astype(np.float64) for leaf in leaves)
+        found = Recorded(name, mechanism, *map(float, numbers), key, raw, known)
+        self.notes.append(found)
+        return self.shown(key, released)
+
+
+# Programs compiled under one tape are never called without it, nor the other way round.
+_under = jax.make_user_context()
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[Tape]:
+    tape = Tape()
+    try:
+        with tape.patched(), _under(tape), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrivacyWarning)  # the key is used again
+            yield tape
+            jax.effects_barrier()
+    finally:  # compiled programs keep the tape, but nothing of the records
+        tape.is_open, tape.notes, tape.shown = False, [], _as_it_is
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Recorded]]:
+    """Yield a list that collects the releases of every run in the context. NON-PRIVATE.
+
+    The runs return what they return otherwise, with the same noise. Every program is
+    compiled anew in the context.
+
+    Returns:
+        A context manager of a list of `Recorded`. The list is complete at the end of
+        the context, in the order in which the releases were made.
+
+    Privacy:
+        Opens sealed values: for public or synthetic records only. Do not publish what
+        the list holds on sensitive records.
+    """
+    with _recording() as tape:
+        yield tape.notes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replay:
+    """Releases of a run on data and on neighbouring data. NON-PRIVATE.
+
+    Attributes:
+        pairs: Each release on the data and on the neighbour, for the same released
+            values before it.
+    """
+
+    pairs: tuple[tuple[Recorded, Recorded], ...]
+
+    @property
+    def movements(self) -> Float[np.ndarray, " n"]:
+        """Distance of the noiseless values of each pair, in units of the sensitivity.
+
+        Infinite if a value is NaN; NaN for a draw, whose scores are not opened.
+        """
+        return np.asarray([_movement(*pair) for pair in self.pairs])
+
+    @property
+    def largest(self) -> float:
+        """Largest of `movements`, draws left out."""
+        return float(np.nanmax(self.movements))
+
+    @property
+    def mu(self) -> float:
+        """Distance of the two runs in units of the noise: mu of Gaussian DP.
+
+        It is at most `PrivacyReport.mu` if the ledger counts all releases.
+        """
+        pairs = zip(self.pairs, self.movements, strict=True)
+        parts = (m * a.sensitivity / a.noise_std for (a, _), m in pairs if a.noiseless)
+        return math.hypot(*parts)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no release moves by more than is declared; not a proof."""
+        return self.largest <= 1 + ROUNDING
+
+    def __str__(self) -> str:
+        """Return the outcome, and the largest movement of each kind of release."""
+        found: dict[str, list[float]] = {}
+        for (first, _), movement in zip(self.pairs, self.movements, strict=True):
+            found.setdefault(first.name or first.mechanism, []).append(movement)
+        verdict = "no violation found" if self.passed else "VIOLATION"
+        lines = [f"{verdict}: the largest movement is {self.largest:.6g} sensitivities"]
+        lines += [
+            f"  {len(v)} x {k}: at most {np.max(v):.6g}" for k, v in found.items()
+        ]
+        return "\n".join(lines)
+
+
+def replay(run: Callable[[Any], Any], data: PyTree, neighbour: PyTree) -> Replay:
+    """Return the `Replay` of a run on two neighbouring sets of records. NON-PRIVATE.
+
+    The second run sees the released values of the first one. So both take the same
+    steps, and a release moves by the difference of the records alone.
+
+    Args:
+        run: A function of the records that makes the run, such as
+            `lambda data: dpb.solve(problem, solver, data, w0, key=key)`. Its key is the
+            same in both calls.
+        data: The records.
+        neighbour: The records with those of one person replaced, or, under
+            add-or-remove-one, left out.
+
+    Raises:
+        ValueError: The run makes no release with noise, uses a key twice, or makes
+            other releases on the neighbour.
+
+    Privacy:
+        Opens sealed values: for public or synthetic records only.
+    """
+    with _recording() as tape:
+        kept: dict[tuple[int, ...], PyTree] = {}
+        tape.shown = kept.setdefault  # of the second run that of the first
+        run(data)
+        notes = tape.take()
+        first = {note.key: note for note in notes}
+        if not any(note.noiseless for note in notes):
+            raise ValueError("replay: the run makes no release with noise.")
+        if len(first) < len(notes):
+            raise ValueError("replay: the run uses a key for two releases.")
+        run(neighbour)
+        notes = tape.take()
+        second = {note.key: note for note in notes}
+        if second.keys() != first.keys() or len(notes) != len(first):
+            raise ValueError(
+                "replay: the runs make different releases, or under different keys. "
+                "Let neither depend on records, and give both the same key."
+            )
+    return Replay(tuple((note, second[key]) for key, note in first.items()))
+
+
+def _movement(first: Recorded, second: Recorded) -> float:
+    if not first.noiseless:
+        return math.nan
+    parts = zip(first.noiseless, second.noiseless, strict=True)
+    with np.errstate(invalid="ignore"):
+        distance = math.hypot(*(float(np.linalg.norm(a - b)) for a, b in parts))
+    claimed = min(first.sensitivity, second.sensitivity)
+    if distance <= 0:
+        return 0.0
+    return distance / claimed if claimed > 0 and distance < math.inf else math.inf
+
+
+def _kinds(kind: type, method: str) -> Iterator[type]:
+    """Yield the classes below `kind` that define a method of their own."""
+    if method in vars(kind):
+        yield kind
+    for other in kind.__subclasses__():
+        yield from _kinds(other, method)
