@@ -1,6 +1,7 @@
 """What an outside auditor records and replays; broken copies are caught."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.audit import record, replay
 from dpbilevel.privacy.queries import Query
+from tests.cases import ROOT
 from tests.contract.recorded import calibrated
 
 KEY = jax.random.key(0)
@@ -172,3 +174,11 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_reason():
         replay(another_key, *pair)
     with pytest.raises(ValueError, match="makes no release with noise"):
         replay(lambda data: data, *pair)
+
+
+def test_the_code_of_the_page_runs_and_its_test_passes():
+    text = (ROOT / "docs/outside_audit.md").read_text()
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, names)
+    names["test_one_record_moves_no_release_by_more_than_declared"]()
