@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,21 +32,6 @@ _OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
 # A belief passes `_SLACK` times the odds of epsilon with a chance of `_TIMES` delta.
 _SLACK, _TIMES = 1.1, 11
 _NORMAL = statistics.NormalDist()
-# Words of every ledger.
-TERMS = {
-    "records": "the records",
-    "upper": "the validation records",
-    "lower": "the training records",
-    "FullBatch": "every record is read, each time",
-    "Poisson": "each record is read with the same chance, drawn anew each time",
-    "FixedSize": "so many records are read, drawn anew each time",
-    "SinglePass": "each record is read once at most, in one of the batches",
-    "RandomAllocation": "each record is read once a pass, in a batch drawn anew",
-    "usable records": "how many records fit what the config declares",
-    "usable records of the upper level": "the same of the validation records",
-    "usable records of the lower level": "the same of the training records",
-    "test accuracy": "how many test records the released model labels correctly",
-}
 
 
 def largest_powers(*ledgers: Ledger) -> dict[str, float]:
@@ -133,31 +118,15 @@ class Certificate:
             **more: Further values that it reads.
         """
         among = environment() if among is None else among
-        found = {field.name: getattr(self, field.name) for field in _FIELDS}
-        texts = self.report.assumptions
         odds = math.exp(-self.report.epsilon) / (_SLACK if self.report.delta else 1)
-        found |= {
+        found = {
             "claims": self.claims,
             "odds": self._odds() if self.claims else {},
             "belief": 1 / (1 + odds),
             "exception": min(1.0, _TIMES * self.report.delta),
-            "ledger": [*_ledger(self.report)],
-            "words": self._words(),
-            "assumed": [
-                (text, "the library" if text in _OURS else "the data holder")
-                for text in texts
-                if not re.match("(not |un)protected", text, re.IGNORECASE)
-            ],
-            "unprotected": [text for text in texts if "protected" in text.lower()],
-            "detection": "; ".join(
-                f"{_percent(power)} at {_percent(float(alarms))} false alarms"
-                for alarms, power in (self._odds() if self.claims else {}).items()
-            ),
-            "data": f"all data sets; planned: {_records(self.report)}",
-            "releases": "; ".join(map(str, self.report.ledger)),
-            "precision": "; ".join(_arithmetic(self.report)),
+            "ours": _OURS,
         }
-        return among.get_template(template).render(found | more)
+        return among.get_template(template).render(vars(self) | found | more)
 
     def _odds(self) -> dict[str, float]:
         """Return the largest detection rates; without a curve the bound by epsilon."""
@@ -167,24 +136,9 @@ class Certificate:
         if mu is not None:
             found = {a: _NORMAL.cdf(_NORMAL.inv_cdf(a) + mu) for a in FALSE_ALARMS}
         else:
-            found = {
-                a: min(
-                    1.0, math.exp(min(e, 700)) * a + d, 1 - math.exp(-e) * (1 - a - d)
-                )
-                for a in FALSE_ALARMS
-            }
+            up, down = math.exp(min(e, 700)), math.exp(-e)
+            found = {a: min(up * a + d, 1 - down * (1 - a - d)) for a in FALSE_ALARMS}
         return {str(a): power for a, power in found.items()}
-
-    def _words(self) -> list[tuple[str, str]]:
-        """Return pairs of a word in the ledger and its meaning."""
-        words, meanings = [], TERMS | {**self.terms}
-        for row in self.report.ledger:
-            words += [word_of(row.release), *row.roles]
-            words += [word_of(part.sampling) for part in row.roles.values()]
-        return [(w, meanings[w]) for w in dict.fromkeys(words) if w in meanings]
-
-
-_FIELDS = dataclasses.fields(Certificate)
 
 
 def certificate(
@@ -250,43 +204,8 @@ def _shown(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, tuple):
         return name, f"{value:.4f}", "", ""
     middle, std = value
-    half = _NORMAL.inv_cdf(0.975) * std
-    return (
-        name,
-        f"{middle:.4f}",
-        f"{std:.4f}",
-        f"{middle - half:.4f} to {middle + half:.4f}",
-    )
-
-
-def _ledger(report: PrivacyReport) -> Iterable[tuple[str, ...]]:
-    """Yield one row of text for each release and role."""
-    for row in report.ledger:
-        noise = row.noise_std
-        for role, part in row.roles.items():
-            moves = part.sensitivity
-            yield (
-                row.release,
-                f"{row.count}",
-                f"{role}: {part.records}",
-                part.sampling,
-                "declared" if moves is None else f"{moves:.3g}",
-                "a draw" if noise is None else f"{noise:.3g}",
-            )
-
-
-def _records(report: PrivacyReport) -> str:
-    """Return the planned numbers of records, by role, as text."""
-    roles = {r: v.records for row in report.ledger for r, v in row.roles.items()}
-    return ", ".join(
-        f"{n} {TERMS.get(r, r).removeprefix('the ')}" for r, n in roles.items()
-    )
-
-
-def _arithmetic(report: PrivacyReport) -> Iterable[str]:
-    """Yield what the report says of the arithmetic of each mechanism."""
-    for name in dict.fromkeys(row.precision for row in report.ledger):
-        yield f"precision {name}: {IDEALISED.get(name, 'as declared')}"
+    low, high = (middle + side * _NORMAL.inv_cdf(0.975) * std for side in (-1, 1))
+    return name, f"{middle:.4f}", f"{std:.4f}", f"{low:.4f} to {high:.4f}"
 
 
 def word_of(name: str) -> str:
@@ -311,7 +230,7 @@ def environment(*loaders: Any) -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["ROW"] = ROW
+    found.globals |= {"ROW": ROW, "IDEALISED": IDEALISED}
     found.filters |= {
         "percent": _percent,
         "rounded_up": lambda value, digits=4: rounded_up(value, digits),
@@ -319,6 +238,7 @@ def environment(*loaders: Any) -> "Environment":
         "cell": _cell,
         "sentence": lambda text: f"{text[:1].upper()}{text[1:].rstrip('.')}.",
         "quoted": _quoted,
+        "word": word_of,
     }
     return found
 

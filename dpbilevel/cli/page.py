@@ -45,7 +45,6 @@ class RunCertificate(Certificate):
             "page.html",
             environment(),
             result=result,
-            facts_of_test=_facts(result),
             drawings={k: _recolored(k, v) for k, v in figure.drawings(result).items()},
             shown=_rows(result.names, result.shown),
             coefficients=coefficients,
@@ -76,17 +75,6 @@ def certificate_of(result: Result, spent: str, title: str) -> RunCertificate:
         facts["utility"] = str(result.test)
     more: Any = {"spent": spent, "terms": task.terms, "facts": facts}
     return RunCertificate(result.report, title, result.power, **more, result=result)
-
-
-def _facts(result: Result) -> dict[str, str]:
-    """Return facts on the test file as texts, by name."""
-    test = result.test
-    if test is None or test.value is None:
-        return {}
-    facts = {f"test {test.metric}": f"{test.value:.4g}"}
-    if test.trivial is not None:
-        facts["constant answer"] = f"{test.trivial:.2g}"
-    return facts
 
 
 def _rows(names: tuple[str, ...], values: np.ndarray) -> list[tuple[str, str]]:
