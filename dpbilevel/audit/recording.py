@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Float, PyTree
@@ -138,15 +139,11 @@ class Tape:
             sensitivity = value.sensitivity(mechanism.neighbours)
             strength = getattr(mechanism, getattr(mechanism, "parameter", "multiplier"))
             std = mechanism.deviation * sensitivity if is_noise else math.nan
-            seen = (sensitivity, strength, std), value if is_noise else None, released
-            like = jax.tree.map(
-                lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), released
-            )
-            note = functools.partial(
-                self._note, self._names[-1], type(mechanism).__name__
-            )
-            words = jax.random.key_data(key)
-            return io_callback(note, like, words, *jax.lax.stop_gradient(seen))
+            numbers = sensitivity, strength, std
+            sealed = value if is_noise else None
+            seen = jax.random.key_data(key), numbers, sealed, released
+            note = self._note, self._names[-1], type(mechanism).__name__
+            return _called(functools.partial(*note), seen, released)
 
         return noted
 
@@ -164,6 +161,41 @@ class Tape:
 
 # Programs compiled under one tape are never called without it, nor the other way round.
 _under = jax.make_user_context()
+
+
+def _called(note: Callable[..., PyTree], seen: PyTree, like: PyTree) -> PyTree:
+    """Return what `note` returns on the host for the values `seen`.
+
+    A callback would round numbers of 64 bits, so they travel as pairs of 32 bits.
+    """
+    leaves, tree = jax.tree.flatten(jax.lax.stop_gradient(seen))
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    types = [array.dtype for array in arrays]
+    wide = [dtype.itemsize == 8 for dtype in types]
+
+    def on_host(*halves):
+        parts = zip(map(np.asarray, halves), types, wide, strict=True)
+        whole = [half.view(t)[..., 0] if w else half for half, t, w in parts]
+        found = [
+            np.asarray(leaf) for leaf in jax.tree.leaves(note(*tree.unflatten(whole)))
+        ]
+        return [
+            leaf[..., None].view(np.uint32) if leaf.itemsize == 8 else leaf
+            for leaf in found
+        ]
+
+    sent = [
+        jax.lax.bitcast_convert_type(array, jnp.uint32) if is_wide else array
+        for array, is_wide in zip(arrays, wide, strict=True)
+    ]
+    outputs, outside = jax.tree.flatten(like)
+    count = len(outputs)  # the last leaves of `seen`
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in sent[-count:]]
+    back = io_callback(on_host, shapes, *sent)
+    ends = zip(back, types[-count:], wide[-count:], strict=True)
+    return outside.unflatten(
+        jax.lax.bitcast_convert_type(v, t) if w else v for v, t, w in ends
+    )
 
 
 @contextlib.contextmanager
