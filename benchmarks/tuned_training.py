@@ -2,7 +2,7 @@
 
 Methods of examples/tuned_training.py at epsilon 1 for everybody, training and
 validation people alike, 10 keys, error of the released model on test records. Prints
-tables and writes them into docs/tuned_training.md if census and digits are there.
+tables and writes them into results/tuned_training.md if census and digits are there.
 """
 
 import jax
@@ -51,4 +51,4 @@ def main():
         )
         print(tables[-1], flush=True)
     if pages.ADULT.is_file() and pages.MNIST.is_file():
-        pages.write(pages.ROOT / "docs/tuned_training.md", tables)
+        pages.write(pages.RESULTS / "tuned_training.md", tables)
