@@ -2,7 +2,7 @@
 
 Methods of examples/meta_learning.py at epsilon 3, 10 keys, accuracy on new people.
 Baselines have the best of their settings ON THE TEST PEOPLE, meta-learning one that was
-found on training people. Writes docs/meta_learning.md if the digits are there.
+found on training people. Writes results/meta_learning.md if the digits are there.
 """
 
 import functools
@@ -68,4 +68,4 @@ def main():
         tables.append(pages.by_median(name, found, "accuracy", higher_is_better=True))
         print(tables[-1], flush=True)
     if pages.MNIST.is_file():
-        pages.write(pages.ROOT / "docs/meta_learning.md", tables)
+        pages.write(pages.RESULTS / "meta_learning.md", tables)
