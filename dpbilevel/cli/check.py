@@ -8,9 +8,8 @@ import numpy as np
 
 from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
-from .data import CsvData
+from .data import CsvData, ids_of, is_id
 from .loading import find_files, test_file, without_sources
-from .people import ids_of, is_id
 from .tables import Cells, Table, declaration_for
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
@@ -61,9 +60,8 @@ def check(
 
 def _lines(data: CsvData, table: Table) -> Iterator[str]:
     lists = _lists(data)
-    marks = data.encode(table).marks
-    assert marks is not None
-    for name, of_column in zip(data.checked_columns.names, marks.T, strict=True):
+    marks = data.encode(table).marks.T
+    for name, of_column in zip(data.checked_columns.names, marks, strict=True):
         if name not in lists:
             yield from _numbers(name, table.column(name), of_column)
     for name, (values, effect) in lists.items():

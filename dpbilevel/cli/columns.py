@@ -25,18 +25,17 @@ class Records:
     Attributes:
         features: One row, or one payoff matrix, per record.
         label: Label of each record; zeros for matrices.
+        marks: Marks of the checked cells, one column each.
         source: Source of each record, -1 for one that is not listed, or `None`.
         group: Group of each record, -1 for one that is not listed, or `None`.
-        marks: Marks of the checked cells, one column each; `None` for records that are
-            in no file.
         ids: The id of the person of each row; `None` if every row is a record.
     """
 
     features: np.ndarray
     label: np.ndarray
+    marks: np.ndarray
     source: np.ndarray | None = None
     group: np.ndarray | None = None
-    marks: np.ndarray | None = None
     ids: np.ndarray | None = None
 
     def __repr__(self) -> str:

@@ -146,10 +146,8 @@ class Config:
         Raises:
             ValueError: Delta is not below one over the number of records of a level.
         """
-        delta, least = (
-            self.privacy.delta,
-            1 / max(self.data.training, self.data.validation),
-        )
+        delta = self.privacy.delta
+        least = 1 / max(self.data.training, self.data.validation)
         if delta >= least and not self.privacy.allow_large_delta:
             raise self.place.child("privacy").error(
                 f"delta = {delta:g} is not below one over the number of "

@@ -22,8 +22,7 @@ from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .data import HeldOut
-from .people import mean_of, rows_of_people, values
+from .data import mean_of, rows_of_people, values
 
 PEOPLE = "person of the test file"
 _HALF = 0.5  # scores are in [0, 1]: minus one half, they are at most this large
@@ -193,7 +192,8 @@ def evaluate(
         Exact if `[data.test]` says that the records are public, or NON-PRIVATE;
         otherwise `noisy_score`.
     """
-    held_out, label = _described(config)
+    held_out, label = config.data.test, config.data.label
+    assert held_out is not None
     of = f"log1p({label.column})" if label.transform == "log1p" else label.column
     fields: dict[str, Any] = {"file": held_out.path, "kind": held_out.accuracy}
     fields["metric"] = f"root mean squared error of {of}"
@@ -236,11 +236,10 @@ def noisy_score(
         Makes the one release of `ledger_of`. A record without a listed label, or with
         a feature that is no number, counts as half right: their number stays private.
     """
-    _, label = _described(config)
     coefficients = jnp.asarray(model, jnp.float32)
 
     def centered(row: PyTree) -> Array:
-        return _score(label, coefficients, row) - _HALF
+        return _score(config.data.label, coefficients, row) - _HALF
 
     of_record = {RECORDS: mean_of(centered, config.privacy.unit)}
     return _release(config).apply(of_record, records, key=key) + _HALF
@@ -253,12 +252,6 @@ def _release(config: Config) -> Release:
     multiplier = least_multiplier(FullBatch(), 1, size, privacy.budget)
     noise = Gaussian(multiplier, privacy.neighbours, privacy.precision)
     return Release("test accuracy", 1, (Query(RECORDS, size, _HALF),), noise)
-
-
-def _described(config: Config) -> tuple[HeldOut, Label]:
-    """Return the `HeldOut` of a config's test file, and its `Label`."""
-    assert config.data.test is not None
-    return config.data.test, config.data.label
 
 
 def _metric(label: Label, mean: float) -> float:

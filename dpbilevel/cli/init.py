@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import environment, plans
 from .columns import Value
-from .people import ids_of, is_id
+from .data import ids_of, is_id
 from .tables import (
     MALFORMED,
     SEPARATORS,
@@ -25,7 +25,6 @@ from .tables import (
     read_table,
 )
 from .tasks import TASKS
-from .toml_tables import Location
 
 OFFERED = {name: task.summary for name, task in TASKS.items() if task.template}
 _NUMBER = r"[-+]?(?:\d+[.,]?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -122,7 +121,7 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     missing = _missing(facts)
     text = _rendered(facts | {"missing": missing})
     if not missing:
-        config, _ = plans.parse_for_run(text, Location(str(flags.out)))
+        config, _ = plans.read_for_run(str(flags.out), text)
         config.check_delta()
     return text, missing
 

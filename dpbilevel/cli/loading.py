@@ -17,8 +17,7 @@ from ..privacy.records.copies import copies
 from ..privacy.records.people import PersonUnit
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config
-from .data import CsvData
-from .people import hashes_of, means, people_of, rows_of_people
+from .data import CsvData, hashes_of, means, people_of, rows_of_people
 from .tables import existing
 
 IN_BOTH = "an id is in two files whose people must differ."
@@ -38,11 +37,10 @@ def find_files(
         ValueError: A file is missing, or the second one does not fit people or task.
     """
     source, files = config.data, []
-    for option, given, key, what in (
-        ("--data", data, "path", "records"),
-        ("--validation", validation, "validation_path", "validation records"),
+    for option, given, path, what in (
+        ("--data", data, source.path, "records"),
+        ("--validation", validation, source.validation_path, "validation records"),
     ):
-        path = getattr(source, key)
         file = given or (config.folder / path if path else None)
         files.append(file and existing(file, what, f"name another with {option} PATH"))
     file, other = files
@@ -174,7 +172,6 @@ def indicators(
     Privacy:
         NON-PRIVATE, record by record: for `RecordsCheck.release`.
     """
-    assert records.marks is not None
     marks, label, place = records.marks[:, : len(columns.names)], None, None
     if columns.classes:
         matches = records.label[:, None] == np.asarray(numbers)

@@ -20,7 +20,7 @@ from ..audit.device import device_arithmetic
 from ..privacy.budget import Neighbours
 from ..runs import checkpoint, interrupts, spending
 from ..runs.interrupts import step_bar
-from . import audit, check, init, plans, predictions, results, run
+from . import check, init, plans, predictions, results, run
 from .config import Config
 from .tasks import TASKS
 
@@ -314,10 +314,10 @@ def _audit(arguments: argparse.Namespace) -> int:
         checkpoint.check_empty("--out", arguments.out)
     config = _planned(arguments.config)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
-    outcomes = audit.audit_config(config, arguments.runs)
+    outcomes = plans.audit_config(config, arguments.runs)
     print(*outcomes, sep="\n")
     if arguments.out is not None:
-        audit.save(arguments.out, outcomes, config)
+        plans.save_audit(arguments.out, outcomes, config)
         print(f"audit: {arguments.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -1,6 +1,7 @@
-"""Plans of a config, from public values alone: its settings, and its noise."""
+"""Plans of a config, from public values alone: its settings, its noise, its audit."""
 
 import dataclasses
+import math
 import re
 import textwrap
 import tomllib
@@ -9,7 +10,10 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from ..audit.canaries import Canary, canaries
 from ..audit.certificate import largest_powers
+from ..audit.claims import TradeOffCurve, ledger_claims
+from ..audit.tradeoff import TradeOff, audit_canaries
 from ..core.plan import calibrate
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
@@ -17,6 +21,7 @@ from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
 from ..planning.candidates import toml_value
 from ..privacy.ledger import Ledger
+from ..privacy.noise import root_key
 from ..privacy.report import PrivacyReport, describe
 from ..runs import checkpoint
 from . import evaluation
@@ -25,6 +30,8 @@ from .task import Problem
 from .tasks import TASKS
 from .toml_tables import Location
 
+FALSE_ALARMS = 0.05
+JSON = "audit.json"
 # Last lines of a config without settings.
 UNPLANNED = (
     "# There is no table [solver]: settings are chosen by dry runs on synthetic",
@@ -41,8 +48,12 @@ _STAND_INS = {
 }
 
 
-def read_unplanned(path: str) -> tuple[Config, str]:
+def read_unplanned(path: str, text: str | None = None) -> tuple[Config, str]:
     """Return a config that may lack `[solver]` and `[refit]`, and the file's text.
+
+    Args:
+        path: The file.
+        text: Its text, which is read by default.
 
     Returns:
         The config, with a stand-in for its solver, and the text of the file. Keys of
@@ -51,12 +62,8 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     Raises:
         ValueError: As `read_config`; the task is a game.
     """
-    return parse_unplanned(read_tables(path)[1], Location(path))
-
-
-def parse_unplanned(text: str, place: Location) -> tuple[Config, str]:
-    """Return the pair that `read_unplanned` returns, from the text of a config."""
-    tables = tomllib.loads(text)
+    text = read_tables(path)[1] if text is None else text
+    tables, place = tomllib.loads(text), Location(path)
     task = TASKS.get(str(tables.get("task")))
     if task is not None and task.is_game:
         then = "missing [solver]: see docs/games.md"
@@ -75,8 +82,10 @@ def parse_unplanned(text: str, place: Location) -> tuple[Config, str]:
     return parse_config(kept | {"solver": stand_in}, place), text
 
 
-def read_for_run(path: str) -> tuple[Config, bool]:
+def read_for_run(path: str, text: str | None = None) -> tuple[Config, bool]:
     """Return a config whose settings may be missing, and whether it has them.
+
+    The arguments are those of `read_unplanned`.
 
     Returns:
         The config, and whether it has settings; if not, a stand-in is in their place.
@@ -84,15 +93,11 @@ def read_for_run(path: str) -> tuple[Config, bool]:
     Raises:
         ValueError: As `read_config`, or as `read_unplanned` without settings.
     """
-    return parse_for_run(read_tables(path)[1], Location(path))
-
-
-def parse_for_run(text: str, place: Location) -> tuple[Config, bool]:
-    """Return the pair that `read_for_run` returns, from the text of a config."""
+    text = read_tables(path)[1] if text is None else text
     tables = tomllib.loads(text)
     if any(name in tables for name in _SETTINGS):
-        return parse_config(tables, place), True
-    return parse_unplanned(text, place)[0], False
+        return parse_config(tables, Location(path)), True
+    return read_unplanned(path, text)[0], False
 
 
 def completed(config: Config, found: AutoPlan) -> Config:
@@ -106,7 +111,7 @@ def as_before(config: Config, out: Path) -> Config:
     Raises:
         ValueError: The folder has no checkpoint.
     """
-    before = checkpoint.read(out).fingerprint["config"]
+    before = checkpoint.read(out).fingerprint.get("config", {})
     return _with(config, {k: before[k] for k in _SETTINGS if k in before})
 
 
@@ -229,3 +234,52 @@ def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
             precision=config.privacy.precision,
             before=config.check.releases,
         )
+
+
+def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
+    """Return a tuple of `TradeOff`s, one per kind of person, for a config's solver.
+
+    Returns:
+        One outcome per kind of person.
+
+    Raises:
+        ValueError: The config cannot be planned, or too few runs.
+
+    Privacy:
+        Touches no data: neither the config's records nor released values.
+    """
+    found = canaries_of(prepare(config))
+    return audit_canaries(found, key=root_key(), runs=runs)  # new noise each time
+
+
+def canaries_of(prepared: Prepared) -> dict[str, Canary]:
+    """Return the canaries of a planned run, by kind of person."""
+    reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
+    return canaries(prepared.solver, x_in_records=reads)
+
+
+def save_audit(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
+    """Write `audit.json` into a folder, atomically.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    page = {
+        "format": 1,
+        "passed": all(outcome.passed for outcome in outcomes),
+        "audits": [outcome.to_dict() for outcome in outcomes],
+        "versions": checkpoint.versions(),
+        "config": config.tables,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.replace_json(folder / JSON, _plain(page))
+
+
+def _plain(value):
+    """Return a value with infinities, which JSON cannot hold, as strings."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return value if finite else str(value)

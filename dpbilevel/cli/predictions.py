@@ -103,7 +103,6 @@ def write(out: Path, predictions: Predictions) -> None:
         ValueError: The file exists.
         OSError: The disk refuses.
     """
-    check_new(out)
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(predictions.columns)

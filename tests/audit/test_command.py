@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dpbilevel.cli import audit as page
+from dpbilevel.cli import plans
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
@@ -34,7 +34,7 @@ def test_audit_writes_its_findings(folder):
 def test_audited_solver_claims_what_the_plan_does(folder):
     prepared = prepare(read_config(folder / "a.toml"))
     budget = prepared.config.privacy.budget
-    claims = page.canaries_of(prepared)
+    claims = plans.canaries_of(prepared)
     deltas = [canary.claim(budget.epsilon) for canary in claims.values()]
     assert max(deltas) == pytest.approx(budget.delta, rel=1e-3)
 
@@ -57,7 +57,7 @@ def test_audit_reads_no_records(config_of_csv, capsys):  # noqa: F811
 
 def test_violation_ends_with_status_one(config, capsys, monkeypatch):  # noqa: F811
     leaks = audited(planned_noisy_gd(0.5), claim_of(planned_noisy_gd()), runs=5000)
-    monkeypatch.setattr(page, "audit_canaries", lambda *_, **__: (leaks,))
+    monkeypatch.setattr(plans, "audit_canaries", lambda *_, **__: (leaks,))
     assert main(["audit", config]) == 1
     assert "VIOLATION" in capsys.readouterr().out
 

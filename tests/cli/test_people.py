@@ -15,7 +15,8 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.audit.recording import open_value
 from dpbilevel.cli import data as of_data
-from dpbilevel.cli import people, results
+from dpbilevel.cli import data as people
+from dpbilevel.cli import results
 from dpbilevel.cli.config import parse_config, read_config
 from dpbilevel.cli.loading import as_levels, find_files, indicators, load
 from dpbilevel.cli.main import main

@@ -30,7 +30,7 @@ from dpbilevel.cli.tables import (
     read_names,
     read_table,
 )
-from dpbilevel.cli.tasks.training import softmax_loss
+from dpbilevel.cli.tasks.linear import softmax_loss
 from dpbilevel.cli.toml_tables import Location
 from tests.cases import slow
 from tests.cli.config_changes import changed

@@ -4,8 +4,7 @@ from typing import Any
 
 from ..task import Task
 from .groups import GROUP_FAIR, GROUP_ROBUST
-from .training import TRAINING
-from .two_levels import PENALTY_TUNING, SOURCE_WEIGHTING
+from .linear import PENALTY_TUNING, SOURCE_WEIGHTING, TRAINING
 
 _TASKS = TRAINING, SOURCE_WEIGHTING, PENALTY_TUNING
 _GAMES = GROUP_FAIR, GROUP_ROBUST
