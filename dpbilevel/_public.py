@@ -56,7 +56,7 @@ from .privacy import Randomized as Randomized
 from .privacy import by_person as by_person
 from .privacy import root_key as root_key
 from .runs.fit import fit as fit
-from .runs.folder import load as load
+from .runs.fit import load as load
 from .runs.run import advance as advance
 from .runs.run import resume as resume
 from .runs.run import start as start

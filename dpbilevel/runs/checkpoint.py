@@ -40,10 +40,10 @@ LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 CHECK = "usability"  # in a fingerprint: the released check of the records
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
-    b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come (of "
+    b"dpbilevel checkpoint 3. SECRET: it holds the key of the noise still to come (of "
     b"correlated noise also of the last) and a hash of the records; whoever has it can "
-    b"subtract that noise. It holds no value of a record and no value without noise. "
-    b"Keep it, or delete it; do not share it.\n"
+    b"subtract that noise. Of a search it may hold losses of single records without "
+    b"noise, else no value of a record. Keep it, or delete it; do not share it.\n"
 )
 
 
@@ -71,10 +71,8 @@ class Checkpoint:
         return f"Checkpoint(done={self.done})"
 
 
-def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> None:
+def write(folder: Path, checkpoint: Checkpoint) -> None:
     """Replace the folder's checkpoint in one step; only its owner can read it.
-
-    The file starts with `notice`, a text that says what the file holds.
 
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
@@ -92,10 +90,10 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
     arrays["public"] = np.frombuffer(json.dumps(public).encode(), np.uint8)
     body = npz(arrays)
     digest = hashlib.sha256(body).hexdigest().encode()
-    replace(folder / NAME, notice + digest + b"\n" + body, mode=0o600)  # holds a key
+    replace(folder / NAME, _NOTICE + digest + b"\n" + body, mode=0o600)  # holds a key
 
 
-def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
+def read(folder: Path) -> Checkpoint:
     """Read the `Checkpoint` in a folder.
 
     Raises:
@@ -104,18 +102,18 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     file = folder / NAME
     if not file.is_file():
         raise ValueError(f"nothing to resume: {folder} holds no checkpoint.")
-    return parsed(file, file.read_bytes(), notice=notice)
+    return parsed(file, file.read_bytes())
 
 
-def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint:
+def parsed(file: Path, content: bytes) -> Checkpoint:
     """Parse the content of a file into a `Checkpoint`.
 
     Raises:
         ValueError: The content is damaged or of another program.
     """
-    digest, _, body = content.removeprefix(notice).partition(b"\n")
+    digest, _, body = content.removeprefix(_NOTICE).partition(b"\n")
     intact = hashlib.sha256(body).hexdigest().encode() == digest
-    if not content.startswith(notice) or not intact:
+    if not content.startswith(_NOTICE) or not intact:
         raise ValueError(
             f"{file} is damaged or not a checkpoint of this version of dpbilevel. Put "
             "back a copy of it, or start a new run, which is another release."
@@ -137,10 +135,8 @@ def has_released(folder: Path) -> bool:
     file = folder / NAME
     if not file.exists():
         return False
-    content = file.read_bytes()
-    notice = content[: content.find(b"\n") + 1]  # of a run or a search
     try:
-        saved = parsed(file, content, notice=notice)
+        saved = parsed(file, file.read_bytes())
     except Exception:  # damaged
         return True
     return saved.done > 0 or CHECK in saved.fingerprint

@@ -125,7 +125,7 @@ class Run:
         """Return whether a file is a checkpoint of this run."""
         try:
             saved = checkpoint.parsed(file, file.read_bytes())
-        except ValueError:  # damaged, or of a search
+        except ValueError:  # damaged
             return False
         return saved.fingerprint.get(NAME) == self.name
 

@@ -25,8 +25,7 @@ from ..privacy.report import PrivacyReport
 from ..runs import lock
 from ..runs.checkpoint import Checkpoint, after, solution_of
 from .base import AbstractAskTellSolver, BlackBox, Proposal
-from .folder import Folder, NoisyLosses
-from .run import check_losses, plan_run
+from .run import Folder, NoisyLosses, check_losses, plan_run
 
 # Limit of the size of the state times the number of steps below which the optimization
 # of a program takes longer than it saves: on one core both were equal at 3e7.

@@ -121,8 +121,6 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 
     problem_type: ClassVar[Any] = FiniteSum | BlackBox
     in_config: ClassVar[bool] = False
-    # Whether the noisy loss of every evaluation is released, in their order.
-    shows_every_loss: ClassVar[bool] = False
 
     @property
     def most_evaluations(self) -> int | None:

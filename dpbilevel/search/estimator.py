@@ -1,5 +1,6 @@
 """Private hyperparameter search of scikit-learn estimators."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ def _has(name: str) -> Callable[[Any], bool]:
     )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
     r"""Private tuning of an estimator on validation records.
 
@@ -115,28 +117,16 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         the table was made; and the time, which grows if a record is rejected.
     """
 
-    def __init__(
-        self,
-        estimator: Any,
-        space: dict[str, Range | Categorical],
-        budget: PrivacyBudget,
-        *,
-        solver: AbstractAskTellSolver | None = None,
-        losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
-        training: DeclaredTraining | None = None,
-        starts: Sequence[dict[str, Any]] = (),
-        n_jobs: int | None = None,
-        most_rows: int = 8,
-    ):
-        self.estimator = estimator
-        self.space = space
-        self.budget = budget
-        self.solver = solver
-        self.losses = losses
-        self.training = training
-        self.starts = starts
-        self.n_jobs = n_jobs
-        self.most_rows = most_rows
+    estimator: Any
+    space: dict[str, Range | Categorical]
+    budget: PrivacyBudget
+    _: dataclasses.KW_ONLY
+    solver: AbstractAskTellSolver | None = None
+    losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None
+    training: DeclaredTraining | None = None
+    starts: Sequence[dict[str, Any]] = ()
+    n_jobs: int | None = None
+    most_rows: int = 8
 
     def fit(
         self,

@@ -1,7 +1,7 @@
 """Global Bayesian optimization of noisy values: a private GP-UCB."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -65,7 +65,6 @@ class NoisyUCB(
         bandit setting", ICML 2010, Algorithm 1, here with noise for privacy.
     """
 
-    shows_every_loss: ClassVar[bool] = True
     num_steps: Count = eqx.field(static=True)
     clip_range: Positive
     lengthscale: Positive = 0.3

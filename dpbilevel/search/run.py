@@ -1,6 +1,9 @@
-"""Plan of a search on the host, from checked arguments, and checks of losses."""
+"""A search on the host: its plan, its folder, and checks of losses."""
 
 import dataclasses
+import io
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +18,31 @@ from ..core import process_spending
 from ..core.columns import Column
 from ..core.loop import bound_to
 from ..core.plan import calibrated
+from ..core.solution import Solution
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
+from ..runs import checkpoint, spending
 from ..runs.checkpoint import Checkpoint, first_checkpoint
+from ..runs.interrupts import uninterruptible
 from .base import AbstractAskTellSolver, BlackBox
-from .folder import fingerprint
 
 _COPIES = (
     "no copy of the folder continues with other losses: each one that does is one more "
     "release, with noise of its own, and the budgets add up"
 )
+_PATTERN = "evaluation-*.SECRET"
+# Number of the only search of a folder in the spending record.
+_NUMBER = 1
+
+Point = Float[np.ndarray, " d"]
+Losses = Float[np.ndarray, " n"]  # of all records at a point
+# Released points, one a row, and the noisy mean losses there.
+NoisyLosses = tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]
+Result = tuple[Solution, NoisyLosses]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,3 +188,179 @@ def check_losses(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
         )
     # Under jax_debug_nans JAX would raise because of one record's NaN.
     return np.where(np.isnan(losses), np.inf, losses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder with every evaluation and a checkpoint of every step. SECRET."""
+
+    path: Path  # its lock is held
+    check: Callable[[], None]  # raises if the lock was lost
+    report: PrivacyReport
+    first: Checkpoint  # before the first step
+
+    @property
+    def _public(self) -> dict[str, Any]:
+        return self.first.fingerprint["run"]
+
+    def result(self) -> Result | None:
+        """Return the `Solution` and the noisy losses of a finished run, or `None`.
+
+        Raises:
+            ValueError: Another run finished here, or its result is damaged.
+        """
+        file = self.path / checkpoint.SEARCH
+        if not file.is_file():
+            return None
+        try:
+            page = json.loads(file.read_bytes())
+            value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
+            rejected = int(page.get("rejected_updates", 0))
+            noisy = page["noisy_losses"]
+            at, values = np.asarray(noisy["points"]), np.asarray(noisy["values"])
+            checkpoint.check_same_run(self.path, page, {"run": self._public})
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{file} is damaged or of another version: {error}. Give a new folder."
+            ) from error
+        self._close()
+        points = at.reshape(-1, value.size)  # also where there is none
+        return Solution(value, path, rejected), (points, values)
+
+    def begin(self) -> Checkpoint:
+        """Record the spending of a run, and return its `Checkpoint`, resumed or new.
+
+        Raises:
+            ValueError: The folder holds another run or something else, or the total
+                spending would exceed a limit of a folder above it.
+            OSError: The disk refuses.
+        """
+        saved = self._resume()
+        self._forget(saved.done)
+        try:
+            spending.begin(self.path, _NUMBER, self.report, self._public)
+        except ValueError:
+            begun = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
+            if saved.done == 0 and not begun:  # nothing was evaluated
+                checkpoint.remove(self.path)
+            raise
+        return saved
+
+    def losses(self, step: int, number: int, point: Point) -> Losses | None:
+        """Return the stored losses of all records at a point, or `None`.
+
+        Raises:
+            ValueError: The stored evaluation is damaged, or from another point; or the
+                lock of the folder was lost.
+            OSError: The disk refuses.
+        """
+        self.check()
+        file = self._evaluation(step, number)
+        return _parse(file, point) if file.is_file() else None
+
+    def keep_losses(self, step: int, number: int, point: Point, losses: Losses) -> None:
+        """Store all records' losses at a point.
+
+        Raises:
+            ValueError: The lock of the folder was lost.
+            OSError: The disk refuses.
+        """
+        self.check()
+        content = checkpoint.npz({"point": point, "losses": losses})
+        checkpoint.replace(self._evaluation(step, number), content, mode=0o600)
+
+    def keep(self, saved: Checkpoint) -> None:
+        """Replace the checkpoint, then delete the evaluations of finished steps.
+
+        Raises:
+            ValueError: The lock of the folder was lost.
+            OSError: The disk refuses; the previous checkpoint is intact.
+        """
+        self.check()
+        checkpoint.write(self.path, saved)
+        self._forget(saved.done)
+
+    def finish(self, solution: Solution, noisy: NoisyLosses) -> None:
+        """Write the result: released values and public ones only.
+
+        Args:
+            solution: The released solution.
+            noisy: The released noisy losses, with their points.
+
+        Raises:
+            ValueError: The lock of the folder was lost.
+            OSError: The disk refuses; the last checkpoint is intact.
+        """
+        page = {
+            "format": 1,
+            "value": np.asarray(solution.value).tolist(),
+            "trajectory": np.asarray(solution.trajectory).tolist(),
+            "rejected_updates": solution.rejected_updates,
+            "noisy_losses": {"points": noisy[0].tolist(), "values": noisy[1].tolist()},
+            "run": self._public,
+        }
+        with uninterruptible():
+            self.check()
+            checkpoint.replace_json(self.path / checkpoint.SEARCH, page)
+            self._close()
+
+    def _evaluation(self, step: int, number: int) -> Path:
+        return self.path / f"evaluation-{step}-{number}.SECRET"
+
+    def _resume(self) -> Checkpoint:
+        """Return the `Checkpoint` of the run, written first if there is none."""
+        file = self.path / checkpoint.NAME
+        if not file.is_file():
+            checkpoint.check_empty("folder", self.path)
+            checkpoint.write(self.path, self.first)
+        saved = checkpoint.read(self.path)
+        records = (
+            "the records, their order, or their evaluation (in a PrivateSearch also "
+            "the estimator, its losses, the space and the training records)"
+        )
+        return checkpoint.resume_run(self.path, saved, self.first, records)
+
+    def _forget(self, done: int) -> None:
+        """Delete the evaluations of steps before `done`."""
+        for file in self.path.glob(_PATTERN):
+            if int(file.name.split("-")[1]) < done:
+                file.unlink()
+
+    def _close(self) -> None:
+        """End a run whose result is written."""
+        spending.finish(self.path, _NUMBER)
+        for file in self.path.glob(f"{_PATTERN}*"):
+            file.unlink()
+
+
+def _parse(file: Path, point: Point) -> Losses:
+    """Read a file of all records' losses, checked to be those at `point`."""
+    content = io.BytesIO(file.read_bytes())
+    try:
+        with np.load(content, allow_pickle=False) as arrays:
+            stored, losses = arrays["point"], arrays["losses"]
+    except Exception:
+        raise ValueError(f"{file} is damaged. Delete it to evaluate again.") from None
+    if not np.array_equal(stored, point):  # bit for bit
+        raise ValueError(
+            f"{file} holds losses at another point. Continue on the machine of the run."
+        )
+    return losses
+
+
+def fingerprint(
+    problem: BlackBox, solver, w0, budget: PrivacyBudget | None, report
+) -> dict[str, Any]:
+    """Return a dict of what a resumed run must not change: `run` and `records`."""
+    public = {
+        "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
+        "solver": solver,
+        "box": problem.w_set,
+        "records": problem.num_records,
+        "evaluates": problem.evaluates,
+        "w0": w0,
+        "software": checkpoint.software(),
+        "report": report and json.loads(report.to_json()),
+    }
+    page = json.dumps(public, default=checkpoint.as_json)
+    return {"run": json.loads(page), "records": problem.records}

@@ -171,7 +171,7 @@ def test_checkpoint_of_other_software_is_refused(prepared, interrupted, part):
 
 def test_checkpoint_of_another_version_of_the_format_is_refused(prepared, interrupted):
     file = interrupted / checkpoint.NAME
-    file.write_bytes(file.read_bytes().replace(b"checkpoint 2", b"checkpoint 1", 1))
+    file.write_bytes(file.read_bytes().replace(b"checkpoint 3", b"checkpoint 1", 1))
     refused(r"damaged or not a checkpoint of this version", prepared, interrupted)
 
 

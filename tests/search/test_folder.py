@@ -193,7 +193,7 @@ def test_a_folder_of_something_else_or_without_its_checkpoint_is_refused(tmp_pat
         search(losses=Counted(1), folder=tmp_path / "run")
     file = tmp_path / "run" / checkpoint.NAME
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is damaged or of another version"):
+    with pytest.raises(ValueError, match="is damaged or not a checkpoint"):
         search(folder=tmp_path / "run")
     file.unlink()
     with pytest.raises(ValueError, match=r"is not empty .*; give a new folder"):
