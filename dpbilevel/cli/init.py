@@ -15,11 +15,9 @@ from . import environment, plans
 from .columns import Value
 from .data import ids_of, is_id
 from .tables import (
-    MALFORMED,
     SEPARATORS,
     existing,
     is_parquet,
-    number,
     opened,
     read_names,
     read_table,
@@ -32,8 +30,6 @@ _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*([^\s\d.,].*?)?\s*"
 _DAY = r"(\d{4}-\d\d-\d\d)"
 _DATES = re.compile(rf"\s*{_DAY}\s*\.\.\s*{_DAY}\s*(.*?)\s*")
 _LOSSES = '"logistic" for two classes, "softmax" for more, "squared" for a number'
-# A public column with more values is a number, or has no use as a category.
-_MOST_CATEGORIES, _FEW_NUMBERS = 30, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,23 +78,19 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
         OSError: A file cannot be read.
 
     Privacy:
-        Reads the header alone; the number of rows if a flag is `count`, and all values
-        if `--public` says that they are public.
+        Reads the header alone, and the number of rows if a flag is `count`.
     """
     task, header = TASKS[flags.task], header_of(flags.data)
-    hints = proposed(header) if flags.public else {}
     given = getattr(flags, task.places) if task.places else None
     place, places = _pair(given, f"--{task.places}") if given else ("", ())
     pairs = [_pair(text, "--column") for text in flags.column or ()]
     used = [name for name in (flags.person, flags.label, place) if name]
-    columns = {name: content_of(text) for name, text in pairs} or {
-        name: found for name, found in hints.items() if name not in used
-    }
+    columns = {name: content_of(text) for name, text in pairs}
     for flag in ("clean", "test"):
         if getattr(flags, flag) not in (None, "-"):
             existing(Path(getattr(flags, flag)), f"--{flag}", "give its path")
     _check_names([*used, *(name for name, _ in pairs)], header)
-    classes = _classes(flags, hints.get(flags.label))
+    classes = _classes(flags)
     training, validation = _sizes(flags, header)
     values = values_of(places) if places else ()
     if task.places == "sources" and len(values) == 1:
@@ -237,33 +229,6 @@ def values_of(text: str) -> Values:
     return found
 
 
-def proposed(header: Header) -> dict[str, Range | Values]:
-    """Return the `Range` or the values of each column of a public file, if clear.
-
-    Privacy:
-        NON-PRIVATE: reads all values. For files that are public.
-    """
-    found, table = {}, read_table(header.file, header.separator)
-    for name in header.names:
-        cells = {*table.columns[name]} - {"", MALFORMED}
-        numbers, values = [*map(number, cells)], {*map(_value, cells)}
-        if len(set(numbers)) > _FEW_NUMBERS and all(map(math.isfinite, numbers)):
-            ends = _rounded(min(numbers), math.floor), _rounded(max(numbers), math.ceil)
-            found[name] = Range(*ends)
-        elif 2 <= len(values) <= _MOST_CATEGORIES:
-            ordered = sorted(values, key=lambda v: (isinstance(v, str), v))
-            found[name] = tuple(ordered)
-    return found
-
-
-def _rounded(end: float, direction) -> float:
-    """Return a number rounded to two significant digits, up or down."""
-    if end == 0:
-        return 0.0
-    unit = 10.0 ** (math.floor(math.log10(abs(end))) - 1)
-    return float(f"{direction(end / unit) * unit:.6g}")
-
-
 def _pair(text: str, flag: str) -> tuple[str, str]:
     name, separator, content = text.partition("=")
     if not separator:
@@ -282,9 +247,7 @@ def _check_names(names: list[str], header: Header) -> None:
             raise ValueError(f"the column {name!r} is named twice; give it one role.")
 
 
-def _classes(
-    flags: argparse.Namespace, hint: Range | Values | None
-) -> Range | tuple[Values, ...] | None:
+def _classes(flags: argparse.Namespace) -> Range | tuple[Values, ...] | None:
     """Return the values of each class, or the label's `Range`; `None` if not known.
 
     Of two classes the positive one comes first.
@@ -293,8 +256,6 @@ def _classes(
     if flags.label_range and is_game:
         raise ValueError(f"--task {flags.task} has classes; leave out --label-range.")
     several = values_of(flags.classes) if flags.classes else ()
-    if not flags.positive and not is_game and isinstance(hint, tuple):
-        several = several or (hint if len(hint) > 2 else ())
     if is_game and len(several) > 2:
         raise ValueError(
             f"--task {flags.task} has two classes; give --positive and --negative, "
@@ -307,13 +268,9 @@ def _classes(
         if not isinstance(found, Range) or found.origin:
             raise ValueError(f"--label-range {flags.label_range} is not LOW..HIGH.")
         return found
-    if isinstance(hint, Range) and not (flags.positive or is_game):
-        return hint
-    both = hint if isinstance(hint, tuple) and len(hint) == 2 else ()
-    positive = values_of(flags.positive) if flags.positive else both[1:]
-    others = tuple(v for v in both if v not in positive)
-    negative = values_of(flags.negative) if flags.negative else others
-    return (positive, negative) if positive and negative else None
+    if not (flags.positive and flags.negative):
+        return None
+    return values_of(flags.positive), values_of(flags.negative)
 
 
 def _sizes(flags: argparse.Namespace, header: Header) -> tuple[int | None, int | None]:

@@ -122,8 +122,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_flags_of_init(add: Any) -> None:
     add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
-    public = "the values of the file are public: propose from them"
-    add("--public", **_FLAG, help=public)
     people = "the id of the person of each row, if people have several rows"
     add("--person", metavar="COLUMN", help=people)
     add("--most-rows", metavar="N", type=int, default=8, help="of a person (8)")

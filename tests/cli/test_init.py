@@ -137,19 +137,6 @@ def test_rows_are_counted_only_where_that_is_asked_for(folder, monkeypatch, caps
     config_of(folder, *flags, "--records", "40")
 
 
-def test_a_public_file_proposes_what_is_in_it_and_the_config_says_so(folder):
-    config, _, text = config_of(
-        folder, "--public", "--label", "sick", "--records", "count"
-    )
-    assert "read from the file, which was declared public" in text
-    label = config.data.label
-    assert (label.positive, label.negative) == (("yes",), ("no",))
-    assert [b.name for b in config.data.numeric] == ["age", "dose"]
-    values = {c.column: c.values for c in config.data.categorical}
-    assert values == {"ward": ("A", "B", "C"), "site": ("north", "south")}
-    assert "# 20 to 59" in text
-
-
 @pytest.mark.parametrize("task", OFFERED)
 def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
     flags = ["--task", task, *TRAINING, *FEATURES]
