@@ -6,7 +6,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from ...onelevel.problem import check_set
 from ...privacy.exact.floats import double_precision
 from ...privacy.noise import derive, standard_gumbel
 from ...privacy.per_example.clipping import one_record
-from ...sets import AbstractSet, Box
+from ...sets import AbstractSet
 from .base import AbstractSampler, Regularity, SamplerGuarantee
 
 
@@ -63,24 +62,6 @@ class Grid(AbstractSampler):
             raise ValueError(f"Grid.product: needs one vector per axis, got {shapes}.")
         columns = jnp.meshgrid(*map(jnp.asarray, axes), indexing="ij")
         return cls(jnp.stack([column.ravel() for column in columns], axis=-1))
-
-    @classmethod
-    def low_discrepancy(cls, box: Box, count: int) -> "Grid":
-        """Return a `Grid` of a Halton sequence in a box: even, in any number.
-
-        Args:
-            box: A box whose bounds are vectors of one length.
-            count: The number of points.
-        """
-        _checks.instance("Grid.low_discrepancy", Box, box=box)
-        _checks.count("Grid.low_discrepancy", count=count)
-        low, high = jnp.asarray(box.lower), jnp.asarray(box.upper)
-        if low.ndim != 1 or low.shape != high.shape:
-            raise ValueError("Grid.low_discrepancy: bounds of the box must be vectors.")
-        # Unscrambled: the same points for everyone, and no seed to choose.
-        points = scipy.stats.qmc.Halton(len(low), scramble=False).random(count)
-        unit = jnp.asarray(points, jnp.result_type(low, float))
-        return cls(low[None] + unit * (high - low)[None])
 
     @property
     def dimension(self) -> int:
