@@ -14,7 +14,7 @@ from dpbilevel import audit
 from dpbilevel.audit.recording import open_value
 from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel.certificates import certified, sensitivities
-from dpbilevel.bilevel.certificates.certified import ClippedUpper
+from dpbilevel.bilevel.certificates.certified import Adapted
 from tests.bilevel.test_constants import SIZES as SIX
 from tests.bilevel.test_constants import exact_solution, tuning, worst_neighbours
 from tests.bilevel.test_implicit import implicit, planned_implicit, value_at, wide
@@ -124,7 +124,7 @@ def test_an_upper_record_is_charged_its_clip_and_no_constant(clip_norm, x64):
             certificate, SIZES, jnp.float64, jnp.asarray(X), (2, 4)
         )
         for certificate in (
-            ClippedUpper(TUNING.constants, clip_norm),
+            Adapted(TUNING.constants, clip_norm),
             TUNING.constants,
         )
     )
@@ -151,7 +151,7 @@ def test_every_person_sees_the_noise_that_the_ledger_claims(people, x64):
         sealed = read(TUNING, x, data, 0.1, people=people)
         std = multiplier * float(sealed.sensitivity())
         own = sensitivities.hypergradient_sensitivity(
-            ClippedUpper(TUNING.constants, 0.1), sizes, jnp.float64, jnp.asarray(x)
+            Adapted(TUNING.constants, 0.1), sizes, jnp.float64, jnp.asarray(x)
         )
         seen = {
             "upper": std / float(own.upper),
@@ -177,7 +177,7 @@ def test_no_neighbours_are_further_apart_than_charged(role, x64):
         return clipped_at(norm, exact_contributions(problem, x, data))
 
     found = worst_neighbours(problem, x, role, rounds=8, count=200, hypergradient=value)
-    here = ClippedUpper(problem.constants, norm).bounds(SIX, x)
+    here = Adapted(problem.constants, norm).bounds(SIX, x)
     charged = min(float(getattr(here, role)), 2 * norm)
     assert found <= charged * (1 + 1e-9)
     assert found > (0.95 if role == "upper" else 0.1) * charged
@@ -210,7 +210,7 @@ def searched(role, precision, clip_norm, charged_norm, tries=200, **changes):
         sealed = certified.HypergradientQuery(problem, sizes, clip_norm).read(
             (x, jnp.zeros(3)), dpb.Levels(**levels), precision=precision, key=None
         )
-        certificate = ClippedUpper(problem.constants, charged_norm)
+        certificate = Adapted(problem.constants, charged_norm)
         claimed = sensitivities.hypergradient_sensitivity(
             certificate, sizes, jnp.float32, x, (2, 3)
         )

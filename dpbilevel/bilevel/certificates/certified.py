@@ -33,19 +33,55 @@ from .sensitivities import Means, common_dtype, readable
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractWrapped(AbstractCertificate):
-    """A certificate that changes the bounds of another one.
+class Adapted(AbstractCertificate):
+    r"""A problem's certificate for records of many rows, or for clipped upper records.
 
-    Attributes:
+    **Rows.** Sums have the rows of people as terms, and round more.
+
+    **Clipping.** With $u_z(x) = \nabla_x f_z - \nabla_{xy} G\, [\nabla_{yy} G]^{-1}
+    \nabla_y f_z$ at $y^*(x)$, where $f_z$ is the loss of upper record $z$ with the
+    public term, a hypergradient is the mean of the records' contributions $u_z$. What
+    is released is
+
+    $$\frac{1}{n_f} \sum_z \mathrm{clip}_{C(x)}(u_z(x)), \qquad C(x) = \min(C, \bar
+    L(x)).$$
+
+    - *An upper record* moves neither $y^*$ nor a derivative of $G$: $S_{up} = 2 C(x) /
+      n_f$, whatever the losses are.
+    - *A lower record* moves all contributions. $u_z$ is the hypergradient of $n_f$
+      copies of the record $z$, of which the certificate holds too, so that each of them
+      moves by at most $S_{low}$. Clipping is a projection onto a ball and sets no two
+      of them further apart, nor does their mean: it moves by at most $\min(S_{low}, 2
+      C(x))$. The constants of numerical errors carry over by the same argument.
+
+    Args:
         certificate: The one of the problem.
+        clip_norm: $C > 0$; `None` without clipping.
+        rows: The largest number of rows of a record.
     """
 
     certificate: AbstractCertificate
+    clip_norm: float | None = None
+    rows: int = 1
+
+    def __post_init__(self):
+        if self.clip_norm is not None:
+            _checks.positive("Adapted", clip_norm=self.clip_norm)
 
     @property
     def varies(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the bounds of the problem's certificate depend on x."""
         return self.certificate.varies
+
+    @override
+    def bounds(self, sizes, x=None) -> Bounds:
+        bounds = self.certificate.bounds(sizes, x)
+        bounds = dataclasses.replace(bounds, rows=max(bounds.rows, self.rows))
+        if self.clip_norm is None:
+            return bounds
+        least = jnp.minimum if isinstance(bounds.gradient, jax.Array) else min
+        clip = least(self.clip_norm, bounds.gradient)  # C(x)
+        return dataclasses.replace(bounds, upper=2 * clip / sizes.upper, clip=clip)
 
     @override
     def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree):
@@ -68,70 +104,14 @@ class AbstractWrapped(AbstractCertificate):
     @property
     @override
     def assumptions(self) -> tuple[str, ...]:
-        return self.certificate.assumptions
-
-
-@dataclasses.dataclass(frozen=True)
-class ClippedUpper(AbstractWrapped):
-    r"""A certificate of another one's lower records, where upper records are clipped.
-
-    With $u_z(x) = \nabla_x f_z - \nabla_{xy} G\, [\nabla_{yy} G]^{-1} \nabla_y f_z$ at
-    $y^*(x)$, where $f_z$ is the loss of upper record $z$ with the public term, a
-    hypergradient is the mean of the records' contributions $u_z$. What is released is
-
-    $$\frac{1}{n_f} \sum_z \mathrm{clip}_{C(x)}(u_z(x)), \qquad C(x) = \min(C, \bar
-    L(x)).$$
-
-    - *An upper record* moves neither $y^*$ nor a derivative of $G$: $S_{up} = 2 C(x) /
-      n_f$, whatever the losses are.
-    - *A lower record* moves all contributions. $u_z$ is the hypergradient of $n_f$
-      copies of the record $z$, of which the certificate holds too, so that each of them
-      moves by at most $S_{low}$. Clipping is a projection onto a ball and sets no two
-      of them further apart, nor does their mean: it moves by at most $\min(S_{low}, 2
-      C(x))$. The constants of numerical errors carry over by the same argument.
-
-    Args:
-        certificate: The one of the problem.
-        clip_norm: $C > 0$.
-    """
-
-    clip_norm: float
-
-    def __post_init__(self):
-        _checks.positive("ClippedUpper", clip_norm=self.clip_norm)
-
-    @override
-    def bounds(self, sizes, x=None) -> Bounds:
-        bounds = self.certificate.bounds(sizes, x)
-        least = jnp.minimum if isinstance(bounds.gradient, jax.Array) else min
-        clip = least(self.clip_norm, bounds.gradient)  # C(x)
-        return dataclasses.replace(bounds, upper=2 * clip / sizes.upper, clip=clip)
-
-    @property
-    @override
-    def assumptions(self) -> tuple[str, ...]:
+        if self.clip_norm is None:
+            return self.certificate.assumptions
         return (
             "the guarantee of upper records rests on clipping: each one's contribution "
             f"is clipped at {self.clip_norm:.6g}, whatever the losses are; that of "
             "lower records rests on the constants of both levels' losses",
             *self.certificate.assumptions,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class OfPeople(AbstractWrapped):
-    """A certificate whose sums have the rows of people as terms, which round more.
-
-    Args:
-        certificate: The one of the problem on people.
-        rows: The largest number of rows of a person.
-    """
-
-    rows: int
-
-    @override
-    def bounds(self, sizes, x=None) -> Bounds:
-        return dataclasses.replace(self.certificate.bounds(sizes, x), rows=self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +126,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
     further apart; where it is not finite it is zero.
 
     With `clip_norm` it is instead the mean of the upper records' contributions, each
-    clipped; see `ClippedUpper`. A contribution has the public term of the upper level.
+    clipped; see `Adapted`. A contribution has the public term of the upper level.
 
     Args:
         problem: The problem, with a certificate as `constants`.
@@ -169,10 +149,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
     @property
     def certificate(self) -> AbstractCertificate:
         """Certificate that proves the sensitivity, with the clip norm if any."""
-        certificate = certificate_of(self.problem)
-        if self.clip_norm is None:
-            return certificate
-        return ClippedUpper(certificate, self.clip_norm)
+        return certificate_of(self.problem, self.clip_norm)
 
     @override
     def costs(self, precision: Precision) -> Costs:
@@ -264,8 +241,10 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
             raise ValueError(f"ImplicitBilevel: {rows} {role} records exceed the plan.")
 
 
-def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
-    """Return the problem's certificate.
+def certificate_of(
+    problem: BilevelProblem, clip_norm: float | None = None
+) -> AbstractCertificate:
+    """Return the problem's certificate, where upper records are clipped if they are.
 
     Raises:
         ValueError: It has none, or one for other functions; its lower level has a set.
@@ -282,9 +261,10 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
             "BilevelProblem: implicit derivatives take no y_set; leave it out."
         )
     problem.constants.check(problem)
-    if problem.unit is None:
+    if problem.unit is None and clip_norm is None:
         return problem.constants
-    return OfPeople(problem.constants, problem.unit.most_rows)
+    rows = 1 if problem.unit is None else problem.unit.most_rows
+    return Adapted(problem.constants, clip_norm, rows)
 
 
 class LowerLevel(NamedTuple):
