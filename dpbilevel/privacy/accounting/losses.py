@@ -242,36 +242,22 @@ class Atoms(AbstractLoss):
         return float(finite.min()), float(np.nextafter(finite.max(), np.inf))
 
 
-@dataclasses.dataclass(frozen=True)
-class Allocated(AbstractLoss):
-    """The loss of one pass over records that are spread over batches at random.
+@functools.lru_cache(maxsize=16)
+def allocated(way: allocation_loss.Way, shift: float, batches: int) -> Atoms:
+    """Return the loss of one pass over records that are spread over batches at random.
 
-    Attributes:
+    It is that of a piecewise linear upper bound on the convex profile.
+
+    Args:
         way: As in `allocation_loss.divergence`.
         shift: One record's clip norm over the standard deviation of the noise.
         batches: The number of batches of a pass.
     """
-
-    way: allocation_loss.Way
-    shift: float
-    batches: int
-
-    @functools.cached_property
-    def _atoms(self) -> Atoms:
-        """`Atoms` of a piecewise linear upper bound on the convex profile."""
-        ratios, found = allocation_loss.profile(self.way, self.shift, self.batches)
-        slopes = np.append(np.diff(found) / np.diff(ratios), 0.0)
-        other = np.maximum(np.diff(slopes, prepend=-1.0), 0.0)
-        mass = np.append(ratios * other, found[-1])
-        return Atoms(tuple(mass[1:]), (*other[1:], 0.0))
-
-    @override
-    def cells(self, edges):
-        return self._atoms.cells(edges)
-
-    @override
-    def ends(self, reach):
-        return self._atoms.ends(reach)
+    ratios, found = allocation_loss.profile(way, shift, batches)
+    slopes = np.append(np.diff(found) / np.diff(ratios), 0.0)
+    other = np.maximum(np.diff(slopes, prepend=-1.0), 0.0)
+    mass = np.append(ratios * other, found[-1])
+    return Atoms(tuple(mass[1:]), (*other[1:], 0.0))
 
 
 def _log_mixed(fraction: float, exponent: float) -> float:

@@ -15,7 +15,7 @@ from ..budget import Neighbours
 from ..sampling.fixed_size import RandomAllocationEvent
 from . import allocation_loss, closed_forms
 from .closed_forms import gaussian_delta, gaussian_epsilon, is_pure, pure_epsilon
-from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
+from .losses import AbstractLoss, Atoms, Shifted, Subset, allocated
 from .repetitions import BestOf, Repetitions, is_selection, renyi_profile
 from .summed_losses import Composition
 
@@ -267,7 +267,7 @@ def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
             ways: tuple[allocation_loss.Way, ...] = ("replace",)
             if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
                 ways = "remove", "add"
-            return tuple(Allocated(way, mu, batches) for way in ways)
+            return tuple(allocated(way, mu, batches) for way in ways)
     raise ValueError(f"accounting: {part} is not accounted for.")
 
 
