@@ -17,6 +17,7 @@ from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
 from ..core.proximal import smooth_part
 from ..privacy.jaxprs import bound, evaluated
+from ..privacy.records.disk import reader
 
 _ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
 _PLAIN = (((1,), (0,)), ((), ()))
@@ -268,15 +269,12 @@ def _over_records(fun: Callable, records: PyTree) -> PyTree:
     if pieces == 1:
         return fun(records, None, n)
     rows = -(-n // pieces)  # rounded up
+    read = reader(records, None, n, rows)
 
     # A linearization keeps sums and products over a record's numbers; slices and
     # numbers entry by entry are computed again, which costs less than reading them.
     def over_piece(index):
-        start = jnp.minimum(index * rows, n - rows)
-        piece = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(jnp.asarray(v), start, rows), records
-        )
-        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
+        piece, fresh = read(index)
         return fun(piece, None if rows * pieces == n else fresh, n)
 
     over_piece = jax.checkpoint(over_piece, prevent_cse=False, policy=_is_contraction)

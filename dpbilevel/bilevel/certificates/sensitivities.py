@@ -23,6 +23,7 @@ from ...core.problem import AbstractProblem
 from ...privacy.budget import People
 from ...privacy.exact.floats import all_finite, check_rounding, unit_roundoff
 from ...privacy.per_example.structure import rowwise
+from ...privacy.records.disk import reader
 from ..problem import BilevelProblem, Levels, Sizes
 from .constants import AbstractCertificate
 from .fixed_count import Bounds
@@ -330,14 +331,10 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
     """
     n = _checks.leading_axis("records", records)
     rows = min(n, ROWS)
+    read = reader(records, None, n, rows)
 
     def part(index):
-        start = jnp.minimum(index * rows, n - rows)
-        # The last chunk reaches back; what others have summed is left out.
-        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        piece = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), records
-        )
+        piece, fresh = read(index)
 
         def total(loss, x, y):
             dtype = common_dtype((x, y))
