@@ -2,26 +2,25 @@
 
 import dataclasses
 from typing import Any, ClassVar, Literal
-from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import SignedShare
+from .._extras import AbstractVar
 from ..bilevel.levels import (
     Objective,
     equal_weights,
     lower_objective,
     queries_of,
+    rows_of_steps,
     validation_objective,
 )
-from ..bilevel.penalty_gradients import rows_of_steps
 from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD

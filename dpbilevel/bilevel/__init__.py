@@ -1,13 +1,12 @@
 """Problems of two levels, and their solvers."""
 
 from .certificates.constants import AbstractCertificate, Constants, SecondOrderConstants
-from .f2sa import F2SA
 from .implicit import ImplicitBilevel
 from .penalty import PenaltyBilevel
 from .pipeline import OneLevel
 from .problem import BilevelProblem, Levels, Sizes
 from .refitted import LowerFirst, Refitted
-from .single_loop import FiniteDifferenceBilevel, SingleLoopBilevel
+from .single_loop import F2SA, FiniteDifferenceBilevel, SingleLoopBilevel
 
 __all__ = [
     "F2SA",

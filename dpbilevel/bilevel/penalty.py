@@ -21,8 +21,11 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Gaussian, Ledger, Neighbours, Release
 from ..privacy.noise import derive
 from ..privacy.rows import ForecastRow
-from .levels import Level, levels_queries, lower_level, penalized_level
-from .penalty_gradients import (
+from .levels import (
+    Level,
+    levels_queries,
+    lower_level,
+    penalized_level,
     penalty_gradients,
     public_penalty_gradient,
     row_in_x,

@@ -15,8 +15,15 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
-from .levels import Level, equal_weights, lower_objective, queries_of, upper_objective
-from .penalty_gradients import row_in_x, rows_of_steps
+from .levels import (
+    Level,
+    equal_weights,
+    lower_objective,
+    queries_of,
+    row_in_x,
+    rows_of_steps,
+    upper_objective,
+)
 from .pipeline import AbstractPipeline, AbstractStages, with_prefix
 from .problem import BilevelProblem, Sizes, reads_first
 

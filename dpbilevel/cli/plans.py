@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from ..audit.canaries import Canary, canaries
 from ..audit.certificate import largest_powers
-from ..audit.claims import TradeOffCurve, ledger_claims
 from ..audit.tradeoff import TradeOff, audit_canaries
 from ..core.plan import calibrate
 from ..core.solution import Plan

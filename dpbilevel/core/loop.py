@@ -19,8 +19,7 @@ from . import process_spending
 from .columns import arrays
 from .descent import Rule, rejected_updates
 from .levels import Levels, people_of
-from .modules import arrays_of, lifted, lowered
-from .problem import AbstractProblem
+from .problem import AbstractProblem, arrays_of, lifted, lowered
 from .proximal import has_proximal
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver

@@ -25,8 +25,7 @@ from ..privacy.sampling.base import AbstractSampling
 from . import process_spending
 from .levels import Sizes, check_pair, people_of
 from .loop import solver_for
-from .modules import arrays_of
-from .problem import AbstractProblem
+from .problem import AbstractProblem, arrays_of
 from .solution import Plan, Solver
 
 _LARGEST_SCALE = 2.0**60

@@ -13,7 +13,7 @@ from .._version import __version__
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import html_table
 from . import saved
-from .modules import StaticLeaves
+from .problem import StaticLeaves
 from .solver import Solver
 
 Report = TypeVar("Report", bound=PrivacyReport | None)

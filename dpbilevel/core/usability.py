@@ -272,11 +272,7 @@ def _released(query: Query, mechanism: Gaussian, rows, *, key) -> Float[Array, "
     upper, lower = (rows if role == query.role else None for role in LEVELS)
     data = rows if query.role == RECORDS else Levels(upper, lower)
     release = Release(_NAMES[query.role], 1, (query,), mechanism)
-    return release.apply({query.role: _itself}, data, key=key)
-
-
-def _itself(row: Float[Array, " w"]) -> Float[Array, " w"]:
-    return row
+    return release.apply({query.role: lambda row: row}, data, key=key)
 
 
 def _level(columns: Columns, released, noise_std: float) -> LevelUsability:

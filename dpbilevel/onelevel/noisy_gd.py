@@ -2,17 +2,16 @@
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive, ProperFraction
+from .._extras import AbstractVar
 from ..core.curvature import overshooting_row, unstable_row
 from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule, scaled
 from ..core.outputs import AbstractOutput, Last, check_output

@@ -17,9 +17,8 @@ from ..applications.penalties import PenaltyTuning, penalty_start
 from ..applications.sources import SourceWeighting
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
-from ..core.modules import arrays_of
 from ..core.plan import calibrated
-from ..core.problem import AbstractProblem
+from ..core.problem import AbstractProblem, arrays_of
 from ..core.proximal import check_smooth
 from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget

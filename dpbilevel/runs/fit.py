@@ -19,9 +19,8 @@ from .. import _checks
 from ..core.columns import arrays
 from ..core.levels import Sizes
 from ..core.loop import bound_to, check_method, run_checked
-from ..core.modules import arrays_of
 from ..core.plan import calibrated
-from ..core.problem import AbstractProblem
+from ..core.problem import AbstractProblem, arrays_of
 from ..core.process_spending import begun, costs_by
 from ..core.saved import PAGE, read, unreadable
 from ..core.solution import Solution, divergence

@@ -19,8 +19,7 @@ from ..core import process_spending
 from ..core.columns import arrays
 from ..core.descent import rejected_updates
 from ..core.loop import check_run, rows_of
-from ..core.modules import StaticLeaves, arrays_of, lifted, lowered
-from ..core.problem import AbstractProblem
+from ..core.problem import AbstractProblem, StaticLeaves, arrays_of, lifted, lowered
 from ..core.solution import Plan, Solution
 from ..privacy.jaxprs import constants
 from ..privacy.noise import PRNGKey, step_keys

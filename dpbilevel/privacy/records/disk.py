@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ... import _checks
-from .people import PersonRows
-from .person_store import PersonStore
+from .people import PersonRows, PersonStore
 from .rows import Shards, filler
 from .rows import taken as taken_in_memory
 from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Paths

@@ -188,14 +188,11 @@ def shards_of(records: PyTree) -> Shards:
     """
     leaves = jax.tree.leaves(records)
     found = [_shards(leaf) for leaf in leaves]
-    spread = max((v for v in found if v and v.mesh), key=_count, default=None)
+    on_mesh = (v for v in found if v and v.mesh)
+    spread = max(on_mesh, key=lambda v: v.count, default=None)
     if spread or None not in found or jax.sharding.get_abstract_mesh().manual_axes:
         return spread or Shards()
     return Shards(math.gcd(len(leaves[0]), jax.device_count()))
-
-
-def _count(shards: Shards) -> int:
-    return shards.count
 
 
 def _shards(leaf: Any) -> Shards | None:
