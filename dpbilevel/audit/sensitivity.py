@@ -237,10 +237,7 @@ class NoiseReuse:
 
 
 def noise_reuse(
-    solver: AbstractSolver,
-    *,
-    key: PRNGKey,
-    x_in_records: bool | tuple[str, ...] = True,
+    solver: AbstractSolver, *, key: PRNGKey, x_in_records: bool | tuple[str, ...] = True
 ) -> NoiseReuse:
     """Return a `NoiseReuse`: the largest correlation of two noises of one run.
 

@@ -94,9 +94,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     step_size: StepSize = eqx.field(converter=as_rule)
     output: AbstractOutput = eqx.field(default=UniformIterate(), kw_only=True)
     upper_clip_norm: Positive | None = eqx.field(
-        static=True,
-        default=None,
-        converter=_float_or_none,
+        static=True, default=None, converter=_float_or_none
     )
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False

@@ -212,10 +212,7 @@ def hypergradient_error(
 
 
 def rounding_error(
-    bounds: Bounds,
-    sizes: Sizes,
-    dtype: DTypeLike,
-    dimensions: tuple[int, int] = (1, 1),
+    bounds: Bounds, sizes: Sizes, dtype: DTypeLike, dimensions: tuple[int, int] = (1, 1)
 ) -> Number:
     """Return how far rounding moves the hypergradient, to first order.
 
