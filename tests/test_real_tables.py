@@ -4,20 +4,14 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from benchmarks import (
-    natural_sources,
-    real_labels,
-    real_tables,
-    real_targets,
-    table_tasks,
-)
+from benchmarks import natural_sources, real_tables, table_tasks
 
 
 def test_the_calibration_error_is_the_mean_gap_of_ten_bins():
     ones = np.arange(10)  # in bins of ten records each
     y = (np.arange(10) < ones[:, None]).astype(int)
     chance = np.repeat((ones + 0.5) / 10, 10)
-    error = real_labels.calibration_error
+    error = real_tables.calibration_error
     assert error(y.ravel(), chance) == pytest.approx(0.05)
     assert error(1 - y.ravel(), 1 - chance) == pytest.approx(0.05)
     y[0, :2] = 1  # the gap of one bin is now .15
@@ -28,23 +22,26 @@ def test_equal_chances_are_in_one_bin_wherever_the_records_stand():
     y = np.arange(1000) < 400
     for labels in (y, y[::-1], y[::2]):
         chance = np.full(len(labels), 0.3)
-        assert real_labels.calibration_error(labels, chance) == pytest.approx(0.1)
+        assert real_tables.calibration_error(labels, chance) == pytest.approx(0.1)
 
 
 def test_measures_agree_with_scikit_learn():
     rng = np.random.default_rng(0)
     odds, y = rng.normal(size=200).round(1), rng.integers(0, 2, 200)
-    found, chance = real_labels.measured(y, odds), 1 / (1 + np.exp(-odds))
+    found, chance = real_tables.LABELS.measured(y, odds), 1 / (1 + np.exp(-odds))
     assert found["log loss"] == pytest.approx(metrics.log_loss(y, chance))
     assert found["AUC"] == pytest.approx(metrics.roc_auc_score(y, chance))
     assert found["accuracy"] == metrics.accuracy_score(y, chance > 0.5)
     # The probability 0 of what happens costs what its log odds say, not a cut-off.
-    assert real_labels.measured(np.arange(2), np.array([0.0, -1e4]))["log loss"] > 4e3
+    assert (
+        real_tables.LABELS.measured(np.arange(2), np.array([0.0, -1e4]))["log loss"]
+        > 4e3
+    )
 
 
 def case(ours, *others):
-    losses = dict(zip((real_labels.CONSTANT, *real_labels.RIVALS), others, strict=True))
-    losses |= {real_labels.OURS: ours, real_labels.PLAIN: 0.0}
+    losses = dict(zip(real_tables.LABELS.rivals, others, strict=True))
+    losses |= {real_tables.OURS: ours, real_tables.PLAIN: 0.0}
     return {method: {"log loss": loss} for method, loss in losses.items()}
 
 
@@ -54,13 +51,13 @@ def test_cases_that_are_farthest_behind_the_best_other_stand_first():
         "far behind": case(0.7, 0.6, 0.4, 0.5, 0.9),
         "behind": case(0.6, 0.55, 0.9, 0.9, 0.9),
     }
-    assert real_labels.behind(cases["far behind"]) == pytest.approx(0.3)
+    assert real_tables.LABELS.behind(cases["far behind"]) == pytest.approx(0.3)
     rows = [
         row | {"table": name, "epsilon": 1.0, "method": method}
         for name, found in cases.items()
         for method, row in found.items()
     ]
-    found = real_tables.by_case(rows, [*cases], real_labels)
+    found = real_tables.by_case(rows, [*cases], real_tables.LABELS)
     assert [name for name, _ in found] == ["far behind", "behind", "ahead"]
 
 
@@ -70,7 +67,7 @@ def test_the_summary_counts_losses_above_the_constant_answer():
         cases[name, 1.0] = case(ours, 0.6, 0.5, 0.5, 0.5)
         for row in cases[name, 1.0].values():
             row["calibration error"] = ours
-    found = real_tables._summary_of(real_labels.OURS, cases.values())
+    found = real_tables._summary_of(real_tables.OURS, cases.values())
     assert found == ("1 of 3", "1.01", "0.604")
 
 
@@ -144,7 +141,7 @@ def test_ada_ssp_is_least_squares_if_the_noise_is_small():
     y = numbers @ [1.0, -1.0] + codes[:, 0] + 1
     bounds, target = np.tile((0.0, 1.0), (2, 1)), np.array([0.0, 3.0])
     task = table_tasks.Task(numbers, codes, y, bounds, np.array([2]), target)
-    exact, noisy = real_targets.no_privacy(task), real_targets.ada_ssp(task)
+    exact, noisy = real_tables.least_squares(task), real_tables.ada_ssp(task)
     errors = np.abs(noisy - exact).max(axis=(1, 2))
     assert np.all(np.diff(errors) < 0)
     assert errors[-1] < 0.05 < errors[0]
