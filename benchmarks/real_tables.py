@@ -167,9 +167,10 @@ def ada_ssp(task, epsilon, seed, fit, test):
     """Least squares from noisy moments, with a ridge that fits the noise.
 
     Wang, "Revisiting differentially private linear regression", UAI 2018, with Gaussian
-    noise for records that are replaced. Rows have norm 1 at most, and targets are in [-1, 1]. Replacing a record moves the
-    moments of the rows by 2**.5 in the Frobenius norm, their least eigenvalue by 1, and
-    the products with the targets by 2. Each release has a third of the budget.
+    noise for records that are replaced. Rows have norm 1 at most, targets are in
+    [-1, 1]. Replacing a record moves the moments by 2**.5 in the Frobenius norm, their
+    least eigenvalue by 1, and the products with targets by 2. Each release has a third
+    of the budget.
     """
     rows = np.concatenate([task.centered, np.ones((len(task.y), 1))], axis=1)
     rows /= np.hypot(task.longest, 1.0)
