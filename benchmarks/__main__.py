@@ -20,7 +20,6 @@ network_sources
 
 
 def run(name, cores, options):
-    """Run one benchmark on these cores, where the system can pin a process."""
     pin = getattr(os, "sched_setaffinity", lambda pid, cores: None)
     command = [sys.executable, "-c", f"import benchmarks.{name} as b; b.main()"]
     command += options
@@ -28,7 +27,6 @@ def run(name, cores, options):
 
 
 def described(name):
-    """Return the docstring of a benchmark's file, without running it."""
     file = pathlib.Path(__file__).with_name(f"{name}.py")
     return ast.get_docstring(ast.parse(file.read_text()))
 

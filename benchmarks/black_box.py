@@ -29,14 +29,12 @@ CONFIGS = pages.ROOT / "configs/experiments"
 
 @functools.cache  # one object for all replications, or each would compile anew
 def rule(adagrad=None, sgd=None):
-    """Return the optax optimizer that a config names."""
     if adagrad is not None:
         return optax.adagrad(adagrad, initial_accumulator_value=0.0)
     return optax.sgd(sgd)
 
 
 def gradient_search(task, settings):
-    """Return the method with the settings of a curve; its noise gives `mu`-GDP."""
     names = ("batch", "evaluation_noise", "jitter", "max_batch", "constant")
     fields = {name: settings[name] for name in names if name in settings}
     if "trace" in settings:
@@ -100,7 +98,6 @@ def descent(task, settings, start, seed):
 
 
 def random(task, settings, start, seed):
-    """Return the best of points from the law of the starts. NON-PRIVATE."""
     rng = np.random.default_rng((seed, 2))
     points = [task.start(rng) for _ in range(settings["evaluations"])]
     return task.objective([start, *points]).min(), len(points)
@@ -113,7 +110,6 @@ def middle(task, settings, start, seed):
 
 
 def replication(settings, seed):
-    """Return the final loss of a curve and its evaluations; all seeds are `seed`."""
     sizes = {k: v for k, v in settings["task"].items() if k != "name"}
     task = TASKS[settings["task"]["name"]](**sizes, seed=seed)
     start = task.start(np.random.default_rng((seed, 1)))

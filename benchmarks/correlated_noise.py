@@ -68,7 +68,6 @@ def methods():
 
 
 def accuracies(solver, epsilon, training, test, run):
-    """Return the accuracies of all seeds, by step size."""
     problem, budget = dpb.FiniteSum(loss), dpb.PrivacyBudget(epsilon, 1e-5)
     plan = dpb.calibrate(problem, solver, budget, sizes=N)
     found = {}

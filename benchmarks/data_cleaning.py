@@ -27,7 +27,6 @@ TARGET, RIDGE = 0.895, 1e-3
 
 
 def images():
-    """Features in [0, 1] with a constant, and labels."""
     if pages.MNIST.is_file():
         with np.load(pages.MNIST) as file:
             pixels, label = file["images"] / 255.0, file["labels"]
@@ -77,7 +76,6 @@ def weighted():
 
 
 def moved(x, gradient, state):
-    """Return x after a step of the outer optimizer, and its state."""
     updates, state = OPTIMIZER.update(gradient, state)
     return optax.apply_updates(x, updates), state
 
@@ -133,7 +131,6 @@ def candidates(problem):
 
 
 def scores(x, y, task):
-    """Return the accuracy on test records and the F1 score of the cleaner."""
     found = jnp.argmax(linear(y, task.test["features"]), 1)
     dropped = np.asarray(x) < 0  # a weight below 1/2
     both = np.sum(dropped & task.wrong)

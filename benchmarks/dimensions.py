@@ -36,7 +36,6 @@ def gradients(**settings):
 
 
 def others(evaluations, most=math.inf):
-    """Return the other methods with this number of evaluations, and their budgets."""
     search = dpb.search.RandomSearch(evaluations, CLIP_RANGE)
     # The Poisson law wastes the fewest evaluations.
     mean = max(1.1, evaluations / 2 - 15)

@@ -72,7 +72,6 @@ def tasks():
 
 
 def splits(y, keys):
-    """Return the rows of each key: training and test."""
     rows = np.arange(len(y))
     return [train_test_split(rows, test_size=0.25, random_state=k) for k in range(keys)]
 
@@ -118,7 +117,6 @@ def by_peer(kind, X, y, epsilons=EPSILONS, keys=KEYS, **options):
 
 
 def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
-    """Return the scores and seconds of each method for one task of classification."""
     facts = {"classes": np.unique(y), "bounds": tuple(bounds)}
     amount = {"epsilons": epsilons, "keys": keys}
     found = {}
@@ -142,7 +140,6 @@ def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
 
 
 def of_numbers(name, X, y, limits, target, epsilons=EPSILONS, keys=KEYS):
-    """Return the same as `of_classes`, for one task of regression."""
     amount = {"epsilons": epsilons, "keys": keys}
     facts = {"bounds": tuple(limits), "target_bounds": target}
     plain = LinearRegression()
@@ -158,7 +155,6 @@ def of_numbers(name, X, y, limits, target, epsilons=EPSILONS, keys=KEYS):
 
 
 def table(title, head, rows):
-    """Return a table of the page, with the day on which it was measured."""
     return f"#### {title}\n\n{pages.measured_today()}\n\n{pages.table(head, rows)}"
 
 
@@ -181,7 +177,6 @@ def times():
 
 
 def listed():
-    """Return name, measure and facts of tasks of both kinds."""
     found = [(name, of_classes, task) for name, task in tasks().items()]
     X, y = datasets.load_diabetes(return_X_y=True)
     limits = np.full((2, X.shape[1]), [[-0.2], [0.2]])
@@ -189,7 +184,6 @@ def listed():
 
 
 def of_task(name, measure, task):
-    """Return the table of one task."""
     rows = [
         [method, *(pages.spread(values[e], ".3f") for e in EPSILONS)]
         for method, (values, _) in measure(name, *task).items()

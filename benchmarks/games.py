@@ -31,7 +31,6 @@ GAMES = ((100, 2, 8), (100, 2, 16), (100, 4, 8), (100, 1.5, 16))
 
 
 def split(features, label, group, shares):
-    """Training records, test records, and the declared shares."""
     order = np.random.default_rng(0).permutation(len(label))
     rows = order[:TRAINING], order[TRAINING:]
     training, test = parts(features.astype("f4"), label.astype("f4"), rows)
@@ -40,7 +39,6 @@ def split(features, label, group, shares):
 
 
 def census(groups, columns=None):
-    """Return unit rows of the Adult records, grouped by columns."""
     table = read_csv(ADULT)
     features, label = encoded(table, columns)
     male = (texts(table, "sex") == "Male").astype(int)
@@ -81,7 +79,6 @@ TASKS = {
 
 
 def descent(loss, steps, clip, size):
-    """One level: problem and solver."""
     problem = dpb.FiniteSum(loss, w_set=dpb.sets.Ball(RADIUS))
     return problem, dpb.NoisyGD(steps, clip, step_size=size, output=TAIL)
 
@@ -98,7 +95,6 @@ def equal_weights(shares):
 
 
 def methods(shares, size):
-    """Pairs of problem and solver for every method."""
     games, logistic = dpb.games, dpb.Logistic()
     fair = games.group_fair(logistic, shares, radius=RADIUS)
     scaled = games.group_fair(logistic, shares, radius=RADIUS, scale=6.0)
@@ -136,7 +132,6 @@ def models(problem, solver, data, start, count):
 
 
 def evaluate(task):
-    """Return the worst group's test loss of every method, one for each key."""
     data, test, shares = TASKS[task]()
     zeros = jnp.zeros(data["features"].shape[1])
 
@@ -163,7 +158,6 @@ def evaluate(task):
 
 
 def timing(n=100_000, size=50):
-    """Print the time of a game of generated records: planned, compiled and run."""
     rng, shares = np.random.default_rng(0), (0.27, 0.06, 0.59, 0.08)
     features, label = rng.normal(size=(n, size)) / size**0.5, rng.normal(size=n)
     group = rng.choice(4, n, p=shares)

@@ -19,8 +19,6 @@ MIB = 2**20
 
 
 def plain(loss):
-    """Return the gradient of the mean loss."""
-
     def run(p, records, key):
         def mean(p):
             return jnp.mean(jax.vmap(lambda record: loss(p, record))(records))
@@ -95,7 +93,6 @@ def hardware():
 
 
 def best(fun, *arguments):
-    """Return the shortest time of many calls."""
     times = []
     for _ in range(31):
         start = time.perf_counter()
@@ -180,7 +177,6 @@ def torch_table(works, rows, seconds):
 
 
 def memory_row(work):
-    """Temporary memory and results of compiled steps, by the compiler's own account."""
     functions = {n: released(work.loss, n) for n in (GRID, "float")}
     taken = {}
     for name, run in {PLAIN: plain(work.loss), **functions}.items():

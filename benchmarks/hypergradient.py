@@ -44,7 +44,6 @@ def logistic(n, d):
 
 
 def softmax(n, d, classes):
-    """Hyper-cleaning of generated records."""
     rng = np.random.default_rng(0)
     features = np.abs(rng.normal(size=(n, d))) * np.exp(-3 * rng.uniform(size=d))
     logits = features @ rng.normal(size=(d, classes))
@@ -57,7 +56,6 @@ def digits():
 
 
 def cleaning(features, label):
-    """Hyper-cleaning: x weighs every training record of a softmax regression."""
     (n, d), classes = features.shape, label.max() + 1
     rows = {
         "features": jnp.asarray(features, jnp.float32),
@@ -203,7 +201,6 @@ def error_of(found, exact):
 
 
 def compare(candidates, arguments, exact, **settings):
-    """Print times, their ratios to the first one's, builds and errors."""
     errors = {}
     for name, candidate in candidates.items():
         try:

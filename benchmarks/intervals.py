@@ -44,7 +44,6 @@ HEAD = (
 
 
 def drawn(law, size, rng):
-    """Features of a law, cut to its bounds."""
     if law == "indicators, rare class":
         return (rng.random((size, WIDTH)) < RATES).astype(float)
     rows = rng.normal(size=(size, WIDTH))
@@ -100,7 +99,6 @@ def classical(rows, y, start):
 
 
 def row(kind, law, size, epsilon, numbers):
-    """Return the row of one cell, of the repetitions with these numbers."""
     errors, without, widths = zip(
         *(fitted(kind, law, size, epsilon, number) for number in numbers), strict=True
     )

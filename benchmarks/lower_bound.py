@@ -68,7 +68,6 @@ AXES = {
 
 
 def lower_bound(setting):
-    """Lowy and Liu, Theorem 3.10, without its constant."""
     return min(1.0, setting.noise(min(setting.dimension_x, setting.dimension_y)))
 
 
@@ -173,7 +172,6 @@ def localized(setting, problem):
 
 
 def as_in_theorem(setting, problem, inner):
-    """Return `PenaltyBilevel` with the parameters of Theorem 4."""
     theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
     alpha = accuracy(setting, theorem.constants)
     steps = math.ceil(GAP * theorem.smoothness / alpha**2)
@@ -211,7 +209,6 @@ def runner(setting):
 
 @functools.cache
 def measure(setting):
-    """Return the worst mean excess of every solver."""
     problem, run = runner(setting._replace(epsilon=1.0))
     means = np.geomspace(lower_bound(setting), 1.0, MEANS)
     datasets = jnp.stack([instance(setting, mean).data.upper for mean in means])
@@ -227,7 +224,6 @@ def measure(setting):
 
 
 def measured():
-    """Return the worst excesses at every value of every axis, by solver."""
     return {a: [measure(Setting()._replace(**{a: v})) for v in AXES[a]] for a in AXES}
 
 
@@ -241,24 +237,20 @@ def slope(values, results, start=START):
 
 
 def series(found, axis, name):
-    """Values of an axis and the results of a solver, where it was run."""
     rows = zip(AXES[axis], found[axis], strict=True)
     pairs = [(value, row[name]) for value, row in rows if name in row]
     return zip(*pairs, strict=True) if pairs else ((), ())
 
 
 def names_of(found):
-    """Return the names of all solvers that were run for some number of records."""
     return list(dict.fromkeys(name for row in found["records"] for name in row))
 
 
 def points(curve, axis):
-    """Return the values of a curve along an axis."""
     return [curve(Setting()._replace(**{axis: value})) for value in AXES[axis]]
 
 
 def tables(found):
-    """Yield in Markdown excesses by records and slopes by axis."""
     names, excesses, slopes = names_of(found), [], []
     bounds = [points(curve, "records") for curve in CURVES.values()]
     for n, row, *values in zip(AXES["records"], found["records"], *bounds, strict=True):

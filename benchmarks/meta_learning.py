@@ -39,7 +39,6 @@ SETTINGS = {
 
 
 def evaluate(data, test):
-    """Accuracies of every method at its best setting, one for each key."""
     keys = jax.random.split(jax.random.key(0), KEYS)
     found = {}
     for name, methods in SETTINGS.items():

@@ -45,7 +45,6 @@ GROUPS = {
 
 
 def made(name, table, records):
-    """Return a task of sources from the records of a table."""
     split = table.split
     dropped = np.zeros(records.X.shape[1], bool)
     if split.bands:
@@ -70,7 +69,6 @@ def made(name, table, records):
 
 
 def evaluate(task, epsilon):
-    """Return the row of a task: losses of all methods, and what `auto` plans."""
     start, budget = time.perf_counter(), dpb.PrivacyBudget(epsilon, utility.DELTA)
     plan = dpb.auto(task.problem, budget, sizes=task.sizes, w0=task.w0).trials[0]
     seconds = time.perf_counter() - start
@@ -93,7 +91,6 @@ def evaluate(task, epsilon):
 
 
 def best_of(losses):
-    """Return the loss and the name of the best candidate."""
     return min((v, k) for k, v in losses.items() if k not in (CONSTANT, AUTO))
 
 

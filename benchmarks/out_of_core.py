@@ -30,7 +30,6 @@ DEFAULTS = {"records": 200_000, "features": 100}
 
 
 def pieces(count, width, seed):
-    """Return the records of one file, some at a time."""
     rng = np.random.default_rng(seed)
     for first in range(0, count, PIECE):
         rows = min(PIECE, count - first)
@@ -53,7 +52,6 @@ def write_arrays(folder, count, width):
 
 
 def read_arrays(paths, width):
-    """Read the files into one buffer."""
     buffer = memoryview(bytearray(4 * width * BLOCK))
     for path in paths:
         with open(path, "rb", buffering=0) as file:
@@ -88,7 +86,6 @@ def write_parquet(folder, count, width):
 
 
 def read_parquet(paths, width):
-    """Read the files into one array of columns."""
     from pyarrow import parquet
 
     table = np.empty((BLOCK, width + 1), np.float32, order="F")
@@ -133,8 +130,6 @@ def peak():
 
 
 def gradients(records, width):
-    """Return a call of a compiled pass: the clipped mean of gradients."""
-
     @jax.jit
     def mean(w, records):
         return dpb.privacy.clipped_mean(
@@ -173,7 +168,6 @@ def batches(records, width, size):
 
 
 def descent(records, width):
-    """Return a call of a compiled run of `STEPS` steps."""
     solver = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.5, sizes=records.rows)
     problem, key = dpb.FiniteSum(dpb.logistic_loss), dpb.root_key()
     run = jax.jit(dpb.solve)
@@ -193,7 +187,6 @@ def in_turns(calls, repeats, before=lambda: None):
 
 
 def timed_on_disk(kind, paths, width, batch):
-    """Return times of reading, a pass and a run over files, and their memory."""
     _, read, opened = KINDS[kind]
     records = opened(paths, width)
     calls = {"a pass": gradients(records, width)}
@@ -214,14 +207,12 @@ def timed_on_disk(kind, paths, width, batch):
 
 
 def timed_in_memory(width):
-    """Return the time of a pass over `MEMORY` records in memory."""
     features, label = map(np.concatenate, zip(*pieces(MEMORY, width, 0), strict=True))
     memory = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
     return in_turns({"pass": gradients(memory, width)}, REPEATS)["pass"]
 
 
 def measure(kind, folder, count, width, batch):
-    """Print the times of reading the files and of a pass over them."""
     paths = elsewhere(KINDS[kind][0], folder, count, width)
     size = sum(os.path.getsize(path) for path in paths) / 2**30
     times, most = elsewhere(timed_on_disk, kind, paths, width, batch)

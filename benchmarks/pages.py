@@ -82,18 +82,15 @@ def write(page, parts):
 
 
 def kept(file, empty=list):
-    """Return the results that earlier calls left in a file."""
     return json.loads(file.read_text()) if file.is_file() else empty()
 
 
 def keep(file, results):
-    """Leave results for later calls."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results))
 
 
 def texts(records, column):
-    """Return the stripped texts of a column of a CSV file."""
     return np.array([str(value).strip() for value in records.column(column)])
 
 

@@ -120,7 +120,6 @@ def smaller(epsilon, most):
 
 
 def methods(table, bounds, epsilon, most, key):
-    """Return the fitted models by name."""
     X, y, ids = table
     _, first = np.unique(ids, return_index=True)
 
@@ -146,7 +145,6 @@ def log_loss(model, X, y):
 
 
 def losses(table, bounds, epsilon, most):
-    """Return the test losses of each method, one a key."""
     found = {}
     X, y, ids = table
     people = np.unique(ids)
@@ -168,7 +166,6 @@ def network_loss(w, record):
 
 
 def step_costs():
-    """Return a table: a released step on people over a plain gradient of their rows."""
     lines = []
     weights = jnp.zeros(20), (jnp.full((60, 64), 0.1), jnp.full(64, 0.1))
     losses = dpb.logistic_loss, network_loss

@@ -16,7 +16,6 @@ import numpy as np
 
 
 def frame(package, item):
-    """Return a table of a package as a data frame."""
     import pandas as pd
 
     if package == "csv":

@@ -64,7 +64,6 @@ class Task:
 
 
 def census_columns():
-    """Return unit rows, labels, and the column of each feature."""
     features, label = encoded(read_csv(pages.ADULT))
     data = read_config(pages.ROOT / "configs/census.toml").data
     widths = [1 for block in data.numeric for _ in block.columns]
@@ -84,7 +83,6 @@ def generated_columns(seed=1):
 
 
 def noisy(name, columns, noise_groups, seed=0):
-    """Return the task of these columns with so many groups of noise."""
     features, label, column = columns
     rng = np.random.default_rng(seed)
     noise = rng.normal(size=(len(label), FEATURES)) * NOISE / np.sqrt(FEATURES)
@@ -107,7 +105,6 @@ def descent(steps, size, clip=1.0):
 
 
 def two_level(*solvers):
-    """Return what makes the candidates of solvers of the problem."""
     return lambda task: [(task.problem, solver, task.data) for solver in solvers]
 
 
@@ -135,7 +132,6 @@ def ridge(x):
 
 
 def default_penalty(task):
-    """Return a penalty of 1 / n for all, the default of many libraries."""
     problem = ridge(-np.log(len(task.data.lower["label"])))
     return [(problem, solver, task.data) for solver in one_level(BOTH)]
 
@@ -212,7 +208,6 @@ BASELINES = tuple(METHODS)[:5]
 
 
 def evaluate(task):
-    """Return the table of one task."""
     methods = {"oracle": oracle} | METHODS
     methods = {name: functools.partial(made, task) for name, made in methods.items()}
     return table(judged(task, EPSILON, methods, BASELINES), worst_first=True)

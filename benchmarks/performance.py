@@ -120,14 +120,12 @@ def solver_table(sizes):
 
 
 def tables(sizes):
-    """Every table, printed as soon as it is there."""
     yield from gradient_tables(sizes)
     for table in (memory_table, microbatch_table, solver_table):
         yield table(sizes)
 
 
 def machine():
-    """Return a paragraph on where and when."""
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":

@@ -21,7 +21,6 @@ from .pages import interleaved
 
 
 def gradients(loss, p, records):
-    """Return the gradient of every record, all at once."""
     return jax.vmap(lambda record: jax.grad(loss)(p, record))(records)
 
 
@@ -77,7 +76,6 @@ def torch_times(shapes, seconds):
 
 
 def torch_network(torch, layers, n, device):
-    """Return the network, its inputs and targets."""
     from torch import nn
 
     if layers == "cnn":

@@ -47,7 +47,6 @@ def records(n, dimension, unit):
 
 
 def of_zoo(n):
-    """Return the problem of the zoo, its records, start and hypergradient."""
     levels = map(jnp.asarray, records(n, DIMENSION, unit=False))
     found = two_levels.quadratic_bilevel(*levels, radius=1.0)
     return found.problem, found.data, found.w0, found.hypergradient
@@ -111,7 +110,6 @@ def solvers_in_y(n, dimension):
 
 
 def measure(example, solvers, place):
-    """Return the median norm of the hypergradient at the answers of every method."""
     problem, data, start, hypergradient = example(*place)
     sizes = problem.sizes_of(data, "disjoint")
     run, medians = jax.jit(dpb.solve), {}

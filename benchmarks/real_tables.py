@@ -71,7 +71,6 @@ def calibration_error(y, chance):
 
 @each_key
 def constant(task, epsilon, seed, fit, test):
-    """NON-PRIVATE share of the training labels."""
     return np.full(len(test), scipy.special.logit(task.y[fit].mean()))
 
 
@@ -85,7 +84,6 @@ def base_rate(task, epsilon, seed, fit, test):
 
 @each_key
 def no_privacy(task, epsilon, seed, fit, test):
-    """NON-PRIVATE logistic model with a light ridge."""
     model = linear_model.LogisticRegression(C=100.0, max_iter=2000)
     model.fit(task.unit[fit], task.y[fit])
     return model.decision_function(task.unit[test])
@@ -93,7 +91,6 @@ def no_privacy(task, epsilon, seed, fit, test):
 
 @each_key
 def estimator(task, epsilon, seed, fit, test):
-    """`DPLogisticRegression` with its default settings."""
     model = DPLogisticRegression(epsilon, DELTA, classes=[0, 1], bounds=task.limits)
     key = jax.random.key(seed, impl="threefry4x32")
     model.fit(task.X[fit], task.y[fit], key=key)
@@ -142,20 +139,17 @@ LABELS = Kind(
 
 @each_key
 def mean(task, epsilon, seed, fit, test):
-    """NON-PRIVATE mean of the training targets."""
     return np.full(len(test), task.y[fit].mean())
 
 
 @each_key
 def least_squares(task, epsilon, seed, fit, test):
-    """NON-PRIVATE least squares."""
     model = linear_model.LinearRegression().fit(task.unit[fit], task.y[fit])
     return model.predict(task.unit[test])
 
 
 @each_key
 def ridge(task, epsilon, seed, fit, test):
-    """`DPRidge` with its default settings."""
     facts = {"bounds": task.limits, "target_bounds": tuple(task.target)}
     key = jax.random.key(seed, impl="threefry4x32")
     model = DPRidge(epsilon, DELTA, **facts).fit(task.X[fit], task.y[fit], key=key)
@@ -214,7 +208,6 @@ GROUPS = {
 
 
 def rows_of(name, task, method, kind):
-    """Return a row for each epsilon: medians over keys."""
     start = time.perf_counter()
     predicted = kind.methods[method](task)
     true = [task.y[order[task.cut :]] for order in task.orders]
@@ -269,7 +262,6 @@ def summary(groups):
 
 
 def _summary_of(method, cases):
-    """Return the three texts of one method."""
     compared = method, CONSTANT, PLAIN
     losses = [[case[m]["log loss"] for m in compared] for case in cases]
     worse = sum(own > base + WORSE for own, base, _ in losses)
@@ -280,7 +272,6 @@ def _summary_of(method, cases):
 
 
 def page(rows, names):
-    """Return the generated parts of the page."""
     found = {g: by_case(rows, names[g], kind) for g, (_, kind) in GROUPS.items()}
     two = {group: found[group] for group in ("never used", "chosen on")}
     parts = ["## Summary", summary(two)]

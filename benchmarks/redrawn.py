@@ -25,14 +25,12 @@ PENALTIES = ("all records", "`ScaledGroups`")  # the best of one and of two leve
 
 
 def sources(make, draw):
-    """Return a task of sources and the candidates of its methods."""
     task = make(seed=draw)
     methods = {n: functools.partial(utility.offered, task, n) for n in utility.BY_HAND}
     return task, methods | {"oracle": functools.partial(utility.oracle, task)}
 
 
 def penalty_groups(draw):
-    """Return the generated task of penalties and the candidates of its methods."""
     columns = penalties.generated_columns(draw + 1)
     task = penalties.noisy("", columns, 10, draw)
     methods = {n: functools.partial(penalties.METHODS[n], task) for n in PENALTIES}
@@ -40,7 +38,6 @@ def penalty_groups(draw):
 
 
 def tasks():
-    """Return the maker and the budgets of each task of one draw, by name."""
     maker = functools.partial(sources, source_tasks.generated)
     found = {"generated": (maker, "1,3"), "T3 generated": (penalty_groups, "1")}
     if pages.ADULT.is_file():
@@ -74,7 +71,6 @@ def evaluate(make, epsilon, kept):
 
 
 def mean_and_error(values):
-    """Return a mean over the draws and its standard error."""
     return np.mean(values), np.std(values, ddof=1) / np.sqrt(len(values))
 
 

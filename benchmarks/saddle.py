@@ -37,7 +37,6 @@ class Family:
 
 
 def signs(key, mean, n):
-    """Independent signs with this mean, one array like it per record."""
     uniform = jax.random.uniform(key, (n, *mean.shape))
     return jnp.where(uniform < (1 + mean[None]) / 2, 1.0, -1.0)
 
@@ -56,8 +55,6 @@ def around(mean):
 
 
 def evaluated(family, solver, n):
-    """Return the gap of every key's answer, by a calibrated solver."""
-
     @jax.jit
     def one(solver, key):
         key_data, key_noise = jax.random.split(key)
@@ -89,7 +86,6 @@ GAMES = {
 
 
 def solvers_of(problem, n, dimension):
-    """Return the solvers of the table by name; `None` stands for a linear program."""
     nseg = dpb.games.NoisyExtragradient
     constants = TheoremConstants.of(problem, dimension, n)
     # Even if `tuned` refuses its bound.
@@ -109,14 +105,12 @@ def solvers_of(problem, n, dimension):
 
 
 def with_entropy(family):
-    """Return the family on simplices that are stepped through by the entropy."""
     mirrored = dpb.sets.Simplex(entropy=True)
     game = dataclasses.replace(family.problem, x_set=mirrored, y_set=mirrored)
     return dataclasses.replace(family, problem=game)
 
 
 def pure_game(make, n, *shape):
-    """Return the mean gap over keys of every method, on the law of fresh records."""
     family = make(n, *shape)
     dimension, found = family.problem.w_set.dimension(family.w0), {}
     found["uniform mixtures"] = [float(family.gap(family.w0))]
@@ -156,8 +150,6 @@ def exact(family, n):
 
 
 def mixtures(matrix):
-    """Return the optimal mixtures of both players, by linear programming."""
-
     def best(payoff):
         """Return the mixture whose largest payoff over the columns is least."""
         m, k = payoff.shape

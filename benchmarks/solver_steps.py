@@ -12,7 +12,6 @@ from .pages import ratios
 
 
 def weighting(n, d):
-    """Make source weighting on `n` training and `n / 4` validation records."""
     rng = np.random.default_rng(0)
     features = rng.normal(size=(n, d))
     features /= np.linalg.norm(features, axis=1, keepdims=True)
@@ -27,7 +26,6 @@ INNER = 10
 
 
 def row(name, problem, counted, private, public, arguments, seconds):
-    """Return a private step beside a public one that it is measured in."""
     candidates = {"step": private, "public": public}
     found = ratios(candidates, *arguments, reference="public", seconds=seconds)
     return {
@@ -43,7 +41,6 @@ def row(name, problem, counted, private, public, arguments, seconds):
 
 
 def bilevel_rows(n, d, seconds):
-    """Two-level solvers over a plain gradient of the lower level."""
     problem, data = weighting(n, d)
     inner = dpb.NoisyGD(INNER, 1.0, step_size=1.0)
     sizes = {"step_size": 1.0, "lower_step_size": 1.0, "linear_step_size": 1.0}

@@ -82,7 +82,6 @@ def of_classes(scores):
 
 
 def parts(features, label, rows):
-    """Return the records of some rows, for each part of a task."""
     return [
         {"features": jnp.asarray(features[r]), "label": jnp.asarray(label[r])}
         for r in rows
@@ -110,7 +109,6 @@ def made(name, features, label, rows, source, *, training=None, classes=0, **mor
 
 
 def unit(features):
-    """Rows of norm 1 with a constant."""
     rows = np.concatenate([features, np.ones((len(features), 1))], 1)
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype("f4")
 
@@ -186,7 +184,6 @@ def softmax():
 
 
 def of_network():
-    """T2 with a network."""
     task = softmax()
     scoring = dpb.applications.ScoringModel(task.loss, np.zeros((197, 10), "f4"))
     more = {"name": "T2, network of 64 units", "model": start(), "linear": False}
@@ -231,5 +228,4 @@ NEEDS = {"T1": ADULT, "T2": MNIST}
 
 
 def there(name):
-    """Tell if the file that a task of `TASKS` needs is there."""
     return name[:2] not in NEEDS or NEEDS[name[:2]].is_file()

@@ -17,7 +17,6 @@ ZERO = jnp.zeros(D)
 
 
 def task(seed):
-    """Return validation and training records, and test records, of one distribution."""
     rng = np.random.default_rng(seed)
     w = np.r_[3 * rng.normal(size=USEFUL), np.zeros(D - USEFUL)]
     rows = rng.normal(size=(2 * N + TEST, D))

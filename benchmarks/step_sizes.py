@@ -28,7 +28,6 @@ STRIDES = (3, 2)  # of the two convolutions
 
 @functools.cache
 def images():
-    """Return the pairs of training and of test images, and their labels."""
     with np.load(pages.MNIST) as file:
         pixels, labels = file["images"], file["labels"].astype(np.int32)
     pixels = pixels.reshape(-1, 28, 28).astype(np.float32) / pixels.max()
@@ -36,7 +35,6 @@ def images():
 
 
 def start(name, seed):
-    """Return the initial weights of a network, He normal."""
     rng = np.random.default_rng(seed)
 
     def layer(*shape, fan, gain=2.0):
@@ -87,7 +85,6 @@ solve = jax.jit(dpb.solve)
 
 @functools.cache
 def planned(kind, epsilon):
-    """Return a solver of this class with the noise of the budget."""
     settings = () if kind is AdaptiveGD else (1.0, 0.1)
     solver = kind(STEPS, *settings, **SAMPLING)
     budget = dpb.PrivacyBudget(epsilon, DELTA)
@@ -96,7 +93,6 @@ def planned(kind, epsilon):
 
 
 def trained(name, epsilon, setting, seed):
-    """Return the test accuracy of one run; `setting` names solver and numbers."""
     kind, length, norm = setting
     if kind == "adaptive":
         plan, rule = planned(AdaptiveGD, epsilon), "first_step"
@@ -132,7 +128,6 @@ class Runs:
 
 
 def tuned(runs, name, epsilon):
-    """Return the best setting of `NoisyGD` by the median, and its accuracies."""
     grid = [("plain", v, c) for c in CLIP_NORMS for v in LENGTHS]
     grid.sort(key=lambda s: -np.mean(runs.of(name, epsilon, s, 1)))
     full = {s: runs.of(name, epsilon, s, SEEDS) for s in grid[:2]}
@@ -140,7 +135,6 @@ def tuned(runs, name, epsilon):
 
 
 def rows(runs, name, epsilon):
-    """Return the rows of the table for one network and budget."""
     found = {}
     (_, length, norm), best = tuned(runs, name, epsilon)
     found[f"`NoisyGD`, tuned: length {length:g}, clip norm {norm:g}"] = best

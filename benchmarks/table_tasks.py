@@ -149,7 +149,6 @@ def each_key(fitted):
 
 
 def check_environments():
-    """Exit with what to install if a variable is not set."""
     for variable, packages in NEEDED.items():
         if not os.environ.get(variable):
             sys.exit(
@@ -159,7 +158,6 @@ def check_environments():
 
 
 def load(tables):
-    """Return the records of tables, read in the environment that has the packages."""
     texts = {name: dataclasses.asdict(table) for name, table in tables.items()}
     with tempfile.TemporaryDirectory() as folder:
         command = [os.environ["TABLES"], str(PEER), "tables", json.dumps(texts)]
@@ -179,8 +177,6 @@ def in_other_process(kind, variable, **given):
 
 
 def by_peer(kind, variable):
-    """Return a method in another environment as a function of a task."""
-
     def method(task):
         given = dataclasses.asdict(task) | {"X": task.centered, "norm": task.longest}
         lowest = np.where(np.arange(task.X.shape[1]) < len(task.bounds), -1.0, 0.0)

@@ -72,7 +72,6 @@ def records(seed, features, width=1, **options):
 
 
 def logistic(seed):
-    """Ten groups of four columns, of which three groups matter, and C."""
     estimator = make_pipeline(
         GroupScales(), LogisticRegression(solver="newton-cholesky")
     )
@@ -123,7 +122,6 @@ TASKS = {
 
 
 def compare_split(make, seed, found):
-    """Add the results of every method for one split, each with a key of its own."""
     estimator, space, (training, validation, test) = make(seed)
     losses, _ = default_losses(estimator, training[1])
 
@@ -132,7 +130,6 @@ def compare_split(make, seed, found):
         return clone(estimator).set_params(**parameters).fit(X[rows], y[rows])
 
     def judge(name, search, *given):
-        """Return the number of evaluations; note the loss and accuracy of test rows."""
         COUNT.clear()
         began = time.process_time()
         parameters = search(*given)
@@ -150,14 +147,12 @@ def compare_split(make, seed, found):
         return chosen.best_params_
 
     def best_of(key, count, loss):
-        """Return the uniform point of the least loss."""
         inner = Space(space)
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         points = rng.uniform(-1, 1, (count, inner.coordinates))
         return min(map(inner.parameters, points), key=loss)
 
     def of_validation(parameters):
-        """NON-PRIVATE: the mean validation loss."""
         return np.mean(losses(fitted(parameters), *validation))
 
     def of_folds(parameters):
@@ -185,7 +180,6 @@ def compare_split(make, seed, found):
 
 
 def table(title, found):
-    """Medians over keys, and the worst one of the loss."""
     rows = []
     for name, results in found.items():
         losses, accuracies, counts, seconds = np.transpose(results)

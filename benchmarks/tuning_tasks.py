@@ -88,7 +88,6 @@ def _rbf(a, b, xp=np, rate=0.5):
 
 
 def location(dimension, size, seed):
-    """Return the mean of a Gaussian, by squared distance."""
     values = 1.0 + np.random.default_rng(seed).standard_normal((size, dimension))
 
     def loss(theta, record):

@@ -78,8 +78,6 @@ def mixtures(task):
 
 
 def refitted(task, search, sizes=(2.0, 5.0, 20.0)):
-    """Return settings and their problems: two penalize unequal weights."""
-
     def solver(size, fit):
         fit, halves = descent(task, 100, fit), (0.5, 0.5)
         return dpb.bilevel.Refitted(search(task, size), fit, budget_split=halves)
@@ -96,7 +94,6 @@ def penalty(task, size):
 
 
 def single(task, size):
-    """Return the fields of the methods of one loop."""
     norms = {"cross_clip_norm": 0.5, "upper_clip_norm": 0.5 * task.clip}
     return norms | {"step_size": size, "lower_step_size": task.step, "output": TAIL}
 
@@ -142,7 +139,6 @@ BY_HAND = (*BASELINES, TWO_STAGES, MIXED)  # the methods that other pages show, 
 
 
 def offered(task, method, **more):
-    """Return the candidates of a method: problems, solvers and data."""
     found = METHODS[method](task, **more)
     pairs = (v if isinstance(v, tuple) else (task.problem, v) for v in found)
     return [(problem, solver, task.data) for problem, solver in pairs]
@@ -227,7 +223,6 @@ def constant_answer(test):
 
 
 def tested(task, y):
-    """Return the mean loss and the accuracy of a model on the test records."""
     losses = jax.vmap(task.loss, (None, 0))(y, task.test)
     correct = jax.vmap(task.correct, (None, 0))(y, task.test)
     return float(jnp.mean(losses)), float(jnp.mean(correct))
@@ -282,7 +277,6 @@ def judged(task, epsilon, methods, baselines):
 
 
 def evaluate(name, epsilon):
-    """Return the rows of all methods for sources."""
     task = TASKS[name]()
     methods = {"oracle": functools.partial(oracle, task)}
     for method in METHODS:

@@ -39,7 +39,6 @@ def gaps(rows):
 
 
 def main():
-    """Draws one line per task and one mark per method."""
     found = []
     for part in TABLE.finditer(PAGE.read_text()):
         rows = {name: tuple(map(float, v)) for name, *v in ROW.findall(part["rows"])}

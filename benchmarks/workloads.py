@@ -69,8 +69,6 @@ def logistic(n, d):
 
 
 def with_intercept(n, d):
-    """Return a logistic model whose loss appends a one to the features of a record."""
-
     def loss(w, record):
         return logistic_loss(w, (jnp.append(record[0], 1.0), record[1]))
 
@@ -102,7 +100,6 @@ def mlp(n, *widths):
 
 
 def cnn_loss(layers, record):
-    """Two convolutions of 3 x 3 with stride 2, and a dense layer."""
     images, label = record[0][None], record[1]
     *layers, (weights, bias) = layers
     for kernel, shift in layers:
@@ -125,7 +122,6 @@ def cnn(n):
 
 
 def attention_loss(p, record):
-    """One block: embedding, attention, dense layers, each with a residual."""
     tokens, label = record
     length, width, heads = len(tokens), p["out"].shape[0], 4
     x = p["embedding"][tokens]

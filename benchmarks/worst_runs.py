@@ -33,7 +33,6 @@ MIDDLE = -3.0  # of these
 
 
 def values(problem, solver, budget, sizes, data, w0):
-    """Return the released values of runs with all keys."""
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
     run = jax.jit(lambda key: dpb.solve(problem, plan.solver, data, w0, key=key).value)
     return [run(key) for key in jax.random.split(jax.random.key(0), KEYS)]
@@ -54,7 +53,6 @@ def of_two_levels(name, problem, solvers, data, test, w0, budget, loss=None):
 
 
 def planned(task, problem, w0, budget, **options):
-    """Return the same for the plan of `auto`."""
     plan = dpb.auto(problem, budget, sizes=task.sizes, w0=w0, **options).trials[0]
     given = plan.method, problem, [plan.solver], task.data, task.test, w0, budget
     return of_two_levels(*given, task.loss)
@@ -80,7 +78,6 @@ def groups_of_features(make, bounds, start, by_hand, budget):
 
 
 def worst_group(name, budget):
-    """T4, the loss of the group that is worst off."""
     data, test, shares = games.TASKS[name]()
     zeros = jnp.zeros(data["features"].shape[1])
     problem = dpb.games.group_fair(dpb.Logistic(), shares, radius=games.RADIUS)
@@ -107,7 +104,6 @@ def new_people(people, budget):
 
 
 def training(records, budget):
-    """T7, the error of the released model."""
     data, test = tuned_training.split(*records(), (2000, 6000))
     w0 = jnp.zeros(0), jnp.zeros(data.lower["features"].shape[1])
     problem = tuned_training.problem_of(dpb.logistic_loss, tuned_training.error)
@@ -125,7 +121,6 @@ def all_settings(solvers, count, data, test, model, budget, **problem):
 
 
 def wrong_labels(budget):
-    """Return the example on sources with wrong labels."""
     solvers = [*source_reweighting.settings().values()]
     count, model = (
         len(source_reweighting.WRONG),
@@ -137,7 +132,6 @@ def wrong_labels(budget):
 
 
 def another_group(budget):
-    """Return the demo on generated records."""
     names, data, test = demo.generated(30_000)
     solvers = [solver for several in demo.methods().values() for solver in several]
     model = jnp.zeros(test["features"].shape[1])
@@ -145,7 +139,6 @@ def another_group(budget):
 
 
 def random_labels(budget):
-    """Return the example on images with random labels, on generated ones."""
     records = data_cleaning.records(*data_cleaning.generated(10_000))
     problem = {"loss": data_cleaning.loss_of(data_cleaning.network), "ridge": 1e-5}
     solvers, model = [*data_cleaning.methods(100).values()], data_cleaning.start()
@@ -154,7 +147,6 @@ def random_labels(budget):
 
 
 def tasks():
-    """Return functions that evaluate each task, by name."""
     partial = functools.partial
     found = {
         name: partial(sources, name)
@@ -190,7 +182,6 @@ def tasks():
 
 
 def evaluate(name, task, epsilon):
-    """Return a row of the table."""
     begin, budget = time.perf_counter(), dpb.PrivacyBudget(epsilon, utility.DELTA)
     method, found, losses, (start, *constant) = task(budget)
     finite = [all(np.isfinite(v).all() for v in jax.tree.leaves(w)) for w in found]
