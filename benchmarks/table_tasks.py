@@ -56,6 +56,7 @@ class Table:
     others: Bounds | None = None  # of columns named nowhere; None: left out
     target_bounds: Bounds | None = None  # of a target that is a number
     split: Split | None = None
+    person: str | None = None  # the column that says whose row it is
 
 
 def declared():
@@ -80,6 +81,7 @@ class Task:
     bounds: np.ndarray  # declared, of the numbers, (k, 2)
     sizes: np.ndarray  # how many categories each column of codes has
     target: np.ndarray  # declared bounds of `y`
+    ids: np.ndarray | None = None  # whose row it is, of panels
 
     @functools.cached_property
     def X(self):
@@ -178,7 +180,8 @@ def in_other_process(kind, variable, **given):
 
 def by_peer(kind, variable):
     def method(task):
-        given = dataclasses.asdict(task) | {"X": task.centered, "norm": task.longest}
+        given = {k: v for k, v in dataclasses.asdict(task).items() if v is not None}
+        given |= {"X": task.centered, "norm": task.longest}
         lowest = np.where(np.arange(task.X.shape[1]) < len(task.bounds), -1.0, 0.0)
         given |= {"limits": np.stack([lowest, np.ones(len(lowest))])}
         given |= {"orders": task.orders, "cut": task.cut, "epsilons": EPSILONS}

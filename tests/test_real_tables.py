@@ -127,7 +127,11 @@ def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, 
 def test_no_table_is_declared_twice_and_bounds_increase():
     tables = table_tasks.declared().values()
     assert len({table.item for table in tables}) == len(tables)
-    assert {table.group for table in tables} == {*real_tables.GROUPS, "of sources"}
+    assert {table.group for table in tables} == {
+        *real_tables.GROUPS,
+        "of sources",
+        "of people",
+    }
     for table in tables:
         ranges = (*table.numbers.values(), table.others, table.target_bounds)
         assert all(low < high for low, high in filter(None, ranges))
