@@ -1,9 +1,8 @@
 """Tuning from losses alone, the tables of results/black_box.md.
 
-`python -m benchmarks black_box`; `--task=NAME` runs configs in configs/experiments
-whose names begin so, `--curve=LABEL` such curves, `--stated=yes` the sizes of the paper
-(hours), and `--saved=FILE` keeps replications and goes on from them. $CT_SLICE names
-the CSV file of the CT slices; without it data are generated. NON-PRIVATE losses.
+`--task=NAME` runs configs in configs/experiments whose names begin so, `--stated=yes`
+the sizes of the paper (hours), and `--saved=FILE` keeps replications and goes on from
+them. $CT_SLICE names the CSV file of the CT slices. NON-PRIVATE losses.
 """
 
 import dataclasses

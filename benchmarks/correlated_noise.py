@@ -1,8 +1,7 @@
 """Test accuracy of a network with correlated and with independent noise.
 
-A network 784-64-10 learns 8 000 images of MNIST, and 2 000 others test it. All methods
-have the same budget (delta 1e-5, replace-one) and about the same number of passes; each
-is shown at the best of its step sizes, in hindsight.
+A network 784-64-10 learns 8 000 images of MNIST, in about as many passes by all
+methods; each is shown at the best of its step sizes, in hindsight.
 """
 
 import dataclasses

@@ -72,9 +72,6 @@ def weighted():
     )
 
 
-# ---------------------------------------------------------------------- the methods
-
-
 def moved(x, gradient, state):
     updates, state = OPTIMIZER.update(gradient, state)
     return optax.apply_updates(x, updates), state
@@ -125,9 +122,6 @@ def candidates(problem):
         found[f"JAXopt LBFGS, {words}"] = by_jaxopt(problem, jaxopt.LBFGS, *pair)
     plain = by_jaxopt(problem, jaxopt.GradientDescent, 1e-2, 1e-1)
     return found | {"JAXopt GradientDescent, 1e-02, 1e-01": plain}
-
-
-# ---------------------------------------------------------------------- the runs
 
 
 def scores(x, y, task):

@@ -1,13 +1,10 @@
 """Private search in more and more dimensions, all methods with as many evaluations.
 
-Loss of length-scales of a Gaussian process over that at the true ones, 1000 validation
-records, all at the (epsilon, delta) of mu = 1; seeds from 0 on. In part 1 descent
-starts in the middle of the box, and at a uniform point. In part 2 boxes have a plateau
-in the middle, and descent draws its start from the portfolio; `NoisyUCB`, whose time is
-the cube of its evaluations, makes at most 300.
-
-`python -m benchmarks dimensions`, with `--part=2` and `--dimensions=10,15`; prints the
-tables of results/private_search.md.
+Loss of length-scales of a Gaussian process over that at the true ones. In part 1
+descent starts in the middle of the box, and at a uniform point. In part 2 boxes have a
+plateau in the middle, and descent draws its start from the portfolio. `python -m
+benchmarks dimensions`, with `--part=2` and `--dimensions=10,15`; prints the tables of
+results/private_search.md.
 """
 
 import dataclasses

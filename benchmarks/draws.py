@@ -33,9 +33,6 @@ def one_draw(d, running_time="fixed"):
     return dpb.draws.RegularizedExponentialMechanism(sampler, convex=True, dimension=d)
 
 
-# --------------------------------------------------------------------- linear losses
-
-
 def instance(n, d):
     """Signs that lean to one side, so that the mean has a norm of about one half."""
     rng = np.random.default_rng(0)
@@ -101,9 +98,6 @@ def linear():
     for name in list(by_d[0])[:3]:
         power = slope([row[name] for row in by_d[3:]], DIMENSIONS[3:])
         print(f"{name}: fitted power of d, from 8 on, {power:.2f}")
-
-
-# --------------------------------------------------------------------- linear models
 
 
 def records_of(n, d):

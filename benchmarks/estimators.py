@@ -1,9 +1,7 @@
 """Estimators beside diffprivlib: `python -m benchmarks estimators`.
 
-Tasks of diffprivlib's notebooks and docstrings, and larger ones: medians and quartiles
-of 10 splits, each with a key of its own, at equal epsilon and with the same public
-bounds. diffprivlib runs by the Python of $DIFFPRIVLIB. With everything there each table
-goes into results/estimators.md. `--task=iris` runs the tasks whose names begin so,
+diffprivlib runs by the Python of $DIFFPRIVLIB. With everything there each table goes
+into results/estimators.md. `--task=iris` runs the tasks whose names begin so,
 `--task=Seconds` that table.
 """
 
@@ -149,9 +147,6 @@ def of_numbers(name, X, y, limits, target, epsilons=EPSILONS, keys=KEYS):
         "without privacy (scikit-learn)": without_privacy(plain, X, y, keys),
     }
     return {method: measured for method, measured in found.items() if measured}
-
-
-# -------------------------------------------------------------------------- the tables
 
 
 def table(title, head, rows):

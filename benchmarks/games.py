@@ -1,9 +1,7 @@
 """Worth of group games: `python -m benchmarks games`, or with `--task=NAME`.
 
-The mean test loss of the worst-off group, 26 000 records, epsilon 1, delta 1e-5. The
-setting with the best median of 2 keys ON THE TEST RECORDS runs for 10 keys; NON-PRIVATE
-evaluation. Writes tables into results/games.md if all tasks ran, and takes the time of
-a game of 100 000 records.
+The setting with the best median of 2 keys ON THE TEST RECORDS runs for 10 keys;
+NON-PRIVATE evaluation. Writes results/games.md if all tasks ran.
 """
 
 import functools

@@ -1,10 +1,8 @@
 """Coverage of the intervals of coefficients at the nominal level of 95 %.
 
-Run by `python -m benchmarks intervals`. Four laws of six features, of which the last
-three have no effect; each repetition draws new records and a new key, and both budgets
-see the same records. Prints the table of results/estimators.md, cell by cell.
-`--model=logistic`, `--size=2000`, `--epsilon=1`, `--law=normal`, `--first=0` and
-`--repetitions=100` choose a part of it.
+`python -m benchmarks intervals` prints the table of results/estimators.md, cell by
+cell; `--model=logistic`, `--size=2000`, `--epsilon=1` and `--law=normal` choose a part.
+Each repetition draws new records and a new key; both budgets see the same records.
 """
 
 import statistics

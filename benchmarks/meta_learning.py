@@ -1,6 +1,5 @@
 """Worth of meta-learning person by person: `python -m benchmarks meta_learning`.
 
-Methods of examples/meta_learning.py at epsilon 3, 10 keys, accuracy on new people.
 Baselines have the best of their settings ON THE TEST PEOPLE, meta-learning one that was
 found on training people. Writes results/meta_learning.md if the digits are there.
 """

@@ -1,11 +1,9 @@
 """Sources of real tables: `python -m benchmarks natural_sources`.
 
-A column of a table divides its records into sources; the population is one of its
-values, with 300 validation records. Prints mean losses on the others of the population,
-medians of 10 keys, of the candidates and the plan of `auto` and of constant answers,
-and writes results/natural_sources.md. `--task=union` runs the tasks that begin so,
-`--epsilon=1,3` these budgets. Rows are kept in runs/natural_sources. NON-PRIVATE
-evaluation. Environments of `benchmarks.table_tasks` are needed.
+Writes results/natural_sources.md, which says how losses are measured; `--task=union`
+prints the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept in
+runs/natural_sources. Environments of `benchmarks.table_tasks` are needed. NON-PRIVATE
+evaluation.
 """
 
 import pathlib

@@ -1,10 +1,8 @@
 """Passes over records on disk: their time beside reading the files, and memory.
 
 `python -m benchmarks out_of_core [--records=N] [--features=D] [--folder=DIR]`: files of
-NumPy and, where pyarrow is installed, Parquet, in a temporary folder. Times are the
-least of several, reading and passes in turns. `--task=NumPy` runs one kind of files,
-and `--batch=B` times the clipped mean of a sampled batch beside a pass, and nothing
-else.
+NumPy and, where pyarrow is installed, Parquet. `--task=NumPy` takes one kind of files,
+`--batch=B` times the clipped mean of a sampled batch beside a pass, and nothing else.
 """
 
 import importlib.util

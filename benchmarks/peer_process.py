@@ -1,10 +1,9 @@
 """Tables and methods of other libraries, in a process of another environment.
 
-The first argument says what is done. `tables JSON FOLDER` writes each declared table to
-an npz file. `DP-EBM IN OUT`, `logistic IN OUT` and `linear IN OUT` fit the records of
-one table, for each epsilon and each order of the records, and write what they predict
-for the test records (log odds or targets), their scores there and the seconds of each
-fit. This file imports nothing of this library, which these environments need not have.
+`tables JSON FOLDER` writes each declared table to an npz file. `DP-EBM IN OUT`,
+`logistic IN OUT` and `linear IN OUT` fit the records of one table, for each epsilon and
+order, and write what they predict for the test records, their scores and the seconds of
+each fit. This file imports nothing of this library, which is not in that environment.
 """
 
 import json

@@ -1,10 +1,7 @@
 """Worth of penalties per feature group: `python -m benchmarks penalties`.
 
-Census records with 100 columns of noise, 6 000 for training and 2 000 for validation.
-Rows have unit norm before the noise, of norm `NOISE`, is added. One group for each
-original column and the constant, and one or ten of noise; generated records have a
-table of their own. Judged as in `utility`: NON-PRIVATE evaluation. Writes
-results/penalties.md where the census records are there.
+Writes results/penalties.md, which says what the tasks are, if the census records are
+there. Judged as in `utility`: NON-PRIVATE evaluation.
 """
 
 import dataclasses
@@ -95,9 +92,6 @@ def noisy(name, columns, noise_groups, seed=0):
     lower, upper, test = parts(features, label, rows)
     useful = (np.arange(len(groups)) < len(column)).astype("f4")
     return Task(name, dpb.Levels(upper, lower), test, groups, useful)
-
-
-# ---------------------------------------------------------------------- the methods
 
 
 def descent(steps, size, clip=1.0):
@@ -202,9 +196,6 @@ METHODS = {
     "`auto`": lambda task: two_level(*planned(task, EPSILON))(task),
 }
 BASELINES = tuple(METHODS)[:5]
-
-
-# ---------------------------------------------------------------------- the page
 
 
 def evaluate(task):

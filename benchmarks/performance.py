@@ -1,9 +1,7 @@
 """Time and memory beside plain gradients and other libraries: results/performance.md.
 
-`python -m benchmarks performance` writes the tables into the page; `--quick` prints
-small ones. On a GPU sizes are larger, and the page is performance_gpu.md. `pip install
-jax-privacy opacus torch` brings other libraries. On a GPU that PyTorch shares set
-XLA_PYTHON_CLIENT_PREALLOCATE=false.
+`--quick` prints small tables, and does not write the page. On a GPU the page is
+performance_gpu.md; where PyTorch shares it set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """Clipped gradients of other libraries, as candidates of the benchmarks.
 
-None of them is needed: `pip install jax-privacy` adds the column of jax_privacy, and
-`pip install opacus torch` the table of PyTorch. Run as a module this file is the
-process that times PyTorch, so that its threads do not wait beside those of JAX: it
-takes `[[layers, n], ...]` and seconds in JSON, and prints what `timing.interleaved`
-measured of each, in JSON.
+`pip install jax-privacy` adds the column of jax_privacy, `pip install opacus torch` the
+table of PyTorch. Run as a module this file is the process that times PyTorch, so that
+its threads do not wait beside those of JAX: it takes `[[layers, n], ...]` and seconds
+in JSON, and prints what `pages.interleaved` measured of each, in JSON.
 """
 
 import itertools

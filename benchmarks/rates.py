@@ -4,9 +4,7 @@
 2. A problem in which no record meets x, so that noise has d_y coordinates.
 3. All bilevel solvers on the instance of the lower bound (`benchmarks.lower_bound`).
 
-Steps grow like the square root of n, and the penalty like its cube root. `python -m
-benchmarks rates` prints tables, which also go to runs/rates, and draws
-benchmarks/results/lower_bound.svg. NON-PRIVATE evaluation.
+Tables also go to runs/rates, the figure to results/lower_bound.svg. NON-PRIVATE.
 """
 
 import pathlib

@@ -1,10 +1,7 @@
 """Tasks with records drawn anew for every run: `python -m benchmarks redrawn`.
 
-Each of ten runs has its own draw of the records, of which no setting that is chosen in
-hindsight can take advantage. Prints means over the draws, and how far `auto` is behind
-the best setting of `utility`, in shares of the gap. `--task=T1b` runs the tasks that
-begin so, `--epsilon=1,3` these budgets. Losses are kept in runs/redrawn: remove that
-folder when settings have changed. Writes results/redrawn.md. NON-PRIVATE evaluation.
+Writes results/redrawn.md; `--task=T1b` prints the tasks that begin so, `--epsilon=1,3`
+these budgets. Losses are kept in runs/redrawn. NON-PRIVATE evaluation.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """Networks trained with a step size that is found, tuned by hand, or badly chosen.
 
-`python -m benchmarks step_sizes`; `--task=mlp` or `--task=cnn` runs one network,
-`--epsilon=1,3,8` some budgets, and `--saved=FILE` keeps accuracies and goes on from
-them. The hand-tuned settings are chosen by test accuracy, which is NON-PRIVATE: first
-by one key, then the two best by five. The images are those of $MNIST.
+`--task=mlp` or `--task=cnn` runs one network, `--epsilon=1,3,8` some budgets, and
+`--saved=FILE` keeps accuracies and goes on from them. The hand-tuned settings are
+chosen by test accuracy, which is NON-PRIVATE: first by one key, then two by five.
 """
 
 import dataclasses

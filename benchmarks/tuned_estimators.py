@@ -1,9 +1,7 @@
 """Private searches of parameters of estimators: results/private_search.md.
 
-300 public training rows, 1 200 private validation rows, five splits. `PrivateSearch`
-beside other searches with as many evaluations at epsilon 1, beside the estimator's own
-parameters, and the best points by cross-validation and, NON-PRIVATE, by validation.
-`python -m benchmarks tuned_estimators`; `--task=vectors` prints one table.
+`python -m benchmarks tuned_estimators`; `--task=vectors` prints one table. The best
+points by validation are NON-PRIVATE.
 """
 
 import collections

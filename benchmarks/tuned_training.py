@@ -1,8 +1,6 @@
 """Worth of tuning private training: `python -m benchmarks tuned_training`.
 
-Methods of examples/tuned_training.py at epsilon 1 for everybody, training and
-validation people alike, 10 keys, error of the released model on test records. Prints
-tables and writes them into results/tuned_training.md if census and digits are there.
+Writes tables into results/tuned_training.md if census and digits are there.
 """
 
 import jax

@@ -1,11 +1,8 @@
 """Worth of released models: every method beside baselines and an oracle.
 
-`python -m benchmarks utility`; `--task=T1b` runs the tasks that begin so. Prints tables
-and writes results/utility.md if all tasks ran; those without their data are left out.
-
-A method is judged by the mean test loss of the model that it releases. The setting with
-the best median of 4 keys ON THE TEST RECORDS runs for 10 keys, that of baselines and
-oracles, too. "One setting" is the same on all tasks. NON-PRIVATE evaluation.
+`python -m benchmarks utility` writes results/utility.md; `--task=T1b` prints the tasks
+that begin so. The setting with the best median of 4 keys ON THE TEST RECORDS runs for
+10 keys, that of baselines and oracles, too. NON-PRIVATE evaluation.
 """
 
 import dataclasses

@@ -1,8 +1,4 @@
-"""The figure of results/utility.md, drawn from the tables of that page.
-
-Run by `python -m benchmarks utility_figure`: reads every table of the page and writes
-results/utility.svg beside it, so that the figure shows what the page says.
-"""
+"""The figure of results/utility.md, drawn from the tables of that page."""
 
 import re
 

@@ -1,10 +1,8 @@
 """The worst of twenty runs: `python -m benchmarks worst_runs`.
 
-One plan for every task and budget, then 20 keys: the median and the worst test loss
-beside those of the start and of the best constant answer, and how many runs released a
-number that is not finite. `--task=T1b` runs the tasks that begin so, `--epsilon=1,3`
-these budgets. Rows are kept in runs/worst_runs; a call without options writes
-results/worst_runs.md. NON-PRIVATE evaluation.
+One plan for every task and budget, then 20 keys. `--task=T1b` runs the tasks that begin
+so, `--epsilon=1,3` these budgets. Rows are kept in runs/worst_runs; a call without
+options writes results/worst_runs.md. NON-PRIVATE evaluation.
 """
 
 import functools
