@@ -12,18 +12,177 @@ import os
 import pathlib
 import time
 import tomllib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from sklearn.datasets import make_friedman1
+from sklearn.svm import SVR
 
 import dpbilevel as dpb
 
 from . import pages
-from .tuning_tasks import TASKS
 
 CONFIGS = pages.ROOT / "configs/experiments"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """One task with its data."""
+
+    losses: Callable[[np.ndarray], np.ndarray]  # of all records at a point
+    size: int  # the number of records
+    w_set: dpb.sets.AbstractSet
+    start: Callable[[np.random.Generator], np.ndarray]  # of a replication
+    optimum: np.ndarray | None = None  # if it is known
+    loss: Callable[[Any, Any], Any] | None = None  # of one record, for JAX
+    records: Any = None  # of `loss`, leading axis n
+
+    def black_box(self, noise=0.0, seed=0):
+        """Return the task as a black box, every value with noise of its own added."""
+        rng = np.random.default_rng(seed)
+
+        def noisy(point):
+            return self.losses(point) + noise * rng.standard_normal(self.size)
+
+        return dpb.search.BlackBox(noisy, self.size, self.w_set)
+
+    def objective(self, points):
+        """Return the mean loss at each of the points, without noise. NON-PRIVATE."""
+        return np.asarray([self.losses(point).mean() for point in points])
+
+
+def of_loss(loss, columns, w_set, start, optimum):
+    """Return the task of a JAX loss and columns of records."""
+    with jax.enable_x64(True):
+        records = jax.tree.map(jnp.asarray, columns)
+    compiled = jax.jit(jax.vmap(loss, in_axes=(None, 0)))
+
+    def losses(point):
+        with jax.enable_x64(True):
+            return np.asarray(compiled(jnp.asarray(point), records))
+
+    size = len(jax.tree.leaves(records)[0])
+    return Tuning(losses, size, w_set, start, optimum, loss, records)
+
+
+def length_scales(dimension, training, validation, seed, noise=1e-2):
+    """Log length-scales of a Gaussian process, by its error on validation records.
+
+    Targets are one draw of the process with length-scales from exp(-.3) to exp(1.5).
+    """
+    rng = np.random.default_rng(seed)
+    truth = np.linspace(-0.3, 1.5, dimension)
+    inputs = rng.uniform(-1, 1, (training + validation, dimension))
+    covariance = _rbf(inputs / np.exp(truth), inputs / np.exp(truth))
+    covariance[np.diag_indices(len(inputs))] += noise
+    targets = np.linalg.cholesky(covariance) @ rng.standard_normal(len(inputs))
+    with jax.enable_x64(True):
+        known = jnp.asarray(inputs[:training]), jnp.asarray(targets[:training])
+
+    def loss(theta, record):
+        scales = jnp.exp(theta)
+        scaled = known[0] / scales
+        gram = _rbf(scaled, scaled, jnp) + noise * jnp.eye(training)
+        factor = jax.scipy.linalg.cho_factor(gram, lower=True)
+        weights = jax.scipy.linalg.cho_solve(factor, known[1])
+        near = _rbf((record["inputs"] / scales)[None], scaled, jnp)[0]
+        return (record["target"] - near @ weights) ** 2
+
+    columns = {"inputs": inputs[training:], "target": targets[training:]}
+    box = dpb.sets.Box(-2.0, 2.5)
+    return of_loss(loss, columns, box, lambda r: r.uniform(-2, 2.5, dimension), truth)
+
+
+def _rbf(a, b, xp=np, rate=0.5):
+    squares = xp.sum(a**2, 1)[:, None] + xp.sum(b**2, 1)[None] - 2 * a @ b.T
+    return xp.exp(-rate * xp.maximum(squares, 0.0))
+
+
+def location(dimension, size, seed):
+    values = 1.0 + np.random.default_rng(seed).standard_normal((size, dimension))
+
+    def loss(theta, record):
+        return 0.5 * jnp.sum((record - theta) ** 2)
+
+    start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
+    return of_loss(loss, values, box, lambda r: start, values.mean(0))
+
+
+def regression(dimension, size, seed):
+    """Robust linear regression: Huber losses, far inputs weighted down."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.standard_normal((size, dimension))
+    targets = inputs @ np.ones(dimension) + rng.standard_normal(size)
+    weights = np.minimum(1.0, 2.0 / np.sum(inputs**2, 1))
+
+    def loss(theta, record):
+        residual = jnp.abs(record["target"] - record["inputs"] @ theta)
+        huber = jnp.where(residual <= 1, 0.5 * residual**2, residual - 0.5)
+        return record["weight"] * huber
+
+    columns = {"inputs": inputs, "target": targets, "weight": weights}
+    start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
+    return of_loss(loss, columns, box, lambda r: start, np.ones(dimension))
+
+
+def ct_slices(count, features, seed):
+    """Return random CT slices (Graf and others, 2011): patient, 384 inputs, place."""
+    rows = np.loadtxt(os.environ["CT_SLICE"], delimiter=",", skiprows=1)
+    rng = np.random.default_rng((seed, 3))
+    rows = rows[rng.choice(len(rows), count, replace=False)]
+    return rows[:, 1 + rng.choice(384, features, replace=False)], rows[:, -1]
+
+
+def support_vectors(features, training, validation, seed, noise=1.0, uniform=False):
+    """Kernel and penalties of a support vector regression of scikit-learn.
+
+    Inputs are of the CT slices if $CT_SLICE names their file, else generated: five
+    matter. Length-scales, gamma (both in logarithms), C and epsilon are scaled to
+    [-1, 1]. Unless starts are `uniform`, length-scales start in the upper half of their
+    range: with short ones every record is alone under the kernel.
+    """
+    ranges = (np.log(0.01), np.log(5.0)), (0.1, 3.0), (0.01, 1.0)
+    middle, half = np.transpose([((a + b) / 2, (b - a) / 2) for a, b in ranges])
+    if "CT_SLICE" in os.environ:
+        inputs, targets = ct_slices(training + validation, features, seed)
+        low, high = inputs[:training].min(0), inputs[:training].max(0)
+        inputs = (inputs - low) / np.where(high > low, high - low, 1)
+    else:
+        settings = {"noise": noise, "random_state": seed}
+        inputs, targets = make_friedman1(training + validation, features, **settings)
+    inputs = 2 * inputs - 1
+    # In units of the training records, which are not protected.
+    targets = (targets - targets[:training].mean()) / targets[:training].std()
+
+    def losses(point):
+        """Every validation record's squared error after training at the point."""
+        scaled = inputs / np.exp(2 * point[:features])
+        log_gamma, penalty, width = middle + half * point[features:]
+        gamma = np.exp(log_gamma)
+        model = SVR(gamma=gamma, C=penalty, epsilon=width, cache_size=500)
+        model.fit(scaled[:training], targets[:training])
+        # The kernel by one matrix product, many times faster than predict.
+        near = _rbf(scaled[training:], model.support_vectors_, rate=gamma)
+        return (targets[training:] - near @ model.dual_coef_[0] - model.intercept_) ** 2
+
+    def start(rng):
+        if uniform:
+            return rng.uniform(-1, 1, features + 3)
+        return np.concatenate([rng.uniform(0, 1, features), np.zeros(3)])
+
+    return Tuning(losses, validation, dpb.sets.Box(-1.0, 1.0), start)
+
+
+TASKS = {
+    "length_scales": length_scales,
+    "location": location,
+    "regression": regression,
+    "support_vectors": support_vectors,
+}
 
 
 @functools.cache  # one object for all replications, or each would compile anew

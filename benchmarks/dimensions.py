@@ -17,8 +17,7 @@ import numpy as np
 import dpbilevel as dpb
 
 from . import pages
-from .black_box import follow, rule
-from .tuning_tasks import length_scales
+from .black_box import follow, length_scales, rule
 
 VALIDATION, NOISE, CLIP_RANGE, MOST = 1_000, 0.05, 3.0, 300
 # mu = 1 is this at delta = 1e-5, and follows from a pure epsilon of 0.807.

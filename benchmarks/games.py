@@ -155,24 +155,6 @@ def evaluate(task):
     return rows
 
 
-def timing(n=100_000, size=50):
-    rng, shares = np.random.default_rng(0), (0.27, 0.06, 0.59, 0.08)
-    features, label = rng.normal(size=(n, size)) / size**0.5, rng.normal(size=n)
-    group = rng.choice(4, n, p=shares)
-    data = {"features": features, "label": np.sign(label)}
-    data = {name: jnp.asarray(v, jnp.float32) for name, v in data.items()}
-    data["group"] = jnp.asarray(group, jnp.int32)
-    game = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
-    w0, key = dpb.games.group_start(game, jnp.zeros(size), shares), jax.random.key(0)
-    extragradient = dpb.games.NoisyExtragradient(100, 2.0, 8.0)
-    for solver in (extragradient, dpb.games.GroupDescent()):
-        start = time.perf_counter()
-        plan = dpb.calibrate(game, solver, BUDGET, sizes=n, w0=w0)
-        jax.block_until_ready(jax.jit(dpb.solve)(game, plan.solver, data, w0, key=key))
-        seconds = time.perf_counter() - start
-        print(f"{type(solver).__name__}, {n} records: {seconds:.1f} s", flush=True)
-
-
 def main():
     tables = []
     for task in pages.chosen(TASKS):
@@ -185,4 +167,3 @@ def main():
         print(tables[-1], flush=True)
     if len(tables) == len(TASKS):
         pages.write(pages.RESULTS / "games.md", tables)
-        timing()

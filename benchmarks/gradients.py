@@ -2,13 +2,12 @@
 
 import functools
 import time
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 import dpbilevel as dpb
-from dpbilevel.privacy.per_example import clipping, microbatches
+from dpbilevel.privacy.per_example import clipping
 
 from . import private_peers
 from .pages import ratios
@@ -192,43 +191,4 @@ def memory_row(work):
         "grid, MiB": taken[GRID] / MIB,
         "grid": taken[GRID] / taken[PLAIN],
         "float": taken["float"] / taken[PLAIN],
-    }
-
-
-def budgeted(loss, budget, chosen):
-    """Return `released` with another size of micro-batches, noted when traced."""
-    backend, rows = jax.default_backend(), microbatches.microbatch_rows
-
-    def noted(*shapes):
-        chosen.append(rows(*shapes))
-        return chosen[-1]
-
-    def run(p, records, key):
-        with (
-            mock.patch.dict(microbatches._MICROBATCH_BYTES, {backend: budget}),
-            mock.patch.object(microbatches, "microbatch_rows", noted),
-        ):
-            return released(loss, "grid")(p, records, key)
-
-    return run
-
-
-def microbatch_row(work, budgets, seconds):
-    """Return ratios and records held, by the size of a micro-batch."""
-    found, rows = {PLAIN: plain(work.loss)}, {}
-    for budget in budgets:
-        rows[budget] = []
-        found[budget] = budgeted(work.loss, budget * MIB, rows[budget])
-    # The permutation of candidates sorts their names.
-    named = {str(name): run for name, run in found.items()}
-    times = ratios(named, *arguments(work), reference=PLAIN, seconds=seconds)
-
-    def cell(budget):
-        held = min(rows[budget][-1], work.size) if rows[budget] else "all"
-        return f"{times[str(budget)][1]:.2f} ({held})"
-
-    return {
-        "task": work.name,
-        "plain, ms": 1e3 * times[PLAIN][0],
-        **{f"{budget} MiB": cell(budget) for budget in budgets},
     }

@@ -14,11 +14,16 @@ import tomllib
 from importlib import metadata
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from . import gradients, pages, private_peers, solver_steps, workloads
+import dpbilevel as dpb
+
+from . import gradients, pages, private_peers, workloads
 
 PAGE = pages.RESULTS / "performance.md"
 SIZES = pages.ROOT / "benchmarks/performance.toml"
+INNER = 10  # steps of the lower level
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
 
 
@@ -46,6 +51,122 @@ def cell(value):
     if isinstance(value, int):
         return f"{value:,}".replace(",", " ")
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def weighting(n, d):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(n, d))
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    lower = {"features": features, "label": np.sign(rng.normal(size=n))}
+    lower = {name: jnp.asarray(v, jnp.float32) for name, v in lower.items()}
+    lower["source"] = jnp.asarray(rng.integers(0, 8, n), jnp.int32)
+    upper = {key: lower[key][: n // 4] for key in ("features", "label")}
+    return dpb.source_weighting(dpb.logistic_loss, 8), dpb.Levels(upper, lower)
+
+
+def row(name, problem, counted, private, public, arguments, seconds):
+    candidates = {"step": private, "public": public}
+    found = pages.ratios(candidates, *arguments, reference="public", seconds=seconds)
+    return {
+        "solver": name,
+        "problem": problem,
+        "measured in": counted,
+        "step, ms": 1e3 * found["step"][0],
+        "public, ms": 1e3 * found["public"][0],
+        "ratio": found["step"][1],
+        "compile s": found["step"][2],
+        "public, compile s": found["public"][2],
+    }
+
+
+def bilevel_rows(n, d, seconds):
+    problem, data = weighting(n, d)
+    inner = dpb.NoisyGD(INNER, 1.0, step_size=1.0)
+    sizes = {"step_size": 1.0, "lower_step_size": 1.0, "linear_step_size": 1.0}
+    start = jnp.zeros(8), jnp.full(d, 0.1)
+
+    def public(state, start, data, key):
+        x, y = start
+        return y - gradients.plain(lambda y, z: problem.lower(x, y, z))(
+            y, data.lower, key
+        )
+
+    text = f"weights of 8 sources, n = {n} and {n // 4}, d = {d}"
+    for counted, solver in (
+        (
+            f"1 gradient (a step has {2 * INNER} inner steps)",
+            dpb.PenaltyBilevel(1, 10.0, step_size=1.0, inner=inner),
+        ),
+        ("1 gradient", dpb.SingleLoopBilevel(1, **sizes)),
+    ):
+        solver = noisy(solver, problem.sizes_of(data, "disjoint"))
+        private = stepped(problem, solver)
+        arguments = solver.init(problem, start), start, data, jax.random.key(0)
+        name = type(solver).__name__
+        yield row(name, text, counted, private, public, arguments, seconds)
+
+
+def noisy(solver, sizes):
+    return solver.with_noise(1.0).with_precision("grid").with_sizes(sizes)
+
+
+def stepped(problem, solver):
+    return lambda state, start, data, key: solver.step(problem, data, state, key=key)
+
+
+def payoff(x, y, record):
+    """Return a logistic loss whose features y shifts, for x at most and y at least."""
+    features, label = record
+    loss = workloads.logistic_loss(x, (features + y, label))
+    return loss - 0.5 * jnp.sum(y**2)
+
+
+def extragradient_row(n, d, seconds):
+    """Both releases of an extragradient step over a public extragradient step."""
+    ball = dpb.sets.Ball(1.0)
+    problem = dpb.games.SaddleProblem(payoff, x_set=ball, y_set=ball)
+    solver = noisy(dpb.games.NoisyExtragradient(1, 1.0, 0.1), n)
+    start = jnp.full(d, 0.01), jnp.full(d, 0.01)
+
+    def public(state, start, records, key):
+        def moved(at):
+            gx, gy = gradients.plain(lambda w, z: payoff(*w, z))(at, records, key)
+            return start[0] - 0.1 * gx, start[1] + 0.1 * gy
+
+        return moved(moved(start))
+
+    name, text = "NoisyExtragradient", f"shifted features, n = {n}, d = {d}"
+    private, records = stepped(problem, solver), workloads.logistic(n, d).records
+    arguments = solver.init(problem, start), start, records, jax.random.key(0)
+    counted = "1 step (2 operators)"
+    return row(name, text, counted, private, public, arguments, seconds)
+
+
+def epoch_row(n, batches, widths, seconds):
+    """Return an epoch of DP-SGD with Poisson batches over an epoch of plain batches."""
+    work = workloads.mlp(n, *widths)
+    problem, sampling = dpb.FiniteSum(work.loss), dpb.privacy.Poisson(1 / batches)
+    solver = dpb.NoisyGD(batches, 1.0, step_size=0.1, sampling=sampling)
+    solver = noisy(solver, n)
+
+    def private(p, records, key):
+        return dpb.solve(problem, solver, records, p, key=key).value
+
+    def public(p, records, key):
+        def step(p, batch):
+            gradient = gradients.plain(work.loss)(p, batch, key)
+            return jax.tree.map(lambda v, g: v - 0.1 * g, p, gradient), None
+
+        shape = batches, n // batches
+        batched = jax.tree.map(lambda v: v.reshape(*shape, *v.shape[1:]), records)
+        return jax.lax.scan(step, p, batched)[0]
+
+    name, text = (
+        f"NoisyGD, {batches} Poisson batches",
+        f"MLP {'-'.join(map(str, widths))}, n = {n}",
+    )
+    arguments = work.parameters, work.records, jax.random.key(0)
+    return row(name, text, "1 epoch", private, public, arguments, seconds)
 
 
 def gradient_tables(sizes):
@@ -90,24 +211,13 @@ def memory_table(sizes):
     )
 
 
-def microbatch_table(sizes):
-    works = map(workloads.named, sizes["microbatches"])
-    measured = sizes["budgets"], sizes["seconds"]
-    return Table(
-        "Micro-batches",
-        "`grid` over plain, by what a micro-batch may occupy; in brackets how many "
-        "records it held. `all`: taken all at once, whatever the budget.",
-        [gradients.microbatch_row(work, *measured) for work in works],
-    )
-
-
 def solver_table(sizes):
     rows = []
     if sizes["bilevel"]:
-        rows += solver_steps.bilevel_rows(*sizes["bilevel"], sizes["seconds"])
+        rows += bilevel_rows(*sizes["bilevel"], sizes["seconds"])
     rows += [
-        solver_steps.extragradient_row(*sizes["saddle"], sizes["seconds"]),
-        solver_steps.epoch_row(*sizes["epoch"], sizes["seconds"]),
+        extragradient_row(*sizes["saddle"], sizes["seconds"]),
+        epoch_row(*sizes["epoch"], sizes["seconds"]),
     ]
     return Table(
         "Solvers",
@@ -119,8 +229,8 @@ def solver_table(sizes):
 
 def tables(sizes):
     yield from gradient_tables(sizes)
-    for table in (memory_table, microbatch_table, solver_table):
-        yield table(sizes)
+    yield memory_table(sizes)
+    yield solver_table(sizes)
 
 
 def machine():

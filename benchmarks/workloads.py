@@ -68,15 +68,6 @@ def logistic(n, d):
     return Workload(name, logistic_loss, 0.1 * normal(8, d), records)
 
 
-def with_intercept(n, d):
-    def loss(w, record):
-        return logistic_loss(w, (jnp.append(record[0], 1.0), record[1]))
-
-    base = logistic(n, d)
-    name = f"logistic with an intercept, n = {n}, d = {d}"
-    return Workload(name, loss, jnp.append(base.parameters, 0.0), base.records)
-
-
 def cross_entropy(logits, label):
     return -jax.nn.log_softmax(logits)[label]
 

@@ -20,8 +20,6 @@ TINY = {
     "seconds": 0.0,
     "gradients": ["mlp 8 4 3"],
     "memory": ["logistic 64 4"],
-    "microbatches": ["mlp 8 4 3"],
-    "budgets": [1],
     "bilevel": [64, 4],
     "saddle": [64, 4],
     "epoch": [64, 2, [4, 3]],
@@ -44,7 +42,6 @@ COLUMNS = {
     },
     "Beside PyTorch": {"slower than", "ratio", "ghost ratio"},
     "Memory": {"task", "parameters", "plain, MiB", "grid", "float"},
-    "Micro-batches": {"task", "plain, ms", "1 MiB"},
     "Solvers": {"solver", "measured in", "ratio", "compile s"},
 }
 
@@ -63,7 +60,7 @@ def traced(candidates, *arguments, reference, **settings):
 @pytest.mark.reuses_keys
 def test_every_table_has_its_columns_and_rows(monkeypatch):
     monkeypatch.setattr(performance.gradients, "ratios", traced)
-    monkeypatch.setattr(performance.solver_steps, "ratios", traced)
+    monkeypatch.setattr(pages, "ratios", traced)
     times = {"plain": (1.0, 1.0), "per-sample": (2.0, 2.0), "ghost": (3.0, 3.0)}
     monkeypatch.setattr(private_peers, "torch_times", lambda *_: [times])
     monkeypatch.setattr(performance.gradients, "hardware", lambda: (1e9, 1e9))
