@@ -131,7 +131,8 @@ def _add_flags_of_init(add: Any) -> None:
     add("--negative", metavar="VALUES", help="values of the negative class, by commas")
     add("--classes", metavar="VALUES", help="three values or more, one per class")
     add("--label-range", metavar="LOW..HIGH", help="of a numeric label, instead")
-    feature = "a feature: LOW..HIGH, dates as well, or values by commas; repeat it"
+    feature = "a feature: LOW..HIGH as cells write it (0..900,00 €), dates, or values "
+    feature += "by commas; repeat it"
     add("--column", action="append", metavar="NAME=CONTENT", help=feature)
     add("--sources", metavar="COLUMN=VALUES", help="of source_weighting")
     add("--clean", metavar="FILE", help="of source_weighting: clean records, or -")
@@ -181,6 +182,7 @@ def _init(arguments: argparse.Namespace) -> int:
     if missing:
         print("  fill in the lines marked REQUIRED, or delete the file and give the")
         print(f"  flags {', '.join(missing)}")
+    print(f"  cells that do not fit, for you: dpbilevel check {out}")
     print(f"  its guarantee, before any data: dpbilevel calibrate {out}")
     if not TASKS[arguments.task].is_game:  # their settings follow from theorems
         planned = out.with_stem("planned")
