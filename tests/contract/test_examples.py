@@ -126,7 +126,7 @@ def test_code_for_tables_arrays_and_networks_runs(
 ):
     monkeypatch.chdir(tmp_path)
     names = {}
-    assert run_code("docs/getting_started.md", names) == 5
+    assert run_code("docs/getting_started.md", names) == 7
     assert "protects: one person (at most 3 rows each)" in capsys.readouterr().out
     margins = names["rows"] @ np.asarray(names["released"].value)
     assert np.mean((margins > 0) == names["outcome"]) > 0.75
