@@ -233,7 +233,7 @@ def environment(*loaders: Any) -> "Environment":
     found.globals |= {"ROW": ROW, "IDEALISED": IDEALISED}
     found.filters |= {
         "percent": _percent,
-        "rounded_up": lambda value, digits=4: rounded_up(value, digits),
+        "rounded_up": lambda value: rounded_up(value, 4),
         "number": lambda value: format(decimal.Decimal(rounded_up(value)), "f"),
         "cell": _cell,
         "sentence": lambda text: f"{text[:1].upper()}{text[1:].rstrip('.')}.",

@@ -257,7 +257,8 @@ class Replay:
     def mu(self) -> float:
         """Distance of the two runs in units of the noise: mu of Gaussian DP.
 
-        It is at most `PrivacyReport.mu` if the ledger counts all releases.
+        It is at most `PrivacyReport.mu` if the ledger counts all releases and their
+        noise is independent, as that of all mechanisms but `Correlated` is.
         """
         pairs = zip(self.pairs, self.movements, strict=True)
         parts = (m * a.sensitivity / a.noise_std for (a, _), m in pairs if a.noiseless)

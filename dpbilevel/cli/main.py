@@ -285,6 +285,7 @@ def _report(arguments: argparse.Namespace) -> None:
         found = certificate_of(result, spent, f"Run in {arguments.folder}")
         texts = {name: getattr(found, name)() for name in files}
         for name, file in files.items():
+            predictions.check_new(file, f"--{name}")  # two options name one file
             file.write_text(texts[name], encoding="utf-8")
             print(f"{PAGES[name].removeprefix('a ')}: {file}")
     finally:  # what was spent counts where no result came of it, too

@@ -75,7 +75,7 @@ def test_a_page_of_a_report_says_belief_and_its_exceptions():
     page = dpb.certificate(plan_of(), title="Trial <1>").html()
     assert "Trial &lt;1&gt;" in page
     assert "one answer has at most <strong>75 %</strong>" in page
-    assert "exceptional outcome is at most 0.00011" in page
+    assert "exceptional outcome is at most 1 in 9,090" in page
 
 
 def test_coefficients_of_an_estimator_are_shown_with_their_intervals():
