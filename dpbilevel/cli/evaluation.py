@@ -151,13 +151,14 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
     if held_out is None or held_out.accuracy != "counted":
         return report
     tested = describe(ledger_of(config), config.privacy.budget, levels=False)
+    a, b = report.mu, tested.mu
     return dataclasses.replace(
         report,
         epsilon=max(report.epsilon, tested.epsilon),
         epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
         ledger=report.ledger + tested.ledger,
         forecast=report.forecast + tested.forecast,
-        mu=None if None in (found := (report.mu, tested.mu)) else max(found),
+        mu=None if None in (a, b) else max(a or 0.0, b or 0.0),
     )
 
 
