@@ -124,11 +124,6 @@ class Config:
         )
 
     @property
-    def of_whom(self) -> str:
-        """Word for what sizes count: `"people"` with several rows, or `"records"`."""
-        return "people" if self.privacy.person else "records"
-
-    @property
     def folder(self) -> Path:
         """Folder that relative paths start from."""
         return Path(self.place.file).parent
@@ -151,8 +146,8 @@ class Config:
         if delta >= least and not self.privacy.allow_large_delta:
             raise self.place.child("privacy").error(
                 f"delta = {delta:g} is not below one over the number of "
-                f"{self.of_whom}, {least:.2g}. Give a smaller delta, or "
-                "allow_large_delta = true."
+                f"{'people' if self.privacy.person else 'records'}, {least:.2g}. Give "
+                "a smaller delta, or allow_large_delta = true."
             )
 
 

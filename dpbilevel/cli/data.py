@@ -145,7 +145,10 @@ class CsvData:
         """
         table = self.table(file)
         records = self.encode(table)
-        return with_ids(records, table, person) if person else records
+        if not person:
+            return records
+        ids = ids_of(table, person)
+        return dataclasses.replace(records, ids=ids).take(ids != "")
 
     def design(self, table: Table) -> np.ndarray:
         """Return the features of the rows of a table, which needs no label."""
@@ -225,19 +228,6 @@ def ids_of(table: Table, column: str) -> np.ndarray:
 
     # The rule of `by_person`, so that there are as many people here as there.
     return np.asarray([own(cell) for cell in words(table.column(column))], str)
-
-
-def with_ids(records: Records, table: Table, column: str) -> Records:
-    """Return the records of the rows that have an id, with their ids.
-
-    Raises:
-        ValueError: The table lacks the column.
-
-    Privacy:
-        Whether a row is left out depends on that row alone.
-    """
-    ids = ids_of(table, column)
-    return dataclasses.replace(records, ids=ids).take(ids != "")
 
 
 def people_of(records: Records) -> tuple[np.ndarray, np.ndarray]:

@@ -72,11 +72,7 @@ class Reader:
     neighbours: Neighbours = Neighbours.REPLACE_ONE
 
     def build(
-        self,
-        cls: type[Built],
-        table: Any,
-        place: Location,
-        beside: Sequence[str] = (),
+        self, cls: type[Built], table: Any, place: Location, beside: Sequence[str] = ()
     ) -> Built:
         """Return an instance of a dataclass, built from a table.
 

@@ -279,17 +279,6 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self)
         return self.best_estimator_
 
-    def position(self, parameters: dict[str, Any]) -> Float[np.ndarray, " d"]:
-        """Return coordinates in [-1, 1] of named parameters, inverse to `parameters`.
-
-        Args:
-            parameters: Values in their ranges, by name; others are in the middle.
-
-        Raises:
-            ValueError: A name is not in the space, or a value is outside its range.
-        """
-        return Space(self.space).position(parameters)
-
     def _own_parameters(self) -> dict[str, Any]:
         """Return the estimator's own values, by name, that are in their ranges."""
         known = self.estimator.get_params()

@@ -244,10 +244,7 @@ class Spread(AbstractBeforehand):
         keys, noise = jax.random.split(key, release.count), release.noise_std
 
         def quantile(
-            values: Any,
-            fraction: float,
-            grid: Float[np.ndarray, " k"],
-            keys: PRNGKey,
+            values: Any, fraction: float, grid: Float[np.ndarray, " k"], keys: PRNGKey
         ) -> float:
             """Release the value of a grid that about a fraction of values exceed.
 
