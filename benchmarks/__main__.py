@@ -17,18 +17,29 @@ data_cleaning implicit rates draws saddle games black_box dimensions
 out_of_core sparse panels intervals correlated_noise step_sizes
 network_sources
 """.split()
+# Commands that are a function of another benchmark's module.
+MODULES = {
+    "saddle": "games",
+    "sparse": "penalties",
+    "data_cleaning": "hypergradient",
+    "correlated_noise": "step_sizes",
+    "tuned_training": "meta_learning",
+}
 
 
 def run(name, cores, options):
     pin = getattr(os, "sched_setaffinity", lambda pid, cores: None)
-    command = [sys.executable, "-c", f"import benchmarks.{name} as b; b.main()"]
-    command += options
+    module, function = MODULES.get(name, name), name if name in MODULES else "main"
+    code = f"from benchmarks import {module} as b; b.{function}()"
+    command = [sys.executable, "-c", code, *options]
     subprocess.run(command, preexec_fn=lambda: pin(0, cores), check=True)
 
 
 def described(name):
-    file = pathlib.Path(__file__).with_name(f"{name}.py")
-    return ast.get_docstring(ast.parse(file.read_text()))
+    file = pathlib.Path(__file__).with_name(f"{MODULES.get(name, name)}.py")
+    tree = ast.parse(file.read_text())
+    named = [node for node in tree.body if getattr(node, "name", None) == name]
+    return ast.get_docstring(named[0] if name in MODULES else tree)
 
 
 def main():
