@@ -3,8 +3,7 @@
 Loss of length-scales of a Gaussian process over that at the true ones. In part 1
 descent starts in the middle of the box, and at a uniform point. In part 2 boxes have a
 plateau in the middle, and descent draws its start from the portfolio. `python -m
-benchmarks dimensions`, with `--part=2` and `--dimensions=10,15`; prints the tables of
-results/private_search.md.
+benchmarks dimensions`, with `--part=2`; prints tables of results/private_search.md.
 """
 
 import dataclasses
@@ -109,12 +108,10 @@ PARTS = {
 
 
 def main():
-    options = pages.options()
-    for part in options.get("part", "12"):
+    for part in pages.options().get("part", "12"):
         replication, dimensions, count, ends = PARTS[part]
-        chosen = options.get("dimensions", ",".join(map(str, dimensions)))
         rows = []
-        for dimension in map(int, chosen.split(",")):
+        for dimension in dimensions:
             began = time.perf_counter()
             runs = [replication(dimension, seed) for seed in range(count)]
             names = list(runs[0][0])

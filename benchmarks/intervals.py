@@ -5,6 +5,7 @@ cell; `--model=logistic`, `--size=2000`, `--epsilon=1` and `--law=normal` choose
 Each repetition draws new records and a new key; both budgets see the same records.
 """
 
+import itertools
 import statistics
 import warnings
 
@@ -29,16 +30,12 @@ LAWS = {
     "indicators, rare class": ((0, 1), (1.5, -1.0, 0.0), -3.0),
 }
 MODELS = "logistic", "ridge"
-HEAD = (
-    "model, law",
-    "records",
-    "epsilon",
-    "coefficients",
-    "without effect",
+HEAD = ["model, law", "records", "epsilon", "coefficients", "without effect"]
+HEAD += [
     "constant",
     "coefficients, without privacy",
     "width over width without privacy",
-)
+]
 
 
 def drawn(law, size, rng):
@@ -112,18 +109,10 @@ def row(kind, law, size, epsilon, numbers):
 def main():
     warnings.simplefilter("ignore")
     chosen, rows = pages.options(), []
-    for size, repetitions in SIZES.items():
-        for kind in MODELS:
-            for law in LAWS:
-                for epsilon in EPSILONS:
-                    cell = {"model": kind, "law": law, "size": str(size)}
-                    cell["epsilon"] = f"{epsilon:g}"
-                    if any(chosen.get(k, v) != v for k, v in cell.items()):
-                        continue
-                    first = int(chosen.get("first", 0))
-                    last = first + int(chosen.get("repetitions", repetitions))
-                    numbers = range(first, last)
-                    rows.append(row(kind, law, size, epsilon, numbers))
-                    print(pages.table(HEAD, rows[-1:]).splitlines()[-1], flush=True)
+    for size, kind, law, epsilon in itertools.product(SIZES, MODELS, LAWS, EPSILONS):
+        cell = {"model": kind, "law": law, "size": f"{size}", "epsilon": f"{epsilon:g}"}
+        if all(chosen.get(k, v) == v for k, v in cell.items()):
+            rows.append(row(kind, law, size, epsilon, range(SIZES[size])))
+            print(*rows[-1], flush=True)
     print(pages.measured_today())
     print(pages.table(HEAD, rows))

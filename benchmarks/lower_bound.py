@@ -1,11 +1,8 @@
-"""Bilevel solvers against the lower bound of private bilevel optimization.
+"""Bilevel solvers against the lower bound, for `benchmarks.rates`.
 
-The instance is `hard_instance` of `tests/zoo/two_levels.py` on unit balls: no private
-algorithm has an excess below the order of sqrt(d log(1/delta)) / (n epsilon) on all
-data. Which mean of the records is the hardest depends on the solver; the figures are
-the largest mean excess over means from that bound to 1. A part of `benchmarks.rates`.
-
-NON-PRIVATE evaluation: the excess is computed from the records.
+The instance is `hard_instance` of `tests/zoo/two_levels.py`. Which mean of the records
+is the hardest depends on the solver; the figures are the largest mean excess over means
+from the bound to 1. NON-PRIVATE evaluation.
 """
 
 import dataclasses
@@ -71,11 +68,6 @@ def lower_bound(setting):
     return min(1.0, setting.noise(min(setting.dimension_x, setting.dimension_y)))
 
 
-def regularized_bound(setting):
-    """Lowy and Liu, Theorem 3.3 on the records, without its constant: G D sqrt(...)."""
-    return 2 * setting.noise(setting.dimension_x)
-
-
 def accuracy(setting, constants):
     """Kornowski, Theorem 4, without its constant, where no loss of a record reads x."""
     scale = GAP ** (1 / 6) * constants.ell ** (5 / 6) * constants.kappa ** (11 / 6)
@@ -90,8 +82,9 @@ def first_order_bound(setting):
 
 
 CURVES = {
-    "lower bound": lower_bound,
-    "regularized draw, Theorem 3.3": regularized_bound,
+    "lower bound": lower_bound,  # Lowy and Liu, Theorem 3.10, without its constant
+    # On the records, without its constant: G D sqrt(...).
+    "regularized draw, Theorem 3.3": lambda s: 2 * s.noise(s.dimension_x),
     "penalty, Theorem 4": first_order_bound,
 }
 

@@ -57,6 +57,15 @@ class Kind:
 # ---------------------------------------------------------------------------- labels
 
 
+def by_share(score):
+    """Return the score of the mean of the training labels as a NON-PRIVATE method."""
+    return each_key(
+        lambda task, _epsilon, _seed, fit, test: np.full(
+            len(test), score(task.y[fit].mean())
+        )
+    )
+
+
 def calibration_error(y, chance):
     """Return the mean distance of predicted and observed shares in bins of equal size.
 
@@ -67,11 +76,6 @@ def calibration_error(y, chance):
     counts = np.bincount(bins, minlength=BINS)
     gaps = np.bincount(bins, weights=chance - y, minlength=BINS)
     return float(np.abs(gaps).sum() / counts.sum())
-
-
-@each_key
-def constant(task, epsilon, seed, fit, test):
-    return np.full(len(test), scipy.special.logit(task.y[fit].mean()))
 
 
 @each_key
@@ -113,7 +117,7 @@ def by_hand(task, epsilon, seed, fit, test):
 
 LABELS = Kind(
     methods={
-        CONSTANT: constant,
+        CONSTANT: by_share(scipy.special.logit),
         "private base rate": base_rate,
         PLAIN: no_privacy,
         OURS: estimator,
@@ -135,11 +139,6 @@ LABELS = Kind(
 )
 
 # --------------------------------------------------------------------------- targets
-
-
-@each_key
-def mean(task, epsilon, seed, fit, test):
-    return np.full(len(test), task.y[fit].mean())
 
 
 @each_key
@@ -186,7 +185,7 @@ def ada_ssp(task, epsilon, seed, fit, test):
 
 TARGETS = Kind(
     methods={
-        "mean": mean,
+        "mean": by_share(float),
         "least squares": least_squares,
         "DPRidge": ridge,
         "AdaSSP": ada_ssp,
