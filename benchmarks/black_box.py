@@ -56,7 +56,6 @@ class Tuning:
 
 
 def of_loss(loss, columns, w_set, start, optimum):
-    """Return the task of a JAX loss and columns of records."""
     with jax.enable_x64(True):
         records = jax.tree.map(jnp.asarray, columns)
     compiled = jax.jit(jax.vmap(loss, in_axes=(None, 0)))
@@ -113,7 +112,6 @@ def location(dimension, size, seed):
 
 
 def regression(dimension, size, seed):
-    """Robust linear regression: Huber losses, far inputs weighted down."""
     rng = np.random.default_rng(seed)
     inputs = rng.standard_normal((size, dimension))
     targets = inputs @ np.ones(dimension) + rng.standard_normal(size)
@@ -159,7 +157,6 @@ def support_vectors(features, training, validation, seed, noise=1.0, uniform=Fal
     targets = (targets - targets[:training].mean()) / targets[:training].std()
 
     def losses(point):
-        """Every validation record's squared error after training at the point."""
         scaled = inputs / np.exp(2 * point[:features])
         log_gamma, penalty, width = middle + half * point[features:]
         gamma = np.exp(log_gamma)
@@ -243,7 +240,6 @@ def follow(task, solver, box, start, seed):
 
 
 def descent(task, settings, start, seed):
-    """Clipped noisy gradient descent on the exact gradients, for comparison."""
     size = rule(settings.get("adagrad"), settings.get("sgd"))
     steps, clip = settings["num_steps"], settings["clip_norm"]
     solver = dpb.NoisyGD(steps, clip, size, output=dpb.outputs.Last())
@@ -262,7 +258,6 @@ def random(task, settings, start, seed):
 
 
 def middle(task, settings, start, seed):
-    """Return the true loss at the middle of the box, which reads no record."""
     point = np.full(len(start), (task.w_set.lower + task.w_set.upper) / 2)
     return task.objective([point])[0], 0
 
@@ -279,7 +274,6 @@ def replication(settings, seed):
 
 
 def replications(settings, file):
-    """Return all replications of a curve; those of earlier calls come from `file`."""
     setting = {k: v for k, v in settings.items() if k != "replications"}
     setting["records"] = os.environ.get("CT_SLICE")
     name, found = json.dumps(setting, sort_keys=True), []

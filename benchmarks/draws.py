@@ -34,7 +34,6 @@ def one_draw(d, running_time="fixed"):
 
 
 def instance(n, d):
-    """Signs that lean to one side, so that the mean has a norm of about one half."""
     rng = np.random.default_rng(0)
     records = np.where(rng.uniform(size=(n, d)) < 0.75, 1.0, -1.0) / d**0.5
     side = jnp.full(d, d**-0.5)
@@ -50,7 +49,6 @@ def pure_excess(rate, mean):
 
 
 def averaged_descent(problem, n, d):
-    """Return descent whose steps are those of the textbook bound for its noise."""
     # The number of steps for which optimization and noise have the same error.
     steps = min(max(round((EPSILON * n) ** 2 / (8 * d * LOGS)), 64), 4096)
     noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, output=dpb.outputs.Mean())
@@ -111,7 +109,6 @@ def records_of(n, d):
 
 
 def excesses(n, d):
-    """Return the mean excess of three methods on one set of records."""
     records, target = records_of(n, d)
     problem = dpb.onelevel.linear_risk("absolute", radius=1.0)
     losses = jax.jit(lambda w: jnp.mean(jax.vmap(problem.loss, (None, 0))(w, records)))

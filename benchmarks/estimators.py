@@ -52,7 +52,6 @@ def rounded(X):
 
 
 def tasks():
-    """For each task its records, bounds and the norm that diffprivlib is given."""
     found = {}
     if ADULT.is_file():
         found["census, 5 numbers (its notebook)"] = (*census(False), 2.0)
@@ -75,7 +74,6 @@ def splits(y, keys):
 
 
 def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
-    """For each epsilon the test scores of an estimator, one a key, and its seconds."""
     found, seconds = {}, []
     jax.clear_caches()
     for epsilon in epsilons:
@@ -103,7 +101,6 @@ def without_privacy(model, X, y, keys=KEYS):
 
 
 def by_peer(kind, X, y, epsilons=EPSILONS, keys=KEYS, **options):
-    """Return `scores` of diffprivlib, in its own process; `None` without it."""
     if not os.environ.get("DIFFPRIVLIB"):
         return None
     pairs = splits(y, keys)

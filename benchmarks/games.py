@@ -61,7 +61,6 @@ def census(groups, columns=None):
 
 
 def generated():
-    """Two sexes with different rates of a label that is half of the group."""
     rng = np.random.default_rng(1)
     n = TRAINING + 6_500
     features = np.concatenate([rng.normal(size=(n, 20)), np.ones((n, 1))], 1)
@@ -90,7 +89,6 @@ def descent(loss, steps, clip, size):
 
 
 def equal_weights(shares):
-    """Return the loss whose mean is the mean of the groups' losses."""
     weights = 1 / (len(shares) * np.asarray(shares))
 
     def loss(x, record):
@@ -118,7 +116,6 @@ def methods(shares, size):
 
 
 def models(problem, solver, data, start, count):
-    """Return the released values of runs with as many keys."""
     double = isinstance(solver, dpb.games.InexactProximalPoint)  # or rounding is large
     with jax.enable_x64(double):
         kind = jnp.float64 if double else jnp.float32
@@ -177,9 +174,6 @@ def main():
         pages.write(pages.RESULTS / "games.md", tables)
 
 
-# ---------------------------------------------------------------------- matrix games
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A matrix game, and records drawn from a law whose saddle point is known."""
@@ -202,7 +196,6 @@ def matrix(_, rows, columns):
 
 
 def around(mean):
-    """Return the matrix game of records with entries of -1 or 1 and this mean."""
     mean = jnp.asarray(mean, float)
     law = zoo.matrix_game(mean[None])
     problem = dpb.games.matrix_game(*mean.shape)
@@ -221,7 +214,6 @@ def evaluated(family, solver, n):
 
 
 def sparse(n, side):
-    """Return a game in which three rows and three columns are better than others."""
     rng = np.random.default_rng(1)
     mean, good = rng.uniform(-0.2, 0.2, (side, side)), 3
     mean[:good] -= 0.5

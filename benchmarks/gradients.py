@@ -53,12 +53,10 @@ def released(loss, precision, neighbours=REPLACE_ONE, *, noise=True):
 
 
 def memory_limit():
-    """How many bytes the gradients of all records may take where they are formed."""
     return 2e9 if jax.default_backend() == "cpu" else 2e10
 
 
 def candidates(work):
-    """Functions of parameters, records and key; peers' only where memory holds them."""
     loss, n = work.loss, work.size
     one_more = dpb.privacy.Neighbours.ADD_OR_REMOVE_ONE
     found = {
@@ -114,7 +112,6 @@ def arguments(work):
 
 
 def gradient_row(work, seconds):
-    """One clipped and released gradient over the plain one, by library."""
     found = ratios(candidates(work), *arguments(work), reference=PLAIN, seconds=seconds)
     ratio = {name: measured[1] for name, measured in found.items()}
     theirs = {name: ratio.get(name) for name in ("vmap, then clip", "optax")}
@@ -141,12 +138,10 @@ def ahead(theirs, ours):
 
 
 def losses_first(rows):
-    """Rows in which somebody else is faster stand above the others."""
     return sorted(rows, key=lambda row: not row["slower than"])
 
 
 def torch_table(works, rows, seconds):
-    """Private steps of Opacus over PyTorch's plain gradient, beside rows of ours."""
     pairs = [(w, row) for w, row in zip(works, rows, strict=True) if w.layers]
     shapes = [(work.layers, work.size) for work, _ in pairs]
     measured = private_peers.torch_times(shapes, seconds)

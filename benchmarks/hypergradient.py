@@ -35,7 +35,6 @@ clocked = functools.partial(ratios, clock=time.process_time)
 
 
 def logistic(n, d):
-    """Penalty tuning of a logistic regression with features of unequal scale."""
     rng = np.random.default_rng(0)
     features = rng.normal(size=(n, d)) * np.exp(-np.arange(d) / d * 4)
     signal = features @ rng.normal(size=d)
@@ -116,7 +115,6 @@ def objectives(problem):
 
 
 def jaxopt_at(problem, solve=None):
-    """JAXopt's hypergradient at a given lower solution."""
     lower, upper = objectives(problem)
     keywords = {} if solve is None else {"solve": solve}
     root = jaxopt.implicit_diff.custom_root(jax.grad(lower), **keywords)
@@ -133,7 +131,6 @@ def conjugate_gradients(steps):
 
 
 def through(problem, solve):
-    """Return the gradient of the upper level through `solve(x, y0, data)`."""
     upper = objectives(problem)[1]
 
     def run(x, y0, data):
@@ -170,7 +167,6 @@ def by_optimistix(problem, tolerance=1e-7, **settings):
 
 
 def everybody(problem):
-    """Solvers of the lower level with their implicit derivatives, by name."""
     by_cg = {
         "adjoint": optimistix.ImplicitAdjoint(lineax.CG(1e-5, 1e-5)),
         "tags": frozenset({lineax.positive_semidefinite_tag}),
@@ -220,7 +216,6 @@ def compare(candidates, arguments, exact, **settings):
 
 
 def at_a_solution(problem, arguments, exact, repeats):
-    """Equal counts of conjugate gradient steps, and the defaults."""
     cg, fixed = dpb.oracles.ConjugateGradient, conjugate_gradients(STEPS)
     ours = cg(num_steps=STEPS, tolerance=None)
     candidates = {
@@ -321,7 +316,6 @@ def outer_step_by_jaxopt(problem, kind, tolerance, of_system):
 
 
 def outer_steps(problem):
-    """Ours and JAXopt's, with loose and tight tolerances of gradient and system."""
     oracles, found = dpb.oracles, {}
     for pair in ((1e-2, 1e-1), (1e-3, 1e-2)):
         words, (tolerance, of_system) = "{:.0e}, {:.0e}".format(*pair), pair

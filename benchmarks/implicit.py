@@ -17,8 +17,6 @@ from .source_tasks import encoded
 
 
 def contributions(problem, x, data, size):
-    """Return each upper record's part of the hypergradient, by dense solves."""
-
     def lower(y):
         return dpb.debug.lower_objective(problem, x, y, data)
 

@@ -81,7 +81,6 @@ def fitted(kind, law, size, epsilon, number):
 
 
 def classical(rows, y, start):
-    """Estimates without privacy and deviations: logistic from a start, or linear."""
     point = np.zeros(rows.shape[1]) if start is None else start
     for _ in range(1 if start is None else 8):  # Newton's steps
         means = rows @ point if start is None else 1 / (1 + np.exp(-rows @ point))

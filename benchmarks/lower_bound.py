@@ -90,7 +90,6 @@ CURVES = {
 
 
 def instance(setting, mean):
-    """Draw signs whose mean has about this norm, in all coordinates alike."""
     n, d = setting.records, min(setting.dimension_x, setting.dimension_y)
     signs = np.where(np.arange(n) < round(n * (1 + mean) / 2), 1.0, -1.0)
     records = np.zeros((n, setting.dimension_y))
@@ -157,7 +156,6 @@ def solvers(setting, problem):
 
 
 def localized(setting, problem):
-    """`PenaltyBilevel.tuned(inner="localized")`, even if it refuses its bound."""
     theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
     given = "", theorem, problem, setting.budget, INNER_STEPS
     planner = PenaltyPlanner(dpb.PenaltyBilevel, *given)
@@ -260,7 +258,6 @@ def tables(found):
 
 
 def draw(found):
-    """One panel an axis; where a solver makes no progress its marks are hollow."""
     # Narrow enough to be read on a phone.
     figure, panels = plt.subplots(4, 1, figsize=(4.8, 13.5), layout="constrained")
     colors = "#0072B2 #009E73 #E69F00 #CC79A7 #B8A800 #56B4E9 #D55E00 #7B3294".split()

@@ -104,7 +104,6 @@ def behind(row):
 
 
 def table_of(rows):
-    """Return the rows as a table, those first where the plan is farthest behind."""
     head = ("task", "epsilon", CONSTANT, RATE, "validation records only")
     head += ("best candidate in hindsight", AUTO, "worst of 20", "behind the best")
     lines = []
@@ -119,7 +118,6 @@ def table_of(rows):
 
 
 def methods(rows):
-    """Return medians over tasks of losses in shares of the constant answer's."""
     lines = []
     for name in (*SHOWN, AUTO):
         lines.append([name])

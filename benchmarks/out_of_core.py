@@ -36,7 +36,6 @@ def pieces(count, width, seed):
 
 
 def write_arrays(folder, count, width):
-    """Two arrays in NumPy's format, written without holding one of them."""
     shapes, first = {"features.npy": (count, width), "label.npy": (count,)}, 0
     arrays = [
         np.lib.format.open_memmap(folder / name, "w+", np.float32, shape)
@@ -107,7 +106,6 @@ def forget(paths):
 
 
 def seconds(fun):
-    """Return the time of a call: by the clock, and of all cores together."""
     begin = np.asarray([time.perf_counter(), time.process_time()])
     fun()
     return [time.perf_counter(), time.process_time()] - begin
@@ -143,7 +141,6 @@ def gradients(records, width):
 
 
 def batches(records, width, size):
-    """Return calls of compiled clipped means of batches of about this size."""
     count, w, root = records.rows, jnp.zeros(width), dpb.root_key()
     numbers = itertools.count()
 
@@ -175,7 +172,6 @@ def descent(records, width):
 
 
 def in_turns(calls, repeats, before=lambda: None):
-    """Return the least times of calls that are made one after the other."""
     times = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

@@ -59,7 +59,6 @@ def by_median(title, found, unit, *, higher_is_better):
 
 
 def best_of(settings, *, higher_is_better):
-    """Return the setting of the best median, in hindsight, each one number a key."""
     return (max if higher_is_better else min)(settings, key=np.median)
 
 
@@ -77,7 +76,6 @@ def written(text, parts):
 
 
 def write(page, parts):
-    """Put what was measured today between the marks of a page."""
     page.write_text(written(page.read_text(), [measured_today(), *parts]))
 
 

@@ -27,7 +27,6 @@ EPSILONS = 1.0, 3.0
 
 
 def generated(people, rows, seed=0):
-    """Return a panel with an effect of each person that no column shows."""
     rng = np.random.default_rng(seed)
     ids = np.repeat(np.arange(people), rows)
     own = rng.normal(size=people)[ids]

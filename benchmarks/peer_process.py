@@ -29,7 +29,6 @@ def frame(package, item):
 
 
 def arrays(table):
-    """Return numbers, numbers of categories, targets and bounds of complete records."""
     found, target = frame(table["package"], table["item"]), table["target"]
     numbers, categories = table["numbers"], table["categories"]
     if table["others"]:
@@ -58,7 +57,6 @@ def arrays(table):
 
 
 def boosted(given, **privacy):
-    """Return a boosted additive model and its rows; categories are declared, too."""
     from interpret.privacy import DPExplainableBoostingClassifier
 
     rows = [given["numbers"].astype(object), given["codes"].astype(str).astype(object)]

@@ -70,7 +70,6 @@ def census_columns():
 
 
 def generated_columns(seed=1):
-    """Twelve columns of five features, of which eight matter, the first ones most."""
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(20_000, 60))
     features /= np.linalg.norm(features, axis=1, keepdims=True)
@@ -132,7 +131,6 @@ def default_penalty(task):
 
 
 def one_penalty(task):
-    """Return the best of six single penalties, at one setting of the descent."""
     (solver,) = one_level([(50, 12, 2)])
     return [(ridge(x), solver, task.data) for x in (-8, -7, -6, -5, -4, -3)]
 
@@ -159,7 +157,6 @@ class Known(dpb.applications.ScaledGroups):
 
 
 def oracle(task):
-    """Penalties found without privacy, or the groups of noise dropped."""
     no_noise = np.zeros(len(task.w0[0]))
     no_noise[task.groups[task.useful > 0]] = 1
     settings = ((50, 12), (50, 24), (100, 12))
@@ -172,7 +169,6 @@ def oracle(task):
 
 
 def found_scales(task):
-    """Return scales of groups, from penalties that many exact outer steps find."""
     x = exact_search(task, jnp.full_like(task.w0[0], -6.0), task.model, 40)
     # A penalty e^x of y is one of e^(least x) of u, where y = s u.
     scales = np.exp(0.5 * (np.min(x) - np.asarray(x)))
@@ -238,7 +234,6 @@ def sparse_task(seed):
 
 
 def tuned(penalty, step_size, x):
-    """Return a problem, a search of ten steps with a refit, and an initial point."""
     problem = dpb.penalty_tuning(dpb.squared_loss, np.zeros(D, int), penalty=penalty)
     search = dpb.PenaltyBilevel(
         num_steps=10,

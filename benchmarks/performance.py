@@ -115,14 +115,12 @@ def stepped(problem, solver):
 
 
 def payoff(x, y, record):
-    """Return a logistic loss whose features y shifts, for x at most and y at least."""
     features, label = record
     loss = workloads.logistic_loss(x, (features + y, label))
     return loss - 0.5 * jnp.sum(y**2)
 
 
 def extragradient_row(n, d, seconds):
-    """Both releases of an extragradient step over a public extragradient step."""
     ball = dpb.sets.Ball(1.0)
     problem = dpb.games.SaddleProblem(payoff, x_set=ball, y_set=ball)
     solver = noisy(dpb.games.NoisyExtragradient(1, 1.0, 0.1), n)
@@ -143,7 +141,6 @@ def extragradient_row(n, d, seconds):
 
 
 def epoch_row(n, batches, widths, seconds):
-    """Return an epoch of DP-SGD with Poisson batches over an epoch of plain batches."""
     work = workloads.mlp(n, *widths)
     problem, sampling = dpb.FiniteSum(work.loss), dpb.privacy.Poisson(1 / batches)
     solver = dpb.NoisyGD(batches, 1.0, step_size=0.1, sampling=sampling)

@@ -42,7 +42,6 @@ def by_optax(loss):
 
 
 def by_jax_privacy(loss, microbatch):
-    """Sum in micro-batches, or of all records at once, with noise."""
     from jax_privacy.clipping import clipped_grad
 
     settings = {"l2_clip_norm": 1.0, "batch_argnums": 1, "keep_batch_dim": False}
@@ -91,7 +90,6 @@ def torch_network(torch, layers, n, device):
 
 
 def torch_rows(layers, n, seconds):
-    """(seconds, ratio) of a plain gradient, and of private steps of Opacus."""
     import torch
     from opacus import GradSampleModule
     from opacus.grad_sample import GradSampleModuleFastGradientClipping

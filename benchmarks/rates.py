@@ -51,7 +51,6 @@ def of_zoo(n):
 
 
 def solvers_of_zoo(n):
-    """Every method with steps and penalty that grow with the number of records."""
     growth = n / SIZES[0]
     steps, penalty = round(20 * growth**0.5), 2.0 * growth ** (1 / 3)
     sizes = {"lower_step_size": 0.5, "linear_step_size": 0.5}
@@ -90,7 +89,6 @@ def in_y(n, dimension):
 
 
 def solvers_in_y(n, dimension):
-    """Every method with steps and penalty that grow with n / sqrt(d_y)."""
     growth = n / dimension**0.5 / 250  # 1 at the first of `PLACES`
     steps, penalty = round(20 * growth**0.5), 2.0 * growth ** (1 / 3)
     common = {"step_size": 0.2, "clip_norm": 2.0, "upper_clip_norm": 2.0}

@@ -54,9 +54,6 @@ class Kind:
         return values[self.ours] - min(values[method] for method in self.rivals)
 
 
-# ---------------------------------------------------------------------------- labels
-
-
 def by_share(score):
     """Return the score of the mean of the training labels as a NON-PRIVATE method."""
     return each_key(
@@ -80,7 +77,6 @@ def calibration_error(y, chance):
 
 @each_key
 def base_rate(task, epsilon, seed, fit, test):
-    """Share of the training labels with Gaussian noise, cut to [.001, .999]."""
     noise = np.random.default_rng([seed, 1]).normal() / gaussian_mu(epsilon)
     share = np.clip(task.y[fit].mean() + noise / len(fit), 1e-3, 1 - 1e-3)
     return np.full(len(test), scipy.special.logit(share))
@@ -137,8 +133,6 @@ LABELS = Kind(
     rivals=(CONSTANT, "DP-EBM", "diffprivlib", "NoisyGD"),
     sign=1,
 )
-
-# --------------------------------------------------------------------------- targets
 
 
 @each_key
@@ -203,8 +197,6 @@ GROUPS = {
     "numbers": ("tables whose targets are numbers", TARGETS),
 }
 
-# -------------------------------------------------------------------------- the page
-
 
 def rows_of(name, task, method, kind):
     start = time.perf_counter()
@@ -221,7 +213,6 @@ def rows_of(name, task, method, kind):
 
 
 def by_case(rows, names, kind):
-    """Return the rows of each table and epsilon by method, the losing cases first."""
     cases = {}
     for row in rows:
         if row["table"] in names:
@@ -231,7 +222,6 @@ def by_case(rows, names, kind):
 
 
 def cases_table(cases, measure, kind):
-    """Return the table of one measure, a row for each table and epsilon."""
     head, rows = ["table", "epsilon", *kind.methods], []
     decides = measure == next(iter(kind.measures))
     for (name, epsilon), case in cases.items():
@@ -243,7 +233,6 @@ def cases_table(cases, measure, kind):
 
 
 def summary(groups):
-    """Return the table of each method and epsilon over groups of cases."""
     head = ["method", "epsilon"]
     for words in ("worse than constant", "relative log loss", "calibration error"):
         head += [f"{words}, {short}" for short in groups]

@@ -45,7 +45,6 @@ def tasks():
 
 
 def evaluate(make, epsilon, kept):
-    """Add the losses of all settings of each method, and yield draw after draw."""
     budget, plans = dpb.PrivacyBudget(epsilon, utility.DELTA), {}
 
     def plan(task):
@@ -72,7 +71,6 @@ def mean_and_error(values):
 
 
 def row(name, epsilon, kept):
-    """Return the cells of a task, and how far `auto` is behind the best by hand."""
     # A setting that diverges in some draw is no best one.
     tables = {name: np.nan_to_num(v, nan=np.inf) for name, v in kept.items()}
     losses = {name: v[:, np.argmin(np.mean(v, 0))] for name, v in tables.items()}
@@ -97,7 +95,6 @@ def row(name, epsilon, kept):
 
 
 def table(results):
-    """Sort rows: first those in which `auto` is farthest behind."""
     head = ("task", "epsilon", "best of one level", "best by hand", "`auto`", "oracle")
     head += ("`auto` behind the best by hand",)
     rows = sorted((row(*result) for result in results), key=lambda pair: -pair[1])

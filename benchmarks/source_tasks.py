@@ -73,8 +73,6 @@ def classified(y, record):
 
 
 def of_classes(scores):
-    """Return the cross entropy of these scores, and whether the largest is right."""
-
     def correct(y, record):
         return jnp.argmax(scores(y, record["features"])) == record["label"]
 
@@ -117,7 +115,6 @@ def unit(features):
 
 
 def encoded(table, kept=None):
-    """Return unit rows of census features, and labels of -1 and 1."""
     data = without_sources(read_config(ROOT / "configs/census.toml").data)
     if kept is not None:
         numeric = []
@@ -172,7 +169,6 @@ def shifted(target, seed=0):
 
 
 def softmax():
-    """T2: ten groups of images, five of them with random labels."""
     pixels, label = mnist(MNIST)
     label, rng = label.astype(np.int32), np.random.default_rng(0)
     order = rng.permutation(len(label))

@@ -49,7 +49,6 @@ def start(name, seed):
 
 
 def scores(weights, image):
-    """Return the scores of the ten digits, by a dense or a convolutional network."""
     *layers, (matrix, shift) = weights
     value = image[None, :, :, None] if len(layers) == 2 else jnp.ravel(image)
     names = ("NHWC", "HWIO", "NHWC")
@@ -158,8 +157,6 @@ def main():
         print(pages.table(head, body, name), flush=True)
 
 
-# ------------------------------------------------------------------- correlated noise
-
 ROWS, HIDDEN, STEP_SIZES = 500, 64, (0.5, 1.0, 2.0)
 PASSES = 10 * TRAIN // ROWS  # steps of ten passes
 
@@ -183,8 +180,6 @@ def small_network():
 
 
 def correlated():
-    """Return solvers by name; their step sizes are replaced."""
-
     def passes(*feedback):
         sampling = SinglePass(ROWS)
         return CorrelatedGD(PASSES, 1.0, 1.0, feedback, sampling=sampling)

@@ -129,7 +129,6 @@ class Task:
 
 
 def gaussian_mu(epsilon):
-    """Return the mu of the least Gaussian noise at this epsilon and `DELTA`."""
     return scipy.optimize.brentq(
         lambda mu: gaussian_delta(mu, epsilon) - DELTA, 1e-3, 1e2
     )
@@ -168,7 +167,6 @@ def load(tables):
 
 
 def in_other_process(kind, variable, **given):
-    """Return what a method in another environment finds, as `peer_process` says."""
     with tempfile.TemporaryDirectory() as folder:
         records, out = f"{folder}/given.npz", f"{folder}/out.npz"
         np.savez(records, delta=DELTA, **given)

@@ -82,7 +82,6 @@ def logistic(seed):
 
 
 def vectors(seed):
-    """Return a scale for each of ten columns, of which four matter, C and gamma."""
     space = {
         "groupscales__scales": Range(0.03, 3, log=True, size=10),
         "svc__C": Range(0.1, 100, log=True),
@@ -94,7 +93,6 @@ def vectors(seed):
 
 
 def boosting(seed):
-    """Six parameters of gradient boosting, of which three are whole numbers."""
     space = {
         "boosting__n_estimators": Range(10, 100, log=True, integer=True),
         "boosting__max_depth": Range(1, 6, integer=True),
@@ -154,7 +152,6 @@ def compare_split(make, seed, found):
         return np.mean(losses(fitted(parameters), *validation))
 
     def of_folds(parameters):
-        """Return the loss of training rows, each by a fit without its fold."""
         X, y = training
         folds = StratifiedKFold(FOLDS).split(X, y)
         return np.mean(

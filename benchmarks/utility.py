@@ -104,7 +104,6 @@ def finite_difference(task, size):
 
 
 def planned(task, epsilon=1.0):
-    """Return the plan of `auto`, whose dry runs know the sizes of the task alone."""
     start, budget = time.perf_counter(), dpb.PrivacyBudget(epsilon, DELTA)
     facts = {"sizes": task.sizes, "w0": task.w0}
     facts |= {"clip_norm": task.clip, "records": task.records}
@@ -182,7 +181,6 @@ def _ridge(weight, y):
 
 
 def oracle(task):
-    """Return the private fits of the lower level with the oracle's weights."""
     weights = jnp.asarray(oracle_weights(task))
     print(f"{task.name}: weights of the oracle {np.round(np.asarray(weights), 2)}")
     upper, lower = task.data.upper, task.data.lower
@@ -213,7 +211,6 @@ RUN = jax.jit(lambda problem, solver, data, w0, key: (
 
 
 def constant_answer(test):
-    """Return the entropy of test labels, the loss of their best constant answer."""
     rates = np.unique(np.asarray(test["label"]), return_counts=True)[1]
     rates = rates / np.sum(rates)
     return float(-np.sum(rates * np.log(rates)))
@@ -226,7 +223,6 @@ def tested(task, y):
 
 
 def runner(task, budget, candidate):
-    """Return a function of a seed: what `tested` says of the model of that run."""
     problem, solver, data = candidate
     two = isinstance(data, dpb.Levels)
     w0 = task.w0 if two else task.model
@@ -301,7 +297,6 @@ def table(result, *, worst_first=False):
 
 
 def summary(results):
-    """One line per task, those first on which no method of two levels is best."""
     # The plan of auto may have one level.
     others = (*BASELINES, TWO_STAGES, "`auto`", "oracle")
     chosen = []

@@ -28,7 +28,6 @@ LEAST, MOST = -1.0, 1.6  # of the axis; what lies outside is drawn at its end
 
 
 def gaps(rows):
-    """Median and quartiles of the share of the gap that each method closes."""
     base = min(rows[name][0] for name in BASELINES)
     room = base - rows["oracle"][0]
     return {name: (base - np.asarray(losses)) / room for name, losses in rows.items()}

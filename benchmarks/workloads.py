@@ -44,7 +44,6 @@ class Workload:
 
 
 def named(text):
-    """Return a workload by the name of its function here and its arguments."""
     name, *sizes = text.split()
     return globals()[name](*map(int, sizes))
 

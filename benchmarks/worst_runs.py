@@ -41,7 +41,6 @@ def mean_loss(loss, test):
 
 
 def of_two_levels(name, problem, solvers, data, test, w0, budget, loss=None):
-    """Return the releases of solvers, their losses and those of start and constant."""
     sizes, found = problem.sizes_of(data, "disjoint"), []
     for solver in solvers:
         found += values(problem, solver, budget, sizes, data, w0)
@@ -92,7 +91,6 @@ def worst_group(name, budget):
 
 
 def new_people(people, budget):
-    """T6, by `auto` for one level and by the example's settings."""
     data, test = people()
     start = meta_learning.identity(data)
     problem, size = dpb.FiniteSum(meta_learning.meta_loss), len(data["label"])
@@ -111,7 +109,6 @@ def training(records, budget):
 
 
 def all_settings(solvers, count, data, test, model, budget, **problem):
-    """All methods of an example on sources, each with every key, as one row."""
     problem = {"loss": dpb.logistic_loss, "ridge": 1e-4} | problem
     problem = dpb.source_weighting(problem.pop("loss"), count, **problem)
     name, w0 = f"{len(solvers)} settings", (jnp.zeros(count), model)
@@ -198,8 +195,6 @@ def evaluate(name, task, epsilon):
 
 
 def table(rows):
-    """Sort rows by the worst run's loss above the constant answer, or the start."""
-
     def gain(row):
         constant = row["constant answer"]
         return (row["start"] if constant is None else constant) - row["worst"]
