@@ -5,9 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-from docutils import nodes
-from sphinx.transforms.post_transforms import SphinxPostTransform
-
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))  # the package, and docs itself
 
@@ -89,35 +86,12 @@ def _root_files(app, docname: str, text: list[str]) -> None:
         for link in (f"]({name}.md", f"](../{name}.md"):
             text[0] = text[0].replace(link, f"]({page}.md")
     # Pages of results are in the repository and not on the site: their paths are shown.
-    result = r"\[([^]]*)\]\(\.\./(benchmarks/results/\w+\.md)\)"
+    result = r"\[([^]]*)\]\(\.\./(?:\.\./)?(benchmarks/results/\w+\.md)(?:#[\w-]+)?\)"
     text[0] = re.sub(result, r"\1 (`\2`)", text[0])
-
-
-class _Figures(SphinxPostTransform):
-    """Shows the first figure of a notebook where a picture has its name.
-
-    `notebook://tutorials/games` is this figure of docs/tutorials/games.md as it was
-    drawn in this build. The picture is left out when notebooks are not run.
-    """
-
-    default_priority = 5
-
-    def run(self, **_):
-        for picture in list(self.document.findall(nodes.image)):
-            scheme, _, page = picture["uri"].partition("://")
-            if scheme == "notebook":
-                drawn = next(self.env.get_doctree(page).findall(nodes.image), None)
-                if drawn is None:
-                    picture.parent.remove(picture)
-                else:
-                    picture["uri"] = drawn["uri"]
-                    picture["candidates"] = drawn["candidates"]
 
 
 def setup(app):
     """Connect what docs/reference.py does with docstrings and names."""
-    app.add_post_transform(_Figures)
-    app.connect("env-get-outdated", lambda *_: ["gallery"])  # figures may have changed
     app.connect("source-read", _root_files)
     reference.write(DOCS / "api")
     reference.connect(app)
