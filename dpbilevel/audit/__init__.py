@@ -6,6 +6,7 @@ them public or synthetic records only.
 
 from . import debug
 from .canaries import Canary, canaries
+from .certificate import Certificate
 from .claims import (
     Claim,
     event_claim,
@@ -22,6 +23,7 @@ from .worst_cases import worst_case
 
 __all__ = [
     "Canary",
+    "Certificate",
     "Claim",
     "Cut",
     "DeviceArithmetic",
