@@ -85,8 +85,8 @@ def test_killed_run_ends_in_the_bits_of_one_that_was_left_alone(tmp_path, monkey
     prepared = prepare(read_config(file))
     done = checkpoint.read(killed).done
     assert 0 < done < 20
-    run(prepared, killed, resume=True)
     monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(11))
+    run(prepared, killed, resume=True)
     run(prepared, unharmed)
     assert bits(killed) == bits(unharmed)
     (spent,) = spending.read(killed).runs
