@@ -140,7 +140,7 @@ def refuse(config: Config, out: Path, **options: Any) -> None:
     check_jax("run")
     config.check_delta()
     given = Options(**options)
-    with _opened(out, given), _data_errors(config):
+    with _opened(out, given), config.place.child("data").named_in_errors():
         _read(config, given)
 
 
@@ -156,15 +156,6 @@ def _opened(out: Path, options: Options):
     with lock.held(out) as still_locked:
         results.check_folder(out, options.resume, options.restart)
         yield still_locked
-
-
-@contextlib.contextmanager
-def _data_errors(config: Config):
-    """Name the table `[data]` of the config in errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise config.place.child("data").error(str(error)) from error
 
 
 def _steps(
@@ -314,7 +305,7 @@ def _load(
     The indicators say by role how the cells of each record fit the config.
     """
     problem, solver, config = prepared.problem, prepared.solver, prepared.config
-    with _data_errors(config):
+    with config.place.child("data").named_in_errors():
         records, test = _read(config, options)
         columns = dict(prepared.check.columns)
         numbers = config.data.label.numbers
