@@ -165,8 +165,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         bins = getattr(self, "bins", None)
         units = frame(self._owner, *declared, self._constant, bins)
         people = self._rows(ids, table, name)
-        known = self.neighbours, self.size, people.count(len(table)), people.unit
-        public = PublicSize.of(self._owner, *known)
+        public = PublicSize.of(self, people.count(len(table)), people.unit)
         return Entry(budget, key, table, units, people, public)
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:

@@ -44,22 +44,16 @@ class PublicSize:
     unit: PersonUnit | None = None
 
     @classmethod
-    def of(
-        cls,
-        owner: str,
-        neighbours: str,
-        size: int | None,
-        rows: int,
-        unit: PersonUnit | None = None,
-    ) -> "PublicSize":
+    def of(cls, estimator: Any, rows: int, unit: PersonUnit | None) -> "PublicSize":
         """Return a `PublicSize` from an estimator's parameters and the rows of a fit.
 
         Raises:
             ValueError: The relation is unknown, or the size is missing or superfluous.
         """
+        owner, size = type(estimator).__name__, estimator.size
         names = tuple(relation.value for relation in Neighbours)
-        _checks.one_of(owner, "neighbours", neighbours, names)
-        relation = Neighbours(neighbours)
+        _checks.one_of(owner, "neighbours", estimator.neighbours, names)
+        relation = Neighbours(estimator.neighbours)
         if relation is Neighbours.REPLACE_ONE:
             if size is not None:
                 what = "size= is for neighbours='add_or_remove_one'; leave it out."
