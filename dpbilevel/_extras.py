@@ -1,19 +1,12 @@
-"""Packages that only a part needs or that take long to import, and how types see them.
-
-Type checkers take a field of a subclass for a class variable, so that it is no argument
-of a parent's constructor.
-"""
+"""Packages that only a part of the library needs, or that take long to import."""
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-
     import dp_accounting as dp_accounting
 else:
-    from equinox import AbstractVar as AbstractVar
 
     class _DpAccounting:
         """dp-accounting, imported when it is first used.

@@ -2,17 +2,18 @@
 
 import dataclasses
 from typing import Any, ClassVar, Literal
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import SignedShare
-from .._extras import AbstractVar
 from ..bilevel.levels import (
     Objective,
     equal_weights,

@@ -4,17 +4,18 @@ import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import Number, Positive
-from .._extras import AbstractVar
 from ..core.descent import StepSize, as_rule
 from ..core.proximal import smooth_part
 from ..core.solver import AbstractIterative, AbstractNoisySolver

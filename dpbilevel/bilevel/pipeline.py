@@ -6,18 +6,19 @@ import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import Number
-from .._extras import AbstractVar
 from ..core.descent import Rule, SkippedUpdates
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver, State

@@ -3,14 +3,15 @@
 import abc
 import dataclasses
 from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import numpy as np
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Checked, NonNegative, Number
-from .._extras import AbstractVar
 from ..privacy import Basis, FullBatch, Gaussian, Ledger, Neighbours, People
 from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey

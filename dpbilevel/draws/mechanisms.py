@@ -4,16 +4,18 @@ import abc
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import Number, Positive
-from .._extras import AbstractVar, dp_accounting
+from .._extras import dp_accounting
 from ..privacy.accounting import profiles
 from ..privacy.accounting.closed_forms import pure_event
 from ..privacy.budget import Neighbours, People, PrivacyBudget

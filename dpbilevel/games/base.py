@@ -5,15 +5,16 @@ import dataclasses
 import math
 import typing
 from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import numpy as np
 import scipy
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._extras import AbstractVar
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import check_promise, least_multiplier
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State

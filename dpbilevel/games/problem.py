@@ -2,16 +2,17 @@
 
 import abc
 from collections.abc import Callable
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .._checks import Checked, NonNegative, Positive
-from .._extras import AbstractVar
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start

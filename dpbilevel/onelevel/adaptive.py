@@ -3,16 +3,17 @@
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive, ProperFraction
-from .._extras import AbstractVar
 from ..core.descent import (
     Descent,
     Memory,

@@ -1,24 +1,24 @@
 """Noisy projected gradient descent, also over passes with random allocation."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive, ProperFraction
-from .._extras import AbstractVar
 from ..core.curvature import overshooting_row, unstable_row
 from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule, scaled
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.noise import PRNGKey, derive, step_keys
 from ..privacy.releases import Release
-from ..privacy.sampling.base import AbstractSampling
 from ..privacy.sampling.fixed_size import RandomAllocation
 from .problem import AbstractFiniteSum
 
@@ -42,13 +42,9 @@ class AbstractGradientSolver(AbstractNoisySolver[AbstractFiniteSum, State]):
     """Solver each of whose releases is a mean of clipped gradients of the losses."""
 
     problem_type: ClassVar[type] = AbstractFiniteSum
-    if TYPE_CHECKING:  # fields or properties of subclasses
-        clip_norm: ClassVar[Any]
-        sampling: ClassVar[AbstractSampling]
-        output: ClassVar[AbstractOutput]
 
     @override
-    def release(self, problem, sizes) -> Release:
+    def release(self: Any, problem, sizes) -> Release:
         queries, joint = problem.queries(self.clip_norm, self.sampling, sizes)
         return Release(GRADIENT, 1, queries, self.release_noise, joint=joint)
 
@@ -65,7 +61,7 @@ class AbstractGradientSolver(AbstractNoisySolver[AbstractFiniteSum, State]):
         return optax.tree.add(released, problem.public_gradient(w))
 
     @override
-    def released(self, state):
+    def released(self, state: Any):
         return state.w
 
     @override
@@ -79,10 +75,13 @@ class AbstractDescent(AbstractGradientSolver[State]):
     Attributes:
         step_size: The step size, or an optax optimizer.
         momentum: As in `NoisyGD`.
+        output: Which iterate is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
     """
 
     step_size: AbstractVar[Any]
     momentum: AbstractVar[Any]
+    output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
 
     def __check_init__(self):
         if self.momentum is not None and isinstance(self.step_size, Rule):
@@ -139,7 +138,7 @@ class AbstractDescent(AbstractGradientSolver[State]):
         return dataclasses.replace(state, t=state.t + 1, **moved)
 
     @override
-    def answer(self, problem, state):
+    def answer(self, problem, state: Any):
         return self.output.answer(state.kept, state.w)
 
     @override
@@ -241,7 +240,6 @@ class AllocatedGD(AbstractDescent[DescentState]):
     batches: Count = eqx.field(static=True)
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
-    output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
     momentum: ClassVar[None] = None
 
     def __check_init__(self):

@@ -4,18 +4,19 @@ import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Positive
-from .._extras import AbstractVar
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..core.proximal import Proximal, check_proximal

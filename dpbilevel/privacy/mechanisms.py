@@ -4,16 +4,18 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Number
-from .._extras import AbstractVar, dp_accounting
+from .._extras import dp_accounting
 from .budget import Neighbours
 from .exact.grid import Grid
 from .exact.int61 import Limbs

@@ -2,14 +2,15 @@
 
 import abc
 from typing import Any
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from .._checks import Checked, Positive
-from .._extras import AbstractVar
 
 Scalar = Float[Array, ""]
 

@@ -9,16 +9,17 @@ import abc
 import dataclasses
 import math
 from typing import ClassVar, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Checked, Count, NonNegative, Number, check_fields
-from ..._extras import AbstractVar
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 

@@ -5,15 +5,16 @@ import bisect
 import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ..._extras import AbstractVar
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet, Ball
 from . import restricted
