@@ -8,7 +8,6 @@ benchmarks dimensions`, with `--part=2`; prints tables of results/private_search
 
 import dataclasses
 import math
-import time
 
 import jax
 import numpy as np
@@ -112,12 +111,11 @@ def main():
         replication, dimensions, count, ends = PARTS[part]
         rows = []
         for dimension in dimensions:
-            began = time.perf_counter()
             runs = [replication(dimension, seed) for seed in range(count)]
             names = list(runs[0][0])
             excess = ([found[name] for found, _ in runs] for name in names)
             cells = [pages.spread(values, ".3f", ends) for values in excess]
             asked = np.median([asked for _, asked in runs])
             rows.append([str(dimension), f"{asked:.0f}", *cells])
-            print(*rows[-1], f"  {time.perf_counter() - began:.0f} s", flush=True)
+            print(*rows[-1], flush=True)
         print(pages.table(["d", "evaluations", *names], rows))

@@ -7,7 +7,6 @@ NON-PRIVATE evaluation. Writes results/games.md if all tasks ran.
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable
 
 import jax
@@ -151,12 +150,10 @@ def evaluate(task):
 
     rows = {}
     for name, pairs in methods(shares, len(zeros)).items():
-        before = time.perf_counter()
         trials = [worst(*pair, TRIALS) for pair in pairs] if len(pairs) > 1 else [[0]]
         best = pages.best_of(trials, higher_is_better=False)
         rows[name] = worst(*pairs[trials.index(best)], KEYS)
-        seconds = time.perf_counter() - before
-        print(f"  {name}: {np.median(rows[name]):.4f}, {seconds:.0f} s", flush=True)
+        print(f"  {name}: {np.median(rows[name]):.4f}", flush=True)
     return rows
 
 

@@ -7,7 +7,6 @@ evaluation.
 """
 
 import pathlib
-import time
 
 import jax
 import numpy as np
@@ -67,9 +66,8 @@ def made(name, table, records):
 
 
 def evaluate(task, epsilon):
-    start, budget = time.perf_counter(), dpb.PrivacyBudget(epsilon, utility.DELTA)
+    budget = dpb.PrivacyBudget(epsilon, utility.DELTA)
     plan = dpb.auto(task.problem, budget, sizes=task.sizes, w0=task.w0).trials[0]
-    seconds = time.perf_counter() - start
     losses = {CONSTANT: utility.constant_answer(task.test)}
     for method in candidates(task.problem, task.w0, 1.0, None, -1):
         if method.name in SHOWN:
@@ -82,9 +80,7 @@ def evaluate(task, epsilon):
     row |= {"records": task.sizes.lower, "sources": task.num_sources, "losses": losses}
     row["worst"] = max(found)
     shown = {k: round(v, 4) for k, v in losses.items()}
-    took = time.perf_counter() - start
     print(f"{task.name}, {epsilon:g}: {shown}; {row['plan']}", flush=True)
-    print(f"  {seconds:.0f} s for the plan, {took:.0f} s", flush=True)
     return row
 
 

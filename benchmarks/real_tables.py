@@ -9,7 +9,6 @@ is named, as by `--method=NoisyGD`. results/real_tables.md is written if all are
 import dataclasses
 import pathlib
 import sys
-import time
 import warnings
 from collections.abc import Callable
 
@@ -199,7 +198,6 @@ GROUPS = {
 
 
 def rows_of(name, task, method, kind):
-    start = time.perf_counter()
     predicted = kind.methods[method](task)
     true = [task.y[order[task.cut :]] for order in task.orders]
     rows = []
@@ -208,7 +206,7 @@ def rows_of(name, task, method, kind):
         medians = {m: float(np.median([v[m] for v in each])) for m in kind.measures}
         rows.append({"table": name, "method": method, "epsilon": epsilon} | medians)
     shown = [round(row[next(iter(kind.measures))], 4) for row in rows]
-    print(f"{name}, {method}: {shown}, {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{name}, {method}: {shown}", flush=True)
     return rows
 
 

@@ -6,7 +6,6 @@ these budgets. Losses are kept in runs/redrawn. NON-PRIVATE evaluation.
 
 import functools
 import pathlib
-import time
 
 import jax
 import numpy as np
@@ -107,12 +106,10 @@ def main():
         make, budgets = made[name]
         for epsilon in pages.budgets(budgets):
             file = FOLDER / f"{name}, {epsilon:g}.json"
-            kept, start = pages.kept(file, dict), time.perf_counter()
+            kept = pages.kept(file, dict)
             for draw in evaluate(make, epsilon, kept):
                 pages.keep(file, kept)
-                seconds = time.perf_counter() - start
-                text = f"{name}, epsilon {epsilon:g}, draw {draw}, {seconds:.0f} s"
-                print(text, flush=True)
+                print(f"{name}, epsilon {epsilon:g}, draw {draw}", flush=True)
             results.append((name, epsilon, kept))
     print(table(results))
     if not options and pages.ADULT.is_file():

@@ -7,7 +7,6 @@ options writes results/worst_runs.md. NON-PRIVATE evaluation.
 
 import functools
 import pathlib
-import time
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +176,7 @@ def tasks():
 
 
 def evaluate(name, task, epsilon):
-    begin, budget = time.perf_counter(), dpb.PrivacyBudget(epsilon, utility.DELTA)
+    budget = dpb.PrivacyBudget(epsilon, utility.DELTA)
     method, found, losses, (start, *constant) = task(budget)
     finite = [all(np.isfinite(v).all() for v in jax.tree.leaves(w)) for w in found]
     row = {
@@ -190,7 +189,7 @@ def evaluate(name, task, epsilon):
         "constant answer": constant[0] if constant else None,
         "not finite": finite.count(False),
     }
-    print(f"{row}, {time.perf_counter() - begin:.0f} s", flush=True)
+    print(row, flush=True)
     return row
 
 

@@ -9,10 +9,10 @@ import pytest
 
 import dpbilevel as dpb
 from benchmarks import (
-    lower_bound,
     pages,
     performance,
     private_peers,
+    rates,
     redrawn,
 )
 
@@ -94,15 +94,15 @@ def test_the_page_keeps_what_stands_outside_its_marks():
 
 def test_slopes_leave_out_where_a_method_makes_no_progress():
     sizes, results = (1, 10, 100, 1_000), (0.9, 0.8, 0.1, 0.01)
-    assert lower_bound.slope(sizes, results) == pytest.approx(-1.0)
-    assert lower_bound.slope(sizes, results, start=1e9) > -0.9
-    assert lower_bound.slope(sizes[:3], results[:3]) is None
+    assert rates.slope(sizes, results) == pytest.approx(-1.0)
+    assert rates.slope(sizes, results, start=1e9) > -0.9
+    assert rates.slope(sizes[:3], results[:3]) is None
 
 
 @pytest.mark.slow
 def test_the_constants_of_the_lower_bound_instance_are_not_refuted(x64):
-    example = lower_bound.instance(lower_bound.Setting(8, 1.0, 3, 2), 0.5)
-    problem = lower_bound.certified(example.problem)
+    example = rates.instance(rates.Setting(8, 1.0, 3, 2), 0.5)
+    problem = rates.certified(example.problem)
     w0, key = example.w0, jax.random.key(0)
 
     def search(problem):
