@@ -14,13 +14,13 @@ NAMES = """
 performance utility worst_runs redrawn utility_figure penalties meta_learning
 tuned_training tuned_estimators estimators real_tables natural_sources hypergradient
 data_cleaning implicit rates draws saddle games black_box dimensions
-out_of_core sparse panels intervals correlated_noise step_sizes
+out_of_core panels intervals correlated_noise step_sizes
 network_sources
 """.split()
 # Commands that are a function of another benchmark's module.
 MODULES = {
     "saddle": "games",
-    "sparse": "penalties",
+    "implicit": "penalties",
     "data_cleaning": "hypergradient",
     "correlated_noise": "step_sizes",
     "tuned_training": "meta_learning",

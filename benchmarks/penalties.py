@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
+from dpbilevel.bilevel.certificates.certified import ClippedUpper
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.tables import read_csv
 
@@ -214,67 +215,59 @@ def main():
         pages.write(pages.RESULTS / "penalties.md", tables)
 
 
-N, D, USEFUL, HELD = 1000, 100, 4, 4000
-EPSILONS, DRAWS = (1.0, 4.0), 8
-DESCENT = {"clip_norm": 0.5, "step_size": 8.0}
-FIT = dpb.NoisyGD(50, **DESCENT, output=TAIL)
-ZERO = jnp.zeros(D)
+# --------------------------------------------------------------------- sensitivities
 
 
-def sparse_task(seed):
-    rng = np.random.default_rng(seed)
-    w = np.r_[3 * rng.normal(size=USEFUL), np.zeros(D - USEFUL)]
-    rows = rng.normal(size=(2 * N + HELD, D))
-    label = (rows @ w + rng.normal(size=len(rows))) / 10
-    rows /= 1.1 * D**0.5
-    rows /= np.maximum(1, np.linalg.norm(rows, axis=1, keepdims=True))
-    order = np.split(np.arange(len(rows)), [N, 2 * N])
-    lower, upper, test = parts(rows.astype("f4"), label.astype("f4"), order)
-    return dpb.Levels(upper, lower), test
+def contributions(problem, x, data, size):
+    def lower(y):
+        return dpb.debug.lower_objective(problem, x, y, data)
+
+    def newton(y, _):
+        step = jnp.linalg.solve(jax.hessian(lower)(y), jax.grad(lower)(y))
+        return y - step, None
+
+    y, _ = jax.lax.scan(newton, jnp.zeros(size), length=12)
+
+    def slope(x):
+        return jax.grad(lambda y: dpb.debug.lower_objective(problem, x, y, data))(y)
+
+    moves = -jnp.linalg.solve(jax.hessian(lower)(y), jax.jacobian(slope)(x))
+    gradients = jax.vmap(jax.grad(problem.upper, 1), (None, None, 0))
+    return gradients(x, y, data.upper) @ moves
 
 
-def tuned(penalty, step_size, x):
-    problem = dpb.penalty_tuning(dpb.squared_loss, np.zeros(D, int), penalty=penalty)
-    search = dpb.PenaltyBilevel(
-        num_steps=10,
-        penalty=5.0,
-        inner=dpb.NoisyGD(10, **DESCENT),
-        upper_clip_norm=0.5,
-        step_size=step_size,
-    )
-    split = {"budget_split": (0.3, 0.7), "refit_reads": "both"}
-    return problem, dpb.Refitted(search, FIT, **split), (jnp.full(1, x), ZERO)
+def implicit(count=11, upper=1000, lower=20_000):
+    """Sensitivities of hypergradients on the census, declared and with clipped records.
 
-
-def sparse_methods():
-    for weight in (0.0, 0.002, 0.005, 0.01):
-        problem = dpb.FiniteSum(dpb.squared_loss, dpb.proximal.l1(weight))
-        yield f"all records, l1 weight {weight:g}", (problem, FIT, ZERO)
-    yield "tuned l1 weight, refit", tuned("l1", 0.005, 0.002)
-    yield "tuned l2 penalty, refit", tuned("l2", 5.0, -4.0)
-
-
-def errors(problem, solver, w0, epsilon):
-    one = isinstance(problem, dpb.FiniteSum)
-    sizes = 2 * N if one else dpb.Sizes(N, N, "disjoint")
-    budget = dpb.PrivacyBudget(epsilon, 1e-5)
-    plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
-    run = jax.jit(dpb.solve)
-    for seed in range(DRAWS):
-        data, test = sparse_task(seed)
-        if one:
-            pair = data.upper, data.lower
-            data = jax.tree.map(lambda *v: jnp.concatenate(v), *pair)
-        found = run(problem, plan.solver, data, w0, key=jax.random.key(seed)).value
-        residual = test["features"] @ (found if one else found[1]) - test["label"]
-        yield float(jnp.mean(residual**2) / jnp.mean(test["label"] ** 2))
-
-
-def sparse():
-    """Sparse regression: a lasso weight that is fixed, tuned, or zero.
-
-    Prints the last table of results/penalties.md.
+    `python -m benchmarks implicit` prints the table of results/sensitivities.md.
+    NON-PRIVATE evaluation.
     """
-    for name, method in sparse_methods():
-        cells = [float(np.median([*errors(*method, e)])) for e in EPSILONS]
-        print(f"| {name} | {' | '.join(f'{cell:.3f}' for cell in cells)} |", flush=True)
+    jax.config.update("jax_enable_x64", True)
+    features, label = encoded(read_csv(pages.ADULT))
+    records = {"features": features, "label": label}
+    order = np.random.default_rng(0).permutation(len(label))
+    rows = order[:upper], order[upper : upper + lower]
+    data = dpb.Levels(
+        *({k: jnp.asarray(v[i], jnp.float64) for k, v in records.items()} for i in rows)
+    )
+    size = data.lower["features"].shape[1]
+    groups = np.arange(size) * count // size
+    problem = dpb.linear_tuning(dpb.Logistic(), groups, bounds=(-6.0, 1.0))
+    sizes = problem.sizes_of(data, "overlapping")
+    measured = jax.jit(lambda x, data: contributions(problem, x, data, size))
+    lines = []
+    for level in range(-6, 2):
+        x = jnp.full(count, float(level))
+        own = measured(x, data)
+        norm = float(jnp.max(jnp.linalg.norm(own, axis=1)))
+        value = float(jnp.linalg.norm(jnp.mean(own, axis=0)))
+        plain = problem.constants.bounds(sizes, x)
+        short = ClippedUpper(problem.constants, norm).bounds(sizes, x)
+        sums = [float(b.upper + b.lower) for b in (plain, short)]
+        # Noise of one release at epsilon 1 out of ten, with all coordinates.
+        noise = 4.0 * (10 * count) ** 0.5 * sums[1]
+        numbers = norm, value, short.upper, plain.upper, plain.lower
+        numbers += sums[0] / sums[1], noise / value
+        lines.append([f"{level}", *(f"{float(v):.2g}" for v in numbers)])
+    head = "x", "C", "hypergradient", "2 C / n", "S_up", "S_low", "noise ratio"
+    print(pages.table([*head, "noise / hypergradient"], lines))

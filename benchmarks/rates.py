@@ -1,8 +1,8 @@
 """How errors of bilevel solvers fall with records, budget and coordinates.
 
 1. The hypergradient at the answer on the problem of the zoo, with exact constants.
-2. All solvers on `hard_instance` of `tests/zoo/two_levels.py`, the instance of the lower
-   bound: the largest mean excess over means of the records from the bound to 1.
+2. All solvers on `hard_instance` of `tests/zoo/two_levels.py`, the instance of the
+   lower bound: the largest mean excess over means of the records from the bound to 1.
 
 `python -m benchmarks rates` prints tables, which also go to runs/rates, and draws
 results/lower_bound.svg. NON-PRIVATE evaluation.
