@@ -69,10 +69,7 @@ def of_loss(loss, columns, w_set, start, optimum):
 
 
 def length_scales(dimension, training, validation, seed, noise=1e-2):
-    """Log length-scales of a Gaussian process, by its error on validation records.
-
-    Targets are one draw of the process with length-scales from exp(-.3) to exp(1.5).
-    """
+    """Log length-scales of a Gaussian process, by its error on validation records."""
     rng = np.random.default_rng(seed)
     truth = np.linspace(-0.3, 1.5, dimension)
     inputs = rng.uniform(-1, 1, (training + validation, dimension))

@@ -151,10 +151,8 @@ def table(title, head, rows):
 
 
 def times():
-    """Time the first fit and three later ones (their median) in seconds.
-
-    No program comes from a cache on disk, which would hide what a first fit compiles.
-    """
+    """Time the first fit and three later ones (their median) in seconds."""
+    # A cache on disk would hide what a first fit compiles.
     jax.config.update("jax_enable_compilation_cache", False)
     amount = {"epsilons": (1.0,), "keys": 4}
     rows = []

@@ -50,10 +50,7 @@ def drawn(law, size, rng):
 
 
 def fitted(kind, law, size, epsilon, number):
-    """Return errors over deviations, without privacy, too, and the ratio of deviations.
-
-    The last entry is that of the constant.
-    """
+    """Return errors over deviations, without privacy, too, and ratios of deviations."""
     rng = np.random.default_rng(number)
     bounds, effects, constant = LAWS[law]
     X = drawn(law, size, rng)

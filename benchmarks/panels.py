@@ -36,11 +36,8 @@ def generated(people, rows, seed=0):
 
 
 def smaller(epsilon, most):
-    """Return the epsilon of rows at which `most` rows together have this epsilon.
-
-    A group of k rows moves a Gaussian release k times as far, so that its mu is k times
-    that of a row.
-    """
+    """Return the epsilon of rows at which `most` rows together have this epsilon."""
+    # A group of k rows moves a Gaussian release k times as far.
     mu = gaussian_mu(epsilon) / most
 
     def excess(other):

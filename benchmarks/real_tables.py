@@ -63,10 +63,7 @@ def by_share(score):
 
 
 def calibration_error(y, chance):
-    """Return the mean distance of predicted and observed shares in bins of equal size.
-
-    Equal chances of the label 1 are in the same bin.
-    """
+    """Return the mean gap of predicted and observed shares in bins of equal size."""
     inner = np.quantile(chance, np.arange(1, BINS) / BINS)
     bins = np.searchsorted(inner, chance)
     counts = np.bincount(bins, minlength=BINS)

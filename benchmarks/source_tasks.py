@@ -111,9 +111,6 @@ def unit(features):
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype("f4")
 
 
-# -------------------------------------------------------------------- census records
-
-
 def encoded(table, kept=None):
     data = without_sources(read_config(ROOT / "configs/census.toml").data)
     if kept is not None:
@@ -165,9 +162,6 @@ def shifted(target, seed=0):
     return made(f"T1b ({target})", features, label, rows, source)
 
 
-# ---------------------------------------------------------------------------- images
-
-
 def softmax():
     pixels, label = mnist(MNIST)
     label, rng = label.astype(np.int32), np.random.default_rng(0)
@@ -187,9 +181,6 @@ def of_network():
     return dataclasses.replace(task, **more, **of_classes(network))
 
 
-# -------------------------------------------------------------------- other records
-
-
 def generated(seed=0):
     """Five sources of generated records, two of them of other models."""
     rng = np.random.default_rng(seed)
@@ -207,8 +198,6 @@ def generated(seed=0):
     training, held, test = np.split(np.arange(len(label)), [lower, lower + upper])
     return made("generated", features, label, (held, training, test), source)
 
-
-# --------------------------------------------------------------------------- the lists
 
 TASKS = {
     **{

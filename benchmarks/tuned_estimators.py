@@ -54,10 +54,7 @@ class GroupScales(TransformerMixin, BaseEstimator):
 
 
 def records(seed, features, width=1, **options):
-    """Training, validation and test rows in units of the training rows.
-
-    The seed is that of the split and of the order of the groups of `width` columns.
-    """
+    """Training, validation and test rows in units of the training rows."""
     count, ends = TRAINING + VALIDATION + TEST, (TRAINING, TRAINING + VALIDATION)
     # Without shuffling the columns that matter are the first ones.
     X, y = make_classification(count, features, shuffle=False, **options)

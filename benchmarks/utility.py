@@ -250,10 +250,7 @@ def best(task, budget, candidates):
 
 
 def judged(task, epsilon, methods, baselines):
-    """Return a row per method on one task, with the share of the gap that it closes.
-
-    `methods` are functions that give candidates, one of them the oracle's.
-    """
+    """Return a row per method on one task; `methods` make candidates by name."""
     jax.clear_caches()  # programs of many tasks fill the memory
     budget, rows = dpb.PrivacyBudget(epsilon, DELTA), {}
     for method, candidates in methods.items():
