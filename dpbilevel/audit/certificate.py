@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # an extra
 FALSE_ALARMS = (0.01, 0.05)
 # Assumptions that the library answers for; its documentation has the proofs.
 _OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
-# A belief passes `_SLACK` times the odds of epsilon with a chance of `_TIMES` delta.
+# With S the outcomes of a log ratio above e = epsilon + log(_SLACK), P(S) is at most
+# exp(epsilon) Q(S) + delta and Q(S) at most exp(-e) P(S), so P(S) is at most _TIMES
+# delta, and Q(S) at most exp(-e) times that. An exception is S, or S with P and Q
+# exchanged.
 _SLACK, _TIMES = 1.1, 11
 _NORMAL = statistics.NormalDist()
 
@@ -123,7 +126,7 @@ class Certificate:
             "claims": self.claims,
             "odds": self._odds() if self.claims else {},
             "belief": 1 / (1 + odds),
-            "exception": min(1.0, _TIMES * self.report.delta),
+            "exception": min(1.0, _TIMES * self.report.delta * (1 + odds)),
             "ours": _OURS,
         }
         return among.get_template(template).render(vars(self) | found | more)
