@@ -147,13 +147,18 @@ def certificate():
 CARDS = sources, tuning, fine_tuning, people, groups, certificate
 
 
+def drawn(card):
+    """Return a picture as SVG."""
+    title, parts = card()
+    lines = [HEAD.format(ink=INK, title=title) + "\n".join(parts), "</svg>", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for draw in CARDS:
-        title, parts = draw()
-        lines = [HEAD.format(ink=INK, title=title) + "\n".join(parts), "</svg>", ""]
-        (FOLDER / f"{draw.__name__}.svg").write_text("\n".join(lines))
+    for card in CARDS:
+        (FOLDER / f"{card.__name__}.svg").write_text(drawn(card))
 
 
 if __name__ == "__main__":
