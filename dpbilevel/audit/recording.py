@@ -160,10 +160,6 @@ class Tape:
         return self.shown(key, released)
 
 
-# Programs compiled under one tape are never called without it, nor the other way round.
-_under = jax.make_user_context()
-
-
 def _called(note: Callable[..., PyTree], seen: PyTree, like: PyTree) -> PyTree:
     """Return what `note` returns on the host for the values `seen`.
 
@@ -199,11 +195,21 @@ def _called(note: Callable[..., PyTree], seen: PyTree, like: PyTree) -> PyTree:
     )
 
 
+@functools.cache  # no import and no other run changes what JAX compiles
+def _context() -> Callable[[Tape], contextlib.AbstractContextManager[None]]:
+    """Return the context of a tape.
+
+    Programs compiled under one tape are never called without it, nor the other way
+    round.
+    """
+    return jax.make_user_context()
+
+
 @contextlib.contextmanager
 def _recording() -> Iterator[Tape]:
     tape = Tape()
     try:
-        with tape.patched(), _under(tape), warnings.catch_warnings():
+        with tape.patched(), _context()(tape), warnings.catch_warnings():
             warnings.simplefilter("ignore", PrivacyWarning)  # the key is used again
             yield tape
             jax.effects_barrier()
