@@ -122,7 +122,7 @@ def test_failed_restart_leaves_the_earlier_result(tmp_path):
     prepared = prepare(config_of(tmp_path))
     run(prepared, tmp_path / "out")
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    with pytest.raises(ValueError, match="reads no file"):
+    with pytest.raises(ValueError, match="no file of records"):
         run(prepared, tmp_path / "out", restart=True, data=tmp_path / "none.csv")
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
