@@ -57,7 +57,7 @@ def test_the_method_follows_from_the_number_and_kind_of_the_parameters(
     space = {name: dpb.search.Range(-1, 1, **kw) for name, kw in space.items()}
     budget = dpb.PrivacyBudget(1.0, delta)
     search = dpb.PrivateSearch(Flat(), space, budget)
-    starts = [search.position(v) for v in ({"a": 1.0}, search._own_parameters())]
+    starts = [Space(space).position(v) for v in ({"a": 1.0}, search._own_parameters())]
     rows = search._rows(*TRAINING)
     solver = default_solver(Space(space), budget, rows, np.stack(starts))
     assert type(solver) is kind
