@@ -68,15 +68,11 @@ class ExponentialMechanism(AbstractDrawSolver):
     mechanism: Exponential = eqx.field(default=Exponential(), kw_only=True)
 
     def __check_init__(self):
-        if self.clip_range is not None:
-            if self.score == "gradient_norm":
-                raise ValueError(
-                    "ExponentialMechanism: clip_range excludes gradient_norm."
-                )
-            if self.convex:
-                raise ValueError(
-                    "ExponentialMechanism: clip_range excludes convex=True."
-                )
+        alone = self.convex or self.score == "gradient_norm"
+        if alone and self.clip_range is not None:
+            raise ValueError(
+                "ExponentialMechanism: clip_range excludes gradient_norm and convex."
+            )
 
     @property
     def basis(self) -> Basis:
