@@ -56,9 +56,7 @@ class Kind:
 def by_share(score):
     """Return the score of the mean of the training labels as a NON-PRIVATE method."""
     return each_key(
-        lambda task, _epsilon, _seed, fit, test: np.full(
-            len(test), score(task.y[fit].mean())
-        )
+        lambda task, _e, _k, fit, test: np.full(len(test), score(task.y[fit].mean()))
     )
 
 
