@@ -214,3 +214,67 @@ def test_errors_name_all_classes_of_problems_that_a_solver_takes():
         solver.ledger(3, SIZES)
     with pytest.raises(TypeError, match="not a FiniteSum or BlackBox"):
         dpb.applications.WarmStarted(dpb.search.RandomSearch(4, 1.0), implicit())
+
+
+TILT, REACH, SHIFT = 0.0385, 1.1, 0.05  # SHIFT: the longest lower record
+
+
+def two_wells(_x, y, record):
+    """A record of 1 makes the well at y = -1 the better one, by twice the tilt."""
+    return jnp.sum((y**2 - 1) ** 2 / 4 + TILT * jnp.clip(record, -1, 1) * y)
+
+
+def moved(x, y, record):
+    return 0.5 * jnp.sum((y - x - jnp.clip(record, -SHIFT, SHIFT)) ** 2)
+
+
+def two_basins():
+    zeros = ["upper_x", "upper_xx", "upper_xy", "lower_xy_spread", "lower_yy_spread"]
+    zeros += [f"lower_{h}_in_{v}" for h in ("xy", "yy") for v in ("x", "y")]
+    radius = REACH + SHIFT
+    constants = dpb.bilevel.SecondOrderConstants(
+        strong_convexity=1.0,
+        solution_radius=radius,
+        upper_y=radius**3 - radius + TILT,
+        upper_yy=3 * radius**2 - 1,
+        lower_y=2 * radius,
+        lower_y_spread=SHIFT,
+        lower_xy=1.0,
+        lower_yy=1.0,
+        **dict.fromkeys(zeros, 0.0),
+    )
+    x_set = dpb.sets.Box(-jnp.full(1, REACH), jnp.full(1, REACH))
+    return dpb.BilevelProblem(two_wells, moved, x_set=x_set, constants=constants)
+
+
+@pytest.mark.slow
+@jax.enable_x64(True)
+def test_a_drawn_start_finds_the_better_of_two_basins_where_algorithm_1_stays():
+    problem, n, budget = two_basins(), 20_000, dpb.PrivacyBudget(0.5, 1e-6)
+    records = np.random.default_rng(0).uniform(-SHIFT, SHIFT, (n, 1))
+    data = dpb.Levels(jnp.ones((n, 1)), jnp.asarray(records))
+    sizes, w0 = problem.sizes_of(data, "disjoint"), (jnp.ones(1), jnp.ones(1))
+    grid = dpb.draws.Grid.product(jnp.linspace(-REACH, REACH, 201))
+    first = dpb.draws.ExponentialMechanism(grid)
+    given = problem, budget, sizes
+
+    def objective(x):
+        y = x + records.mean()
+        return (y**2 - 1) ** 2 / 4 + TILT * y
+
+    def excesses(solver):
+        plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
+        run = jax.jit(lambda key: dpb.solve(problem, plan.solver, data, w0, key=key).x)
+        found = [run(key)[0] for key in jax.random.split(jax.random.key(0), 5)]
+        best = objective(np.linspace(-REACH, REACH, 100_001)).min()
+        return objective(np.asarray(found)) - best
+
+    # The start is at the bottom of the worse basin.
+    stays = dpb.ImplicitBilevel.from_theorem(
+        *given, dimension_x=1, initial_gap=2 * TILT
+    )
+    assert excesses(stays).min() > 0.07
+    drawn = dpb.applications.WarmStarted.from_theorem(
+        *given, first=first, dimension_x=1
+    )
+    assert excesses(drawn).max() < 0.002
