@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # an extra
 FALSE_ALARMS = (0.01, 0.05)
 # Assumptions that the library answers for; its documentation has the proofs.
 _OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
-# With S the outcomes of a log ratio above e = epsilon + log(_SLACK), P(S) is at most
+# If S are the outcomes of a log ratio above e = epsilon + log(_SLACK), P(S) is at most
 # exp(epsilon) Q(S) + delta and Q(S) at most exp(-e) P(S), so P(S) is at most _TIMES
 # delta, and Q(S) at most exp(-e) times that. An exception is S, or S with P and Q
 # exchanged.
