@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ else:
             return getattr(importlib.import_module("dp_accounting"), name)
 
     dp_accounting = _DpAccounting()
+
+
+def public_names(names: dict[str, Any]) -> list[str]:
+    """Return what a package imports from its modules, without the modules themselves.
+
+    Args:
+        names: `globals()` of the package. `debug` is public, and a module.
+    """
+    modules = {n for n, v in names.items() if isinstance(v, types.ModuleType)}
+    hidden = modules - {"debug"} | {"missing", "public_names"}
+    return sorted(n for n in names if not n.startswith("_") and n not in hidden)
+
 
 _PACKAGES = {"sklearn": "scikit-learn"}  # modules whose package has another name
 

@@ -4,49 +4,33 @@ NON-PRIVATE. Audits open sealed values and release the same records many times: 
 them public or synthetic records only.
 """
 
-from . import debug
-from .canaries import Canary, canaries
-from .certificate import Certificate
-from .claims import (
-    Claim,
-    event_claim,
-    gaussian_claim,
-    ledger_claims,
-    pure_claim,
-    refutes,
-)
-from .device import DeviceArithmetic, device_arithmetic
-from .recording import Recorded, Replay, record, replay
-from .sensitivity import NoiseReuse, SensitivitySearch, noise_reuse, sensitivity_search
-from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
-from .worst_cases import worst_case
+from .._extras import public_names
+from . import debug as debug
+from .canaries import Canary as Canary
+from .canaries import canaries as canaries
+from .certificate import Certificate as Certificate
+from .claims import Claim as Claim
+from .claims import event_claim as event_claim
+from .claims import gaussian_claim as gaussian_claim
+from .claims import ledger_claims as ledger_claims
+from .claims import pure_claim as pure_claim
+from .claims import refutes as refutes
+from .device import DeviceArithmetic as DeviceArithmetic
+from .device import device_arithmetic as device_arithmetic
+from .recording import Recorded as Recorded
+from .recording import Replay as Replay
+from .recording import record as record
+from .recording import replay as replay
+from .sensitivity import NoiseReuse as NoiseReuse
+from .sensitivity import SensitivitySearch as SensitivitySearch
+from .sensitivity import noise_reuse as noise_reuse
+from .sensitivity import sensitivity_search as sensitivity_search
+from .tradeoff import Cut as Cut
+from .tradeoff import SolverRun as SolverRun
+from .tradeoff import TradeOff as TradeOff
+from .tradeoff import audit_canaries as audit_canaries
+from .tradeoff import audit_solver as audit_solver
+from .tradeoff import trade_off as trade_off
+from .worst_cases import worst_case as worst_case
 
-__all__ = [
-    "Canary",
-    "Certificate",
-    "Claim",
-    "Cut",
-    "DeviceArithmetic",
-    "NoiseReuse",
-    "Recorded",
-    "Replay",
-    "SensitivitySearch",
-    "SolverRun",
-    "TradeOff",
-    "audit_canaries",
-    "audit_solver",
-    "canaries",
-    "debug",
-    "device_arithmetic",
-    "event_claim",
-    "gaussian_claim",
-    "ledger_claims",
-    "noise_reuse",
-    "pure_claim",
-    "record",
-    "refutes",
-    "replay",
-    "sensitivity_search",
-    "trade_off",
-    "worst_case",
-]
+__all__ = public_names(globals())

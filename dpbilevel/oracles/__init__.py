@@ -5,43 +5,22 @@ exactly. For experiments without a guarantee, as the reference that private solv
 compared with, and inside solvers that add the noise themselves.
 """
 
-from .hypergradients import (
-    implicit_hypergradient,
-    penalty_hypergradient,
-    unrolled_hypergradient,
-)
-from .linear import (
-    AbstractLinearSolver,
-    Cholesky,
-    ConjugateGradient,
-    LinearSolution,
-    Neumann,
-    extrapolate,
-)
-from .lower import lower_solution, lower_solve
-from .minimizers import (
-    LBFGS,
-    AbstractLowerSolver,
-    AcceleratedGradient,
-    LowerInfo,
-    NewtonCG,
-)
+from .._extras import public_names
+from .hypergradients import implicit_hypergradient as implicit_hypergradient
+from .hypergradients import penalty_hypergradient as penalty_hypergradient
+from .hypergradients import unrolled_hypergradient as unrolled_hypergradient
+from .linear import AbstractLinearSolver as AbstractLinearSolver
+from .linear import Cholesky as Cholesky
+from .linear import ConjugateGradient as ConjugateGradient
+from .linear import LinearSolution as LinearSolution
+from .linear import Neumann as Neumann
+from .linear import extrapolate as extrapolate
+from .lower import lower_solution as lower_solution
+from .lower import lower_solve as lower_solve
+from .minimizers import LBFGS as LBFGS
+from .minimizers import AbstractLowerSolver as AbstractLowerSolver
+from .minimizers import AcceleratedGradient as AcceleratedGradient
+from .minimizers import LowerInfo as LowerInfo
+from .minimizers import NewtonCG as NewtonCG
 
-__all__ = [
-    "LBFGS",
-    "AbstractLinearSolver",
-    "AbstractLowerSolver",
-    "AcceleratedGradient",
-    "Cholesky",
-    "ConjugateGradient",
-    "LinearSolution",
-    "LowerInfo",
-    "Neumann",
-    "NewtonCG",
-    "extrapolate",
-    "implicit_hypergradient",
-    "lower_solution",
-    "lower_solve",
-    "penalty_hypergradient",
-    "unrolled_hypergradient",
-]
+__all__ = public_names(globals())

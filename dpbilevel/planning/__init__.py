@@ -1,36 +1,21 @@
 """Plans without settings: solvers are chosen by dry runs on synthetic data."""
 
-from .auto_plan import AutoPlan, auto
-from .candidates import candidates
-from .conclusions import Trial
-from .linear_population import AbstractLinearPopulation
-from .methods import Candidate
-from .populations import (
-    Alike,
-    GoodOrBad,
-    MissingPositives,
-    NoiseGroups,
-    Shifted,
-    Tables,
-    populations,
-)
-from .synthetic import AbstractPopulation, Classes, SyntheticData
+from .._extras import public_names
+from .auto_plan import AutoPlan as AutoPlan
+from .auto_plan import auto as auto
+from .candidates import candidates as candidates
+from .conclusions import Trial as Trial
+from .linear_population import AbstractLinearPopulation as AbstractLinearPopulation
+from .methods import Candidate as Candidate
+from .populations import Alike as Alike
+from .populations import GoodOrBad as GoodOrBad
+from .populations import MissingPositives as MissingPositives
+from .populations import NoiseGroups as NoiseGroups
+from .populations import Shifted as Shifted
+from .populations import Tables as Tables
+from .populations import populations as populations
+from .synthetic import AbstractPopulation as AbstractPopulation
+from .synthetic import Classes as Classes
+from .synthetic import SyntheticData as SyntheticData
 
-__all__ = [
-    "AbstractLinearPopulation",
-    "AbstractPopulation",
-    "Alike",
-    "AutoPlan",
-    "Candidate",
-    "Classes",
-    "GoodOrBad",
-    "MissingPositives",
-    "NoiseGroups",
-    "Shifted",
-    "SyntheticData",
-    "Tables",
-    "Trial",
-    "auto",
-    "candidates",
-    "populations",
-]
+__all__ = public_names(globals())

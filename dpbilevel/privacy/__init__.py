@@ -1,42 +1,28 @@
 """Releases and their costs: mechanisms, sampling, the ledger, reports."""
 
-from .budget import Neighbours, People, PrivacyBudget
-from .correlated import Correlated, CorrelatedRelease, square_root_feedback
-from .ledger import Ledger
-from .mechanisms import Gaussian
-from .noise import root_key
-from .per_example.clipping import Basis, Bounded, clipped_mean
-from .queries import Query
-from .records.disk import OnDisk
-from .records.people import by_person
-from .records.randomness import Randomized
-from .releases import Release
-from .report import PrivacyReport, Status
-from .sampling.base import FullBatch, Poisson
-from .sampling.fixed_size import FixedSize, SinglePass
+from .._extras import public_names
+from .budget import Neighbours as Neighbours
+from .budget import People as People
+from .budget import PrivacyBudget as PrivacyBudget
+from .correlated import Correlated as Correlated
+from .correlated import CorrelatedRelease as CorrelatedRelease
+from .correlated import square_root_feedback as square_root_feedback
+from .ledger import Ledger as Ledger
+from .mechanisms import Gaussian as Gaussian
+from .noise import root_key as root_key
+from .per_example.clipping import Basis as Basis
+from .per_example.clipping import Bounded as Bounded
+from .per_example.clipping import clipped_mean as clipped_mean
+from .queries import Query as Query
+from .records.disk import OnDisk as OnDisk
+from .records.people import by_person as by_person
+from .records.randomness import Randomized as Randomized
+from .releases import Release as Release
+from .report import PrivacyReport as PrivacyReport
+from .report import Status as Status
+from .sampling.base import FullBatch as FullBatch
+from .sampling.base import Poisson as Poisson
+from .sampling.fixed_size import FixedSize as FixedSize
+from .sampling.fixed_size import SinglePass as SinglePass
 
-__all__ = [
-    "Basis",
-    "Bounded",
-    "Correlated",
-    "CorrelatedRelease",
-    "FixedSize",
-    "FullBatch",
-    "Gaussian",
-    "Ledger",
-    "Neighbours",
-    "OnDisk",
-    "People",
-    "Poisson",
-    "PrivacyBudget",
-    "PrivacyReport",
-    "Query",
-    "Randomized",
-    "Release",
-    "SinglePass",
-    "Status",
-    "by_person",
-    "clipped_mean",
-    "root_key",
-    "square_root_feedback",
-]
+__all__ = public_names(globals())

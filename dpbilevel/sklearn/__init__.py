@@ -1,6 +1,6 @@
 """Private estimators in the conventions of scikit-learn."""
 
-from .._extras import missing
+from .._extras import missing, public_names
 
 try:
     import sklearn  # noqa: F401
@@ -9,16 +9,10 @@ except ImportError as error:
         missing("dpbilevel.sklearn", "sklearn", extra="sklearn")
     ) from error
 
-from .fair import FairClassifier
-from .logistic import DPLogisticRegression
-from .network import DPMLPClassifier
-from .ridge import DPRidge
-from .sources import DPSourceReweighting
+from .fair import FairClassifier as FairClassifier
+from .logistic import DPLogisticRegression as DPLogisticRegression
+from .network import DPMLPClassifier as DPMLPClassifier
+from .ridge import DPRidge as DPRidge
+from .sources import DPSourceReweighting as DPSourceReweighting
 
-__all__ = [
-    "DPLogisticRegression",
-    "DPMLPClassifier",
-    "DPRidge",
-    "DPSourceReweighting",
-    "FairClassifier",
-]
+__all__ = public_names(globals())
