@@ -12,7 +12,7 @@ INK, BLUE, GRAY, ORANGE = "#1f2933", "#1f77b4", "#b4bcc6", "#e8710a"
 LEFT, RIGHT, TOP, BOTTOM = 48, 300, 40, 144  # of the plot
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 320 180"
   width="320" height="180" role="img">
-<style>text {{ font: 13px system-ui, sans-serif; fill: {ink}; }}</style>
+<style>text {{ font: 15px system-ui, sans-serif; fill: {ink}; }}</style>
 <title>{title}</title>
 <rect width="320" height="180" rx="6" fill="#f4f6f8"/>
 """
@@ -62,8 +62,8 @@ def axes(below, beside=""):
 def sources():
     """Draw six hospitals, of which three are kept."""
     parts = [line([(12, BOTTOM), (308, BOTTOM)], INK, width=1)]
-    parts += [text(20, 48, "weight 1/3"), text(180, 48, "weight 0: labels")]
-    parts.append(text(180, 66, "are swapped"))
+    parts += [text(20, 48, "weight 1/3"), text(180, 48, "weight 0:")]
+    parts.append(text(180, 66, "labels swapped"))
     for i, name in enumerate("ABCDEF"):
         x = 20 + 48 * i + (16 if i > 2 else 0)
         parts.append(bar(x, 0 if i > 2 else 0.8, ORANGE if i > 2 else BLUE, width=32))
@@ -124,7 +124,7 @@ def groups():
             parts.append(text(place + 19, y, f"{value:.2f}", anchor="middle"))
         parts.append(text(x + 42, 164, name, anchor="middle"))
     parts.append(text(20, 24, "accuracy of"))
-    for x, name, color in ((112, "men", GRAY), (168, "women", BLUE)):
+    for x, name, color in ((124, "men", GRAY), (186, "women", BLUE)):
         parts += [dot(x, 20, color), text(x + 12, 24, name)]
     return "Accuracy for men and women, by the average and by the fair model", parts
 
