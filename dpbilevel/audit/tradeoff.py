@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -192,21 +191,6 @@ class TradeOff:
     @property
     def _tightest(self) -> Cut:
         return max(self.cuts, key=lambda c: c.measured_mu / max(c.claimed_mu, 1e-9))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as plain numbers and text, for JSON."""
-        cuts = [vars(cut) | {"violated": cut.violated} for cut in self.cuts]
-        return {
-            "name": self.name,
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "runs_a_side": self.runs,
-            "pilot_runs_a_side": self.pilot,
-            "alpha": self.alpha,
-            "claimed_mu": self.claimed_mu,
-            "measured_mu_at_least": self.measured_mu,
-            "cuts": cuts,
-        }
 
     def __str__(self) -> str:
         """Return the outcome in words, and a row per threshold."""

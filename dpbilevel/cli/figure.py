@@ -21,56 +21,20 @@ _COLORS += ("#56B4E9", "#CC79A7", "#B59F00", INK)
 _INKED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 _STYLE: Any = dict.fromkeys(_INKED, INK)
 # Sizes in inches, then in points.
-_PANEL, _LEAST_HEIGHT, _AROUND, _BAR = 4.6, 4.2, 1.5, 0.39
+_LEAST_HEIGHT, _AROUND, _BAR = 4.2, 1.5, 0.39
 _NARROW = 3.7  # width of a telephone, to which a page scales the figure
-_SMALL, _LABEL, _TITLE = 8, 9, 10
+_SMALL, _LABEL = 8, 9
 _NAME_WIDTH, _NAME_LINES = 24, 2
 
 
-@rc_context(_STYLE)
-def png(figure: Figure) -> bytes:
-    """Return a figure as the bytes of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-@rc_context(_STYLE)
-def of_result(result: Result) -> Figure:
-    """Return the figure of the released trajectory, answer and model, side by side.
-
-    Privacy:
-        A function of released values: free.
-    """
-    panels = _panels(result)
-    width = _PANEL * len(panels)
-    height = 0.6 + max(height for _, height in panels.values())
-    figure = Figure((width, height), layout="constrained")
-    report = result.report
-    people = f", {report.people} people" if report.people else ""
-    title = (
-        f"{result.task.name.replace('_', ' ').capitalize()}, private with ε = "
-        f"{report.epsilon:.4g}, δ = {report.delta:.3g} "
-        f"({report.relation.replace('_', '-')}{people})"
-    )
-    figure.suptitle(textwrap.fill(title, int(10 * width)), fontsize=_TITLE + 1)
-    parts = np.ravel(figure.subfigures(1, len(panels), squeeze=False))
-    for part, (name, (draw, _)) in zip(parts, panels.items(), strict=True):
-        part.suptitle(name, fontsize=_TITLE, x=0.02, ha="left")
-        draw(_axes(part))
-    return figure
-
-
 def drawings(result: Result) -> dict[str, str]:
-    """Return `of_result`'s panels as SVG texts without background, by title."""
+    """Return `figures` as SVG texts without background, by title."""
     found = {}
-    for title, (draw, height) in _panels(result).items():
+    for title, figure in figures(result).items():
+        buffer = io.StringIO()
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         # The salt makes the names of elements the same every time.
         with rc_context({**_STYLE, "svg.hashsalt": title}):
-            figure = Figure((_NARROW, height), layout="constrained", facecolor="none")
-            draw(_axes(figure))
-            buffer = io.StringIO()
-            metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(buffer, format="svg", metadata=metadata)
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
@@ -78,13 +42,20 @@ def drawings(result: Result) -> dict[str, str]:
     return found
 
 
-def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
-    """Return the function that draws each panel, and the panel's height, by title."""
-    panels = {}
+def figures(result: Result) -> dict[str, Figure]:
+    """Return figures of the released trajectory, answer and model, by title.
+
+    Privacy:
+        A function of released values: free.
+    """
+    found = {}
 
     def add(title: str, draw: Callable[[Any, Result], None], bars: int) -> None:
         height = max(_LEAST_HEIGHT, _AROUND + _BAR * min(MOST_NAMED, bars))
-        panels[title] = lambda axes: draw(axes, result), height
+        with rc_context(_STYLE):
+            figure = Figure((_NARROW, height), layout="constrained", facecolor="none")
+            draw(_axes(figure), result)
+        found[title] = figure
 
     task, model = result.task, result.model
     if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
@@ -95,11 +66,11 @@ def _panels(result: Result) -> dict[str, tuple[Callable[[Any], None], float]]:
     if model.size > MOST_NAMED:
         title = f"the {MOST_NAMED} largest of {model.size} coefficients"
     add(title, _draw_model, model.size)
-    return panels
+    return found
 
 
-def _axes(parent: Any) -> Any:
-    axes = parent.subplots()
+def _axes(figure: Figure) -> Any:
+    axes = figure.subplots()
     axes.set_facecolor("none")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=_SMALL)
@@ -113,7 +84,7 @@ def _draw_path(axes: Any, result: Result) -> None:
     steps_are = "outer step" if result.task.two_levels else "step"
     if "refit" in result.config.tables:
         steps_are = "step (the last one refits the model)"
-    axes.set_xlabel(f"{steps_are}; colors as of the bars", fontsize=_LABEL)
+    _describe(axes, f"{steps_are}; colors as of the bars")
     axes.set_ylabel(f"released {result.task.label}", fontsize=_LABEL)
     axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis if there is no step
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -143,7 +114,7 @@ def _draw_bars(axes: Any, result: Result) -> None:
         axes.set_yticks([])
         axes.set_ylabel(f"each {task.of} ({count})", fontsize=_LABEL)
     axes.set_ylim(count - 0.4, -0.6)  # from top to bottom
-    axes.set_xlabel(what, fontsize=_LABEL)
+    _describe(axes, what)
 
 
 def _draw_model(axes: Any, result: Result) -> None:
@@ -159,6 +130,11 @@ def _draw_model(axes: Any, result: Result) -> None:
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)
     axes.set_xlabel("released coefficient", fontsize=_LABEL)
+
+
+def _describe(axes: Any, text: str) -> None:
+    """Write a text below the axes, in lines that fit beside long names."""
+    axes.set_xlabel(textwrap.fill(text, _NAME_WIDTH), fontsize=_LABEL)
 
 
 def _name(axes: Any, names: list[str]) -> None:

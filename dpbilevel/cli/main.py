@@ -103,8 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     once("--resume", **_FLAG, help="continue an interrupted run; costs nothing more")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     once("--restart", **_FLAG, help=again)
-    pages = "write audit.json to this new folder"
-    attack("--out", **_FOLDER, help=pages)
     sides = "runs per side (50000)"
     attack("--runs", metavar="N", type=int, default=50_000, help=sides)
     report, predict = command(_report), command(_predict)
@@ -311,15 +309,10 @@ def _audit(arguments: argparse.Namespace) -> int:
     Runs the calibrated solver of a config many times on worst-case records of its own
     and compares what leaks with what is claimed. Reads none of the config's records.
     """
-    if arguments.out is not None:
-        checkpoint.check_empty("--out", arguments.out)
     config = _planned(arguments.config)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
     outcomes = plans.audit_config(config, arguments.runs)
     print(*outcomes, sep="\n")
-    if arguments.out is not None:
-        plans.save_audit(arguments.out, outcomes, config)
-        print(f"audit: {arguments.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 

@@ -1,7 +1,6 @@
 """Plans of a config, from public values alone: its settings, its noise, its audit."""
 
 import dataclasses
-import math
 import re
 import textwrap
 import tomllib
@@ -30,7 +29,6 @@ from .tasks import TASKS
 from .toml_tables import Location
 
 FALSE_ALARMS = 0.05
-JSON = "audit.json"
 # Last lines of a config without settings.
 UNPLANNED = (
     "# There is no table [solver]: settings are chosen by dry runs on synthetic",
@@ -255,30 +253,3 @@ def canaries_of(prepared: Prepared) -> dict[str, Canary]:
     """Return the canaries of a planned run, by kind of person."""
     reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
     return canaries(prepared.solver, x_in_records=reads)
-
-
-def save_audit(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
-    """Write `audit.json` into a folder, atomically.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    page = {
-        "format": 1,
-        "passed": all(outcome.passed for outcome in outcomes),
-        "audits": [outcome.to_dict() for outcome in outcomes],
-        "versions": checkpoint.versions(),
-        "config": config.tables,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.replace_json(folder / JSON, _plain(page))
-
-
-def _plain(value):
-    """Return a value with infinities, which JSON cannot hold, as strings."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    finite = not isinstance(value, float) or math.isfinite(value)
-    return value if finite else str(value)

@@ -20,7 +20,6 @@ from .toml_tables import Location
 
 RESULT = checkpoint.RESULT
 ARRAYS = "solution.npz"
-FIGURE = "figure.png"
 LEVELS = {
     "records": "records",
     "upper": "validation records",
@@ -146,7 +145,7 @@ def largest(model: np.ndarray) -> np.ndarray:
     return np.sort(np.argsort(-np.abs(model), kind="stable")[:MOST_NAMED])
 
 
-def save(folder: Path, result: Result, figure: bytes) -> None:
+def save(folder: Path, result: Result) -> None:
     """Write a result; `result.json` comes last, so its presence means complete.
 
     Raises:
@@ -165,7 +164,6 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     if result.y is not None:
         arrays["y"] = result.y
     checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))
-    checkpoint.replace(folder / FIGURE, figure)
     page = {
         "format": _FORMAT,
         "task": result.task.name,
@@ -206,7 +204,7 @@ def set_aside(folder: Path, number: int) -> int:
     aside = folder / f"run-{number}"
     aside.mkdir(exist_ok=True)
     # `result.json` says that a result is complete, so it goes last here too.
-    for name in (ARRAYS, FIGURE, RESULT):
+    for name in (ARRAYS, RESULT):
         if (folder / name).exists():
             (folder / name).replace(aside / name)
     return number
@@ -331,9 +329,8 @@ def _why(folder: Path) -> str:
             ": the run in it was interrupted; finish it with dpbilevel run CONFIG "
             f"--out {folder} --resume{finished}"
         )
-    for name, kind in {checkpoint.SEARCH: "a search", "audit.json": "an audit"}.items():
-        if (folder / name).is_file():
-            return f": it is the folder of {kind}; read {folder / name}"
+    if (folder / checkpoint.SEARCH).is_file():
+        return f": it is the folder of a search; read {folder / checkpoint.SEARCH}"
     inside = [file.parent for file in sorted(folder.glob(f"*/{RESULT}"))]
     if inside and not earlier:
         return f": it is the folder of others; see dpbilevel report {inside[-1]}"

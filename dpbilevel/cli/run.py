@@ -82,8 +82,6 @@ def run(
         its first step reads a record, so a run that never ends is counted too. The
         checkpoint is secret and is deleted at the end.
     """
-    from . import figure  # needs an extra
-
     given = Options(**options)
     with _opened(out, given) as still_locked:
         before = checkpoint.read(out) if given.resume else None
@@ -116,10 +114,9 @@ def run(
             progress(saved.done)  # a bar begins below the warnings
             saved = _steps(prepared, levels, saved, keep_and_show)
             result = _result(prepared, saved, test)
-            picture = figure.png(figure.of_result(result))
             with uninterruptible():
                 still_locked()
-                results.save(out, result, picture)
+                results.save(out, result)
                 spending.finish(out, saved.fingerprint["run"])
         except OSError as error:
             raise OSError(f"{error}. Make room, then use --resume.") from error

@@ -142,8 +142,8 @@ def test_report_of_no_run_is_one_line(tmp_path, capsys):
 
 def test_report_of_something_else_names_its_kind(config, tmp_path, capsys):
     assert "it is a file" in failure(capsys, "report", config)
-    (tmp_path / "audit.json").write_text("{}")
-    assert "the folder of an audit" in failure(capsys, "report", str(tmp_path))
+    (tmp_path / checkpoint.SEARCH).write_text("{}")
+    assert "the folder of a search" in failure(capsys, "report", str(tmp_path))
 
 
 def test_report_of_an_interrupted_restart_tells_of_the_finished_run(

@@ -140,11 +140,12 @@ NAMES = [
 @pytest.mark.parametrize(("name", "count"), NAMES)
 @pytest.mark.parametrize("task", ["source_weighting", "group_fair", "training"])
 def test_no_text_of_a_figure_touches_another(task, name, count):
-    assert touching(figure.of_result(result_of(task, name, count))) == []
+    for drawn in figure.figures(result_of(task, name, count)).values():
+        assert touching(drawn) == []
 
 
 def test_texts_that_touch_are_seen():
-    drawn = figure.of_result(result_of("training", LONG, 2))
+    *_, drawn = figure.figures(result_of("training", LONG, 2)).values()
     axes = drawn.findobj(lambda a: hasattr(a, "xaxis"))[-1]
     axes.set_yticks([0, 0.05], ["one", "another"])
     assert len(touching(drawn)) == 1
@@ -154,7 +155,7 @@ def test_texts_that_touch_are_seen():
 
 
 def test_more_answers_than_can_be_named_are_counted():
-    drawn = figure.of_result(result_of("group_fair", LONG, 40))
+    drawn = figure.figures(result_of("group_fair", LONG, 40))["the released answer"]
     assert touching(drawn) == []
     texts = [text.get_text() for text in drawn.findobj(Text)]
     assert "each group (40)" in texts

@@ -102,7 +102,6 @@ def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
     np.testing.assert_allclose(result.shown, result.y / 3.0, rtol=1e-6)
     np.testing.assert_allclose(result.shown.sum(), 1.0, atol=1e-5)
     assert result.shown[1] > 0.3
-    assert (out / "figure.png").stat().st_size > 10_000
     page = str(written)
     assert "released weight of each group:" in page
     assert "released model: 4 coefficients" in page

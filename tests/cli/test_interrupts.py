@@ -86,7 +86,7 @@ runpy.run_module("dpbilevel", run_name="__main__", alter_sys=True)
 """
 START = ["checkpoint.SECRET", lock.NAME]
 LEFT = ["checkpoint.SECRET", lock.NAME, "spending.jsonl"]
-DONE = ["figure.png", "result.json", "solution.npz", "spending.jsonl"]
+DONE = ["result.json", "solution.npz", "spending.jsonl"]
 
 
 @pytest.fixture
