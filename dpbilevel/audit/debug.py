@@ -9,7 +9,6 @@ from collections.abc import Callable
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -17,8 +16,6 @@ from ..bilevel.problem import BilevelProblem, Levels
 from ..games.groups import read_group
 from ..games.problem import AbstractVariationalInequality
 from ..oracles import objectives
-from ..privacy.noise import PRNGKey, check_key
-from ..search.base import BlackBox, box_of, start_of, uniform
 from .refutation import ConstantsSearch, as_float64, lower_solution, refute_constants
 
 __all__ = [
@@ -28,7 +25,6 @@ __all__ = [
     "lower_objective",
     "lower_solution",
     "operator_norms",
-    "random_search",
     "refute_constants",
     "upper_objective",
 ]
@@ -103,32 +99,6 @@ def group_losses(
     member = (index[:, None] == jnp.arange(num_groups)[None]).astype(losses.dtype)
     # Accelerators multiply matrices in reduced precision otherwise.
     return jnp.matmul(losses, member, precision="highest") / jnp.sum(member, 0)
-
-
-def random_search(
-    problem: BlackBox, w0: np.ndarray, num_candidates: int, *, key: PRNGKey
-) -> tuple[np.ndarray, float]:
-    """Return the best of many uniform random points, and its mean loss. NON-PRIVATE.
-
-    It must not choose any setting of a private run: that voids the guarantee.
-
-    Args:
-        problem: The black box.
-        w0: A point of the box, for its shape.
-        num_candidates: The number of points.
-        key: A typed key.
-    """
-    check_key(key)
-    if problem.losses is None:
-        raise TypeError("random_search: losses is None. Give a function of the point.")
-    with jax.enable_x64(True):
-        box = box_of("random_search", problem)
-        like = start_of("random_search", problem, np.asarray(w0, np.float64))
-        points = np.asarray(uniform(box, like, num_candidates, key=key))
-    # A copy, because the user's function may change its argument.
-    means = [np.mean(problem.losses(point.copy())) for point in points]
-    best = int(np.nanargmin(means))
-    return points[best], float(means[best])
 
 
 def operator_norms(

@@ -309,27 +309,6 @@ def test_starts_of_another_length_are_refused_with_their_shape():
         )
 
 
-def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best():
-    points = []
-
-    def losses(point):
-        points.append(point)
-        return np.sum((point - RECORDS) ** 2, axis=1)
-
-    problem = dpb.search.BlackBox(losses, 30, dpb.sets.Box(-1.0, 1.0))
-    best, value = dpb.debug.random_search(
-        problem, np.zeros(2), 40, key=jax.random.key(0)
-    )
-    means = [np.mean((p - RECORDS) ** 2) * 2 for p in points]
-    assert len(points) == 40
-    assert value == pytest.approx(min(means))
-    np.testing.assert_array_equal(best, points[int(np.argmin(means))])
-    assert dpb.debug.random_search.__doc__.splitlines()[0].endswith("NON-PRIVATE.")
-    bad = dataclasses.replace(problem, losses=lambda point: np.full(30, np.nan))
-    with pytest.raises(ValueError, match="All-NaN"):
-        dpb.debug.random_search(bad, np.zeros(2), 3, key=jax.random.key(0))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
