@@ -179,16 +179,28 @@ def certificate(
             "fit, a plan, a fitted estimator or a report; after solve give its plan."
         )
     if ledger is not None:
-        rows = tuple(release.row() for release in ledger.releases)
-        if rows != report.ledger:
+        if not _is_of(ledger, report):
             raise ValueError(
-                "certificate: the ledger is not that of the report. Give "
-                "plan.solver.ledger(problem, plan.solver.sizes)."
+                "certificate: the ledger is not that of the report, in releases, noise "
+                "or people. Give plan.solver.ledger(problem, plan.solver.sizes)."
             )
     powers = None if ledger is None else largest_powers(ledger)
     pairs = _coefficients(run) if values is None else values
     shown = tuple(_shown(name, value) for name, value in pairs.items())
     return Certificate(report, title, powers, shown)
+
+
+def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
+    """Return whether the limits of a ledger are limits of a report's run."""
+    rows = tuple(release.row() for release in ledger.releases)
+    said = rows, ledger.neighbours.value, report.people and ledger.people.value
+    if said != (report.ledger, report.relation, report.people):
+        return False
+    found, epsilons = ledger.epsilons(report.delta), report.epsilon_by_person
+    # A plan may know a smaller epsilon, by its budget; no smaller one is in the ledger.
+    return found.keys() == epsilons.keys() and all(
+        found[person] >= value * (1 - 1e-6) for person, value in epsilons.items()
+    )
 
 
 def _coefficients(estimator: Any) -> dict[str, Any]:

@@ -61,6 +61,26 @@ def test_a_ledger_that_is_not_that_of_the_report_is_refused():
         dpb.certificate(plan, ledger=louder)
 
 
+def test_a_ledger_of_other_people_is_refused():
+    problem = dpb.source_weighting(dpb.logistic_loss, num_sources=4)
+    solver = dpb.PenaltyBilevel(5, 10.0, dpb.NoisyGD(4, 1.0, 0.5), step_size=0.1)
+    sizes = dpb.Sizes(1000, 1000, "overlapping")
+    plan = dpb.calibrate(problem, solver, BUDGET, sizes=sizes)
+    ledger = plan.solver.ledger(problem, sizes)
+    found = dpb.certificate(plan, ledger=ledger)
+    assert detected(found) == detected(dpb.certificate(plan))
+    disjoint = plan.solver.ledger(problem, dpb.Sizes(1000, 1000, "disjoint"))
+    assert [r.row() for r in disjoint.releases] == [r.row() for r in ledger.releases]
+    claimed = max(disjoint.epsilons(BUDGET.delta).values())
+    assert claimed < 0.97 * plan.report.epsilon  # it would promise too much
+    with pytest.raises(ValueError, match="releases, noise or people"):
+        dpb.certificate(plan, ledger=disjoint)
+    # People who are said to be the same, but who are not charged the same.
+    report = dataclasses.replace(plan.report, people="disjoint")
+    with pytest.raises(ValueError, match="releases, noise or people"):
+        dpb.certificate(report, ledger=disjoint)
+
+
 @pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
 def test_a_belief_passes_the_stated_one_no_more_often_than_stated(mu, epsilon):
