@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ from ..privacy.releases import AbstractNoisyRelease
 
 # Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
 ROUNDING = 2.0**-11
+_PATCHING = threading.RLock()  # classes are patched by one thread at a time
 Leaves = tuple[Float[np.ndarray, " d"], ...]
 
 
@@ -81,6 +84,8 @@ def _as_it_is(key: tuple[int, ...], value: PyTree) -> PyTree:
 class Tape:
     """Releases that programs make if they are traced inside `patched`. NON-PRIVATE.
 
+    What other threads trace meanwhile is as without the tape.
+
     Attributes:
         notes: The releases since the last `take`.
         shown: Function of a release's key and value that returns what the program sees.
@@ -92,6 +97,7 @@ class Tape:
         self.shown: Callable[[tuple[int, ...], PyTree], PyTree] = _as_it_is
         self.is_open = True
         self._names, self._inside = [""], False
+        self._thread = threading.get_ident()
 
     def take(self) -> list[Recorded]:
         """Return the releases so far, once all programs have ended, and forget them."""
@@ -118,6 +124,8 @@ class Tape:
 
     def _naming(self, apply: Callable) -> Callable:
         def named(release, *args, **options):
+            if threading.get_ident() != self._thread:
+                return apply(release, *args, **options)
             self._names.append(release.name)
             try:
                 return apply(release, *args, **options)
@@ -128,6 +136,8 @@ class Tape:
 
     def _noting(self, method: Callable) -> Callable:
         def noted(mechanism, value, *args, key, **options):
+            if threading.get_ident() != self._thread:
+                return method(mechanism, value, *args, key=key, **options)
             outermost, self._inside = not self._inside, True
             try:
                 released = method(mechanism, value, *args, key=key, **options)
@@ -209,7 +219,7 @@ def _context() -> Callable[[Tape], contextlib.AbstractContextManager[None]]:
 def _recording() -> Iterator[Tape]:
     tape = Tape()
     try:
-        with tape.patched(), _context()(tape), warnings.catch_warnings():
+        with _PATCHING, tape.patched(), _context()(tape), warnings.catch_warnings():
             warnings.simplefilter("ignore", PrivacyWarning)  # the key is used again
             yield tape
             jax.effects_barrier()
@@ -222,7 +232,7 @@ def record() -> Iterator[list[Recorded]]:
     """Yield a list that collects the releases of every run in the context. NON-PRIVATE.
 
     The runs return what they return otherwise, with the same noise. Every program is
-    compiled anew in the context.
+    compiled anew in the context. Runs of other threads are not recorded.
 
     Returns:
         A context manager of a list of `Recorded`. The list is complete at the end of
@@ -243,9 +253,11 @@ class Replay:
     Attributes:
         pairs: Each release on the data and on the neighbour, for the same released
             values before it.
+        same_answer: Whether all numbers that the two runs return are equal.
     """
 
     pairs: tuple[tuple[Recorded, Recorded], ...]
+    same_answer: bool = True
 
     @property
     def movements(self) -> Float[np.ndarray, " n"]:
@@ -265,16 +277,27 @@ class Replay:
         """Distance of the two runs in units of the noise: mu of Gaussian DP.
 
         It is at most `PrivacyReport.mu` if the ledger counts all releases and their
-        noise is independent, as that of all mechanisms but `Correlated` is.
+        noise is independent. The noise of `Correlated` is not, so there it is no bound.
+        With disjoint people compare it with the mu of the level of the changed person.
+        Releases of programs that were compiled before by `.lower().compile()` are not
+        in it: compare the number of `pairs` with the ledger. Infinite if a value moves
+        without noise.
         """
         pairs = zip(self.pairs, self.movements, strict=True)
-        parts = (m * a.sensitivity / a.noise_std for (a, _), m in pairs if a.noiseless)
-        return math.hypot(*parts)
+        moved = [(a, m) for (a, _), m in pairs if m > 0]  # draws are NaN
+        if any(a.noise_std <= 0 for a, _ in moved):
+            return math.inf
+        return math.hypot(*(m * a.sensitivity / a.noise_std for a, m in moved))
 
     @property
     def passed(self) -> bool:
-        """Whether no release moves by more than is declared; not a proof."""
-        return self.largest <= 1 + ROUNDING
+        """Whether the two checks of one pair of data sets hold; not a proof.
+
+        No release moves by more than is declared, or moves without noise. And the
+        answers are equal: they depend on records through releases only.
+        """
+        is_small = self.largest <= 1 + ROUNDING and self.mu < math.inf
+        return is_small and self.same_answer
 
     def __str__(self) -> str:
         """Return the outcome, and the largest movement of each kind of release."""
@@ -283,6 +306,10 @@ class Replay:
             found.setdefault(first.name or first.mechanism, []).append(movement)
         verdict = "no violation found" if self.passed else "VIOLATION"
         lines = [f"{verdict}: the largest movement is {self.largest:.6g} sensitivities"]
+        if not self.same_answer:
+            lines.append("the answer depends on records, but through no release")
+        if self.mu == math.inf:
+            lines.append("a release that moves has no noise")
         lines += [
             f"  {len(v)} x {k}: at most {np.max(v):.6g}" for k, v in found.items()
         ]
@@ -296,9 +323,9 @@ def replay(run: Callable[[Any], Any], data: PyTree, neighbour: PyTree) -> Replay
     steps, and a release moves by the difference of the records alone.
 
     Args:
-        run: A function of the records that makes the run, such as
-            `lambda data: dpb.solve(problem, solver, data, w0, key=key)`. Its key is the
-            same in both calls.
+        run: A function of the records that makes the run and returns its answer, such
+            as `lambda data: dpb.solve(problem, solver, data, w0, key=key)`. Its key is
+            the same in both calls.
         data: The records.
         neighbour: The records with those of one person replaced, or, under
             add-or-remove-one, left out.
@@ -313,14 +340,14 @@ def replay(run: Callable[[Any], Any], data: PyTree, neighbour: PyTree) -> Replay
     with _recording() as tape:
         kept: dict[tuple[int, ...], PyTree] = {}
         tape.shown = kept.setdefault  # of the second run that of the first
-        run(data)
+        answer = run(data)
         notes = tape.take()
         first = {note.key: note for note in notes}
         if not any(note.noiseless for note in notes):
             raise ValueError("replay: the run makes no release with noise.")
         if len(first) < len(notes):
             raise ValueError("replay: the run uses a key for two releases.")
-        run(neighbour)
+        other = run(neighbour)
         notes = tape.take()
         second = {note.key: note for note in notes}
         if second.keys() != first.keys() or len(notes) != len(first):
@@ -328,7 +355,16 @@ def replay(run: Callable[[Any], Any], data: PyTree, neighbour: PyTree) -> Replay
                 "replay: the runs make different releases, or under different keys. "
                 "Let neither depend on records, and give both the same key."
             )
-    return Replay(tuple((note, second[key]) for key, note in first.items()))
+    pairs = tuple((note, second[key]) for key, note in first.items())
+    return Replay(pairs, _bits(answer) == _bits(other))
+
+
+def _bits(answer: PyTree) -> list[tuple[tuple[int, ...], bytes]]:
+    """Return the shapes and bits of all numbers in an answer, keys left out."""
+    found = filter(eqx.is_array_like, jax.tree.leaves(answer))
+    key = jax.dtypes.prng_key
+    numbers = (v for v in found if not jnp.issubdtype(getattr(v, "dtype", float), key))
+    return [(np.shape(v), np.asarray(v).tobytes()) for v in numbers]
 
 
 def _movement(first: Recorded, second: Recorded) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,23 @@ class ForgetsNoise(dpb.NoisyGD):
         return dpb.NoisyGD.step(quiet, problem, data, state, key=key)
 
 
+class AnswersWithTheMean(dpb.NoisyGD):
+    """A solver that adds the raw mean of the records to its last iterate."""
+
+    def step(self, problem, data, state, *, key):
+        state = super().step(problem, data, state, key=key)
+        last = jnp.where(state.t == 3, jnp.mean(data, 0), 0.0)
+        return dataclasses.replace(state, w=state.w + last)
+
+
+class AddsNoNoise(dpb.NoisyGD):
+    """A solver whose steps add no noise, which its ledger does not say."""
+
+    def step(self, problem, data, state, *, key):
+        silent = dataclasses.replace(self, noise_multiplier=0 * self.noise_multiplier)
+        return dpb.NoisyGD.step(silent, problem, data, state, key=key)
+
+
 @pytest.mark.parametrize("relation", ["replace_one", "add_or_remove_one"])
 def test_a_right_solver_moves_at_most_one_sensitivity_and_by_all_of_it(relation):
     plan = plan_of(neighbours=relation)
@@ -100,6 +118,37 @@ def test_a_solver_that_clips_the_batch_instead_of_the_record_is_caught():
     assert "VIOLATION" in str(found)
 
 
+def test_an_answer_with_records_that_were_not_released_is_caught():
+    found = replayed(plan_of(AnswersWithTheMean))
+    assert found.largest == pytest.approx(1.0, abs=1e-3)  # each release is right
+    assert not found.same_answer
+    assert not found.passed
+    assert "the answer depends on records, but through no release" in str(found)
+
+
+def test_steps_without_noise_are_caught():
+    found = replayed(plan_of(AddsNoNoise))
+    assert found.largest == pytest.approx(1.0, abs=1e-3)
+    assert found.same_answer
+    assert found.mu == np.inf
+    assert not found.passed
+    assert "a release that moves has no noise" in str(found)
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "add_or_remove_one"])
+def test_answers_are_compared_number_by_number(relation):
+    plan = plan_of(neighbours=relation)
+
+    def run(data, bad=0.0):
+        found = dpb.solve(PROBLEM, plan.solver, data, W0, key=KEY, trajectory=True)
+        return found, KEY, "text", np.float64(np.nan), None, bad
+
+    pair = neighbours_of(relation)
+    assert replay(run, *pair).passed
+    assert not replay(lambda data: run(data, data.sum()), *pair).passed
+    assert not replay(lambda data: run(data, data), *pair).passed
+
+
 def test_noise_that_the_ledger_overstates_is_caught_by_mu():
     plan = plan_of(ForgetsNoise)
     found = replayed(plan)
@@ -117,6 +166,20 @@ def test_a_run_that_is_recorded_is_the_same_run():
     np.testing.assert_array_equal(before, during)
     np.testing.assert_array_equal(before, after)
     assert len(releases) == 3  # and no later run adds to them
+
+
+def test_a_run_of_another_thread_is_not_recorded_and_compiled_as_without_a_record():
+    plan = plan_of()
+    other = jax.jit(lambda key: dpb.solve(PROBLEM, plan.solver, -ROWS, W0, key=key))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(other(KEY).value))
+    with record() as releases:
+        thread.start()
+        thread.join()
+        dpb.solve(PROBLEM, plan.solver, ROWS, W0, key=KEY)
+    assert len(releases) == 3
+    assert "callback" not in other.lower(KEY).as_text()
+    np.testing.assert_array_equal(found[0], other(KEY).value)
 
 
 def test_a_record_has_what_the_ledger_declares():
