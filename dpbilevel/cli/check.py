@@ -24,6 +24,12 @@ _REMEDIES = {
     UNUSABLE: "unreadable, so that the record has no influence; correct the cells, or "
     "declare unit or decimal",
 }
+_LIST_OR_SPELL = (
+    "Add these values to the list, or correct the spelling of a listed value."
+)
+_SPELL_OR_LIST = (
+    "Correct the cells. Or list the value: it then gets a coefficient of its own."
+)
 
 
 def check(
@@ -64,8 +70,8 @@ def _lines(data: CsvData, table: Table) -> Iterator[str]:
     for name, of_column in zip(data.checked_columns.names, marks, strict=True):
         if name not in lists:
             yield from _numbers(name, table.column(name), of_column)
-    for name, (values, effect) in lists.items():
-        yield from _values(name, table.column(name), values, effect)
+    for name, (values, *said) in lists.items():
+        yield from _values(name, table.column(name), values, *said)
 
 
 def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
@@ -93,13 +99,14 @@ def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
             yield f"  set person = {name!r} in [privacy] to protect people, not rows"
 
 
-def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str]]:
-    """Return, by column, its listed values and the effect of an unlisted value."""
-    label, none = data.label, "the record has no influence"
-    found = {b.column: (b.values, "counts as none of them") for b in data.categorical}
+def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str, str]]:
+    """Return, by column, its values, and effect and remedy of an unlisted value."""
+    label, none = data.label, ("the record has no influence", _LIST_OR_SPELL)
+    other = "counts as none of them", _SPELL_OR_LIST
+    found = {block.column: (block.values, *other) for block in data.categorical}
     if label.numbers:
-        found[label.column] = (label.values, none)
-    return found | {place.column: (place.values, none) for place in data.places}
+        found[label.column] = (label.values, *none)
+    return found | {place.column: (place.values, *none) for place in data.places}
 
 
 def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
@@ -121,7 +128,7 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
 
 
 def _values(
-    name: str, cells: Cells, values: tuple[Value, ...], effect: str
+    name: str, cells: Cells, values: tuple[Value, ...], effect: str, remedy: str
 ) -> Iterator[str]:
     found = positions(cells, values)
     counts = {named(v): int(np.sum(found == i)) for i, v in enumerate(values)}
@@ -135,7 +142,7 @@ def _values(
         shown = ", ".join(f"{value!r} {n}" for value, n in others)
         yield (
             f"  {len(rows)} not listed, {effect}: {shown} (rows {_rows(rows)}). "
-            "Add these values to the list, or correct the spelling of a listed value."
+            f"{remedy}"
         )
 
 

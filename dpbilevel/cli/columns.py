@@ -151,7 +151,7 @@ class Numeric(Standardized):
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return the block's features and the marks of its cells, row by row.
 
-        An empty cell counts as the public mean, that is 0. Text that is no number
+        An empty cell counts as 0, the middle of the declared range. Text that is no number
         becomes NaN, which leaves the record without influence.
         """
         features, marks = [], {}

@@ -23,7 +23,8 @@ class Predictions:
         rows: Number of rows.
         malformed: Number of rows with another number of cells than the header.
         empty: Number of other rows without an answer.
-        missing: Number of rows with an empty cell, which counts as the mean, by column.
+        missing: Number of rows with an empty cell, by column. The cell counts as the
+            middle of the declared range.
         unlisted: Number of rows with a category that the config does not list, by
             column.
     """
@@ -44,7 +45,8 @@ class Predictions:
         if self.empty:
             text += f"; {self.empty} without an answer: text in the place of a number"
         for name, count in self.missing.items():
-            text += f"; {count} without a number in {name!r}, taken as the mean"
+            text += f"; {count} without a number in {name!r}, taken as the middle of "
+            text += "the declared range"
         for name, count in self.unlisted.items():
             text += f"; {count} with a value of {name!r} that the config does not list"
         return text

@@ -296,8 +296,8 @@ def test_rows_that_the_model_knows_less_of_are_counted(finished, tmp_path, capsy
     assert (
         "(5 rows; 1 without an answer: more or fewer cells than the header has names; "
         "1 without an answer: text in the place of a number; 1 without a number in "
-        "'pay', taken as the mean; 2 with a value of 'town' that the config does not "
-        "list)"
+        "'pay', taken as the middle of the declared range; 2 with a value of 'town' "
+        "that the config does not list)"
     ) in capsys.readouterr().out
 
 
