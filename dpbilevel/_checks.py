@@ -105,10 +105,13 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[..., None]:
+def _check_of_range(
+    words: str, holds: Callable[[float], bool], hint: str = ""
+) -> Callable[..., None]:
     """Return a function that raises `ValueError` unless known values are in a range.
 
-    It is called with the name of the owner, and with the values by name.
+    It is called with the name of the owner, and with the values by name. The error ends
+    with the hint.
     """
 
     def check(owner: str, **values: object) -> None:
@@ -123,7 +126,8 @@ def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[...,
             found = float(value) if known else math.nan  # pyright: ignore
             if not (math.isfinite(found) and holds(found)):
                 what = words if known else f"a number, {words}"
-                raise ValueError(f"{owner}: {name} must be {what}, got {shown(value)}.")
+                what = f"must be {what}, got {shown(value)}.{hint}"
+                raise ValueError(f"{owner}: {name} {what}")
 
     return check
 
@@ -131,6 +135,11 @@ def _check_of_range(words: str, holds: Callable[[float], bool]) -> Callable[...,
 positive = _check_of_range("positive and finite", lambda v: v > 0)
 non_negative = _check_of_range("non-negative and finite", lambda v: v >= 0)
 fraction = _check_of_range("strictly between 0 and 1", lambda v: 0 < v < 1)
+poisson_rate = _check_of_range(
+    "strictly between 0 and 1",
+    lambda v: 0 < v < 1,
+    " rate = batch size / number of records.",
+)
 batch_rate = _check_of_range(
     "in (0, 1], the batch size over the number of records", lambda v: 0 < v <= 1
 )
@@ -294,6 +303,7 @@ Count = Annotated[int, count]
 Positive = Annotated[float, positive]
 NonNegative = Annotated[float, non_negative]
 Fraction = Annotated[float, fraction]
+PoissonRate = Annotated[float, poisson_rate]
 ProperFraction = Annotated[float, proper_fraction]
 SignedShare = Annotated[float, signed_share]
 

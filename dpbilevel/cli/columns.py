@@ -151,8 +151,8 @@ class Numeric(Standardized):
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return the block's features and the marks of its cells, row by row.
 
-        An empty cell counts as 0, the middle of the declared range. Text that is no number
-        becomes NaN, which leaves the record without influence.
+        An empty cell counts as 0, the middle of the declared range. Text that is no
+        number becomes NaN, which leaves the record without influence.
         """
         features, marks = [], {}
         for name, m, s in zip(self.columns, self.mean, self.scale, strict=True):

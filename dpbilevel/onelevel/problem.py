@@ -196,10 +196,17 @@ def check_scalar(
         names = ("w0",) if len(variables) == 1 else ("x", "y")
         shapes = _in_words(dict(zip(names, variables, strict=False)) | record)
         missing = type(error) in (KeyError, IndexError, AttributeError)
+        if type(error) is NameError and "axis name" in str(error):
+            raise ValueError(
+                f"{name} uses a named axis, as batch normalization does, for {shapes}. "
+                "Use layer or group normalization."
+            ) from error
         if missing or type(error) in (TypeError, ValueError):
             kind = ValueError if missing else type(error)
             what = f"{type(error).__name__}: {error}" if missing else str(error)
             hint = "Give an initial point and records that it reads."
+            if record and type(error) not in (KeyError, AttributeError):
+                hint = f"{hint[:-1]}: each call gets one record, without a batch axis."
             if "positional argument" in what:
                 hint = "It gets a key, as its last argument, in dpb.Randomized only."
             what = what.removesuffix(".")

@@ -96,8 +96,23 @@ def test_initial_points_of_the_wrong_length_name_all_shapes():
         dpb.fit(linear, SOLVER, rows, jnp.zeros(4), **options)
     wide = ROWS | {"x": np.ones((20, 5), np.float32)}
     shapes = r"w0.layers\[0\].weight float32\[2, 2\].* record\['x'\] float32\[5\]"
-    with pytest.raises(TypeError, match=shapes):
+    with pytest.raises(TypeError, match=rf"{shapes}.*without a batch axis"):
         dpb.fit(dpb.FiniteSum(error), SOLVER, wide, MODEL, **options)
+
+
+def test_a_loss_with_batch_normalization_is_refused():
+    def loss(w, row):
+        return jnp.sum((w - jax.lax.pmean(row["x"], "batch")) ** 2)
+
+    with pytest.raises(ValueError, match=r"loss uses a named axis.* w0 .*Use layer or"):
+        dpb.fit(
+            dpb.FiniteSum(loss),
+            SOLVER,
+            ROWS,
+            jnp.zeros(2),
+            key=jax.random.key(4),
+            **OPTIONS,
+        )
 
 
 def test_the_lower_solution_names_the_shapes_of_a_wrong_start():

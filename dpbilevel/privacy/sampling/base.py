@@ -179,7 +179,7 @@ class Poisson(AbstractSampling):
             tail bound.
     """
 
-    rate: _checks.Fraction = eqx.field(static=True)
+    rate: _checks.PoissonRate = eqx.field(static=True)
     capacity: _checks.Count | None = eqx.field(static=True, default=None)
 
     @property
