@@ -88,15 +88,25 @@ class FunctionPopulation(AbstractPopulation):
         request = _with_tests(sizes)
         try:
             data = jax.tree.map(jnp.asarray, self.fun(draw, request))
+        except Exception as error:
+            raise ValueError(
+                f"auto: synthetic failed for {_in_words(request)}, test records "
+                f"included. {type(error).__name__}: {error}"
+            ) from error
+        try:
             problem.check(w0, data)
             people = () if isinstance(sizes, int) else (sizes.people,)
             returned = problem.sizes_of(data, *people)
         except Exception as error:
             raise ValueError(
-                f"auto: synthetic failed for {request}. {type(error).__name__}: {error}"
+                "auto: w0, a loss and the records of synthetic do not fit. "
+                f"{type(error).__name__}: {error}"
             ) from error
         if returned != request:
-            raise ValueError(f"auto: synthetic returned {returned}, not {request}.")
+            raise ValueError(
+                f"auto: synthetic returned {_in_words(returned)}, not "
+                f"{_in_words(request)}, which includes the test records."
+            )
         upper = data.upper if isinstance(data, Levels) else data
         size = sizes.upper if isinstance(sizes, Sizes) else sizes
         rows = jax.random.permutation(order, 2 * size)  # they may be sorted
@@ -108,6 +118,14 @@ class FunctionPopulation(AbstractPopulation):
             shared = data.is_shared
             upper = Levels.shared(upper) if shared else Levels(upper, data.lower)
         return SyntheticData(upper, test)
+
+
+def _in_words(sizes: Sizes | int) -> str:
+    """Return the text of sizes, with `people` as callers write it."""
+    if isinstance(sizes, int):
+        return f"{sizes} records"
+    people = f'people="{sizes.people.value}"'
+    return f"Sizes(upper={sizes.upper}, lower={sizes.lower}, {people})"
 
 
 def _with_tests(sizes: Sizes | int) -> Sizes | int:

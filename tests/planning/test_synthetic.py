@@ -81,12 +81,17 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
         (
             {"synthetic": lambda k, n: {}["a"]},
             ValueError,
-            "synthetic failed for .* KeyError",
+            "synthetic failed for .*test records included. KeyError",
         ),
         (
             {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},
             ValueError,
-            "synthetic returned Sizes",
+            r'returned .* people="disjoint"\), not Sizes\(upper=12, .* test records\.',
+        ),
+        (
+            {"synthetic": lambda *_: dpb.Levels(ones(12), {"a": jnp.ones((9, 3))})},
+            ValueError,
+            "w0, a loss and the records of synthetic do not fit. .*'t'",
         ),
     ],
 )
