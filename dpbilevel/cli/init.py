@@ -24,11 +24,13 @@ from .tables import (
 )
 from .tasks import TASKS
 
+MOST_ROWS = 8  # rows of a person that count, unless a flag gives another number
 OFFERED = {name: task.summary for name, task in TASKS.items() if task.template}
 _NUMBER = r"[-+]?(?:\d+[.,]?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*([^\s\d.,].*?)?\s*")
 _DAY = r"(\d{4}-\d\d-\d\d)"
 _DATES = re.compile(rf"\s*{_DAY}\s*\.\.\s*{_DAY}\s*(.*?)\s*")
+_FORMAT = "and then the format of the file, as in 2000-01-31..2000-12-31 %d.%m.%Y"
 _LOSSES = '"logistic" for two classes, "softmax" for more, "squared" for a number'
 
 
@@ -151,7 +153,11 @@ def _rendered(facts: dict[str, Any]) -> str:
     loss = f'loss = "{loss}"  # {_LOSSES}'
     if several:
         loss += f"\nnum_classes = {several}  # number of classes"
+    given = vars(flags)
+    if flags.most_rows is None:
+        given = given | {"most_rows": MOST_ROWS}
     facts |= {
+        "flags": argparse.Namespace(**given),
         "offered": OFFERED,
         "whom": "people" if flags.person else "records",
         "delta": flags.delta or _delta(facts["training"], facts["validation"]),
@@ -193,6 +199,22 @@ def id_of(flags: argparse.Namespace) -> str | None:
     return None if flags.person else next(filter(is_id, names), None)
 
 
+def remarks(flags: argparse.Namespace) -> list[str]:
+    """Return what a draft assumes because no flag says it."""
+    found = []
+    if flags.person and flags.most_rows is None:
+        found.append(f"most_rows = {MOST_ROWS}: correct it if people have more rows")
+    for text in flags.column or ():
+        name, content = _pair(text, "--column")
+        dates = _DATES.fullmatch(content)
+        if dates and not dates[3]:
+            found.append(
+                f"cells of {name!r} are read as 2000-01-31; if they look different, "
+                f"give the range {_FORMAT}"
+            )
+    return found
+
+
 def content_of(text: str) -> Range | Values:
     """Return the `Range` or the values that the text after `NAME=` describes.
 
@@ -210,8 +232,8 @@ def content_of(text: str) -> Range | Values:
         return Range(low, high, found[3] or "", decimal="," if comma else "")
     if "," not in text:
         raise ValueError(
-            f"cannot read {text!r}; give LOW..HIGH, of numbers or of dates such as "
-            "2000-12-31, or values separated by commas."
+            f"cannot read {text!r}; give LOW..HIGH of numbers, values separated by "
+            f"commas, or a range of dates {_FORMAT}."
         )
     return values_of(text)
 

@@ -122,7 +122,7 @@ def _add_flags_of_init(add: Any) -> None:
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
     people = "the id of the person of each row, if people have several rows"
     add("--person", metavar="COLUMN", help=people)
-    add("--most-rows", metavar="N", type=int, default=8, help="of a person (8)")
+    add("--most-rows", metavar="N", type=int, help=f"of a person ({init.MOST_ROWS})")
     add("--task", choices=init.OFFERED, default="training", help="training by default")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--positive", metavar="VALUES", help="values of the positive class, by commas")
@@ -168,6 +168,8 @@ def _init(arguments: argparse.Namespace) -> int:
     with interrupts.uninterruptible():
         out.write_text(text, encoding="utf-8")
     print(f"config: {out} (read it, and correct mistakes)")
+    for remark in init.remarks(arguments):
+        print(f"  {remark}")
     found = init.id_of(arguments)
     if found:
         flag = f"--person {shlex.quote(found)}"

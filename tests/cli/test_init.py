@@ -220,6 +220,7 @@ def test_paths_are_relative_to_the_config(folder):
         (["--label", "sik"], "'sik' is no column of people.csv; give one of age, dose"),
         ([*TRAINING, "--column", "age"], "--column age has no '='; give NAME=VALUE"),
         ([*TRAINING, "--column", "age=A"], "cannot read 'A'; give LOW..HIGH"),
+        ([*TRAINING, "--column", "age=1.1.2000..2.1.2000"], "31 %d.%m.%Y."),
         ([*TRAINING, "--column", "age=9..1"], "the range 9..1 must be increasing"),
         ([*TRAINING, "--column", "sick=A,B"], "the column 'sick' is named twice"),
         (

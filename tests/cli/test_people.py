@@ -371,6 +371,8 @@ def test_the_draft_of_a_config_asks_for_people_first(folder, capsys):
     assert main(["init", "visits.csv", *flags, *out, "--person", "patient"]) == 0
     config = tomllib.loads((folder / "new.toml").read_text())
     assert list(config["privacy"])[:2] == ["person", "most_rows"]
+    assert "most_rows = 8: correct it if people have" in capsys.readouterr().out
+    assert config["privacy"]["most_rows"] == 8
     assert config["data"]["training"] == PEOPLE
     (folder / "new.toml").unlink()
     assert main(["init", "visits.csv", *flags, *out]) == 0

@@ -318,11 +318,15 @@ def test_the_draft_of_a_config_declares_dates_classes_and_commas(folder, capsys)
     flags += ["--column", "size=0,5..9,5 cm"]
     assert main(["init", "flowers.csv", *flags, "--out", "b.toml"]) == 0
     tables = tomllib.loads((folder / "b.toml").read_text())
+    assert "are read as 2000-01-31" not in capsys.readouterr().out
     seen, size = tables["data"]["numeric"]
     assert (seen["transform"], seen["origin"]) == ("date", "2024-01-01")
     assert (size["unit"], size["decimal"], size["mean"]) == ("cm", ",", [5])
     assert tables["data"]["label"]["classes"] == [["rose"], ["lily"], ["tulip"]]
     assert tables["model"] == {"loss": "softmax", "num_classes": 3}
+    iso = [*flags[:6], "--column", "seen=2024-01-01..2024-12-31", "--out", "d.toml"]
+    assert main(["init", "flowers.csv", *iso]) == 0
+    assert "cells of 'seen' are read as 2000-01-31" in capsys.readouterr().out
     flags += ["--task", "group_fair", "--groups", "plant=f1,f2"]
     said = failure(capsys, "init", "flowers.csv", *flags, "--out", "c.toml")
     assert "--task group_fair has two classes; give --positive and --negative" in said
