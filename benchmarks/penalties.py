@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.bilevel.certificates.certified import ClippedUpper
+from dpbilevel.bilevel.certificates.certified import Adapted
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.tables import read_csv
 
@@ -263,7 +263,7 @@ def implicit(count=11, upper=1000, lower=20_000):
         norm = float(jnp.max(jnp.linalg.norm(own, axis=1)))
         value = float(jnp.linalg.norm(jnp.mean(own, axis=0)))
         plain = problem.constants.bounds(sizes, x)
-        short = ClippedUpper(problem.constants, norm).bounds(sizes, x)
+        short = Adapted(problem.constants, norm).bounds(sizes, x)
         sums = [float(b.upper + b.lower) for b in (plain, short)]
         # Noise of one release at epsilon 1 out of ten, with all coordinates.
         noise = 4.0 * (10 * count) ** 0.5 * sums[1]

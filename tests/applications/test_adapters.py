@@ -8,7 +8,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.applications import LowRankLinear, adapters, low_rank, merged
-from dpbilevel.core import modules
+from dpbilevel.core import problem as problems
 from dpbilevel.runs import run as run_module
 
 PLAIN = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
@@ -73,7 +73,7 @@ def test_noise_and_clipping_see_the_trained_part_alone(solution):
 
 def products(trainable):
     """The number of matrix products in the gradient of one record."""
-    problem, w0, _ = modules.arrays_of("fit", PROBLEM, MODEL, trainable)
+    problem, w0, _ = problems.arrays_of("fit", PROBLEM, MODEL, trainable)
     gradient = problem.record_gradients(w0)["records"]
     jaxpr = jax.make_jaxpr(gradient)(ROWS[0])
     return str(jaxpr).count("dot_general")

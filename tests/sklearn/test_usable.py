@@ -203,7 +203,7 @@ def test_a_private_number_of_records_shows_in_no_indicator(checks):
     private = {"neighbours": "add_or_remove_one", "size": 50, "classes": [0, 1]}
     model = DPLogisticRegression(**private, bounds=(-1, 1), max_iter=1)
     for rows in (64, 63, 0):
-        model.fit(X[:rows], y[:rows])
+        model.fit(X[:rows], y[:rows], key=jax.random.key(rows))
     checked, measured = checks[::3], checks[1::3]
     assert len({rows.records.shape for _, rows, _ in checked}) == 1
     assert len({rows.records.shape for _, rows, _ in measured}) == 1
