@@ -260,7 +260,8 @@ def environment(*loaders: Any) -> "Environment":
 
 def _cell(text: str) -> str:
     """Return text on one line, as a cell of a table in Markdown."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    escaped = re.sub(r"[\\`\[|]", r"\\\g<0>", " ".join(text.split()))
+    return escaped.replace("<", "&lt;")
 
 
 def _percent(fraction: float) -> str:

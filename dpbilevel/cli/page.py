@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ _COLORS = {
 }
 _TUNING = (
     "Columns, bounds, lists of values and scales were declared in the config; the "
-    "program computed nothing from the records but the releases of its ledger."
+    "program computed nothing from the records but the releases of its ledger{}."
 )
 
 
@@ -69,10 +70,14 @@ def certificate_of(result: Result, spent: str, title: str) -> RunCertificate:
         "product": f"the {task.label} of each {task.of}, and a linear model of "
         f"{np.size(result.model)} coefficients; task {task.name}",
         "data": f"all tables of records with the declared columns: {columns}",
-        "tuning": _TUNING,
+        "tuning": _TUNING.format(""),
     }
     if result.test is not None:
         facts["utility"] = str(result.test)
+        if result.test.kind == "non_private":
+            of = f"the exact {result.test.metric} on {result.test.file}"
+            facts["exact"] = f"{of}, which is NON-PRIVATE"
+            facts["tuning"] = _TUNING.format(f" and {facts['exact']}")
     more: Any = {"spent": spent, "terms": task.terms, "facts": facts}
     return RunCertificate(result.report, title, result.power, **more, result=result)
 
@@ -99,7 +104,8 @@ def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
         for name, part in value.items():
             yield from _flat(part, f"{key}.{_key(name)}" if key else _key(name))
     else:
-        yield key, _inline(value)
+        is_local = key.endswith("path") and Path(value).is_absolute()
+        yield key, _inline(Path(value).name if is_local else value)
 
 
 def _inline(value: Any) -> str:

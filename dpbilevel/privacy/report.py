@@ -44,9 +44,12 @@ IDEALISED = {
 ROW = "one row"
 ONE_ID = (
     "all rows of a person have one id, spelt alike; neighbouring data have the same "
-    "ids but for a person who is added or removed; and what a row says was computed "
-    "from no row of another person"
+    "ids{}; and what a row says was computed from no row of another person"
 )
+_OTHER_IDS = {
+    Neighbours.REPLACE_ONE: "",
+    Neighbours.ADD_OR_REMOVE_ONE: " but for a person who is added or removed",
+}
 TRUSTED = (
     "what losses close over, public terms, sets, counts, clip norms and the starting "
     "point hold no private data but what is released"
@@ -233,7 +236,7 @@ def describe(
             *dict.fromkeys(text for q in queries for text in q.sampling.assumptions),
             *_bounded_numbers(ledger),
             *large_delta(ledger, budget),
-            *(() if unit is None else (ONE_ID,)),
+            *(() if unit is None else (ONE_ID.format(_OTHER_IDS[ledger.neighbours]),)),
             TRUSTED,
             *(IDEALISED[name] for name in sorted(precisions)),
             GENERATOR,
@@ -261,8 +264,8 @@ def _certificates(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
         cost = profiles.total_variation_delta(budget.epsilon, overflow)
         part = f": {rounded_up(cost / budget.delta, 3)} of it" if budget.delta else ""
         notes.append(
-            "some batch is not drawn as accounted for, as where one overflows, with "
-            f"probability at most {rounded_up(overflow, 3)}, counted in delta{part}"
+            "a batch overflows or is drawn wrongly with probability at most "
+            f"{rounded_up(overflow, 3)}, counted in delta{part}"
         )
     return tuple(notes)
 

@@ -47,7 +47,9 @@ def test_detection_rates_of_sampled_batches_are_exact_with_a_ledger_else_the_bou
     assert plan.report.mu is None
     ledger = plan.solver.ledger(PROBLEM, 500)
     bound, exact = dpb.certificate(plan), dpb.certificate(plan, ledger=ledger)
-    assert "the bound that epsilon and delta give" in bound.html()
+    assert "a rough upper bound, by epsilon and delta alone" in bound.html()
+    (call,) = re.findall(r"certificate\(run, ledger=(plan.*?\))\)", bound.html())
+    assert eval(call, {"plan": plan, "problem": PROBLEM}).releases == ledger.releases
     assert "are exact" in exact.html()
     for alarms, power in detected(exact).items():
         assert alarms < power < detected(bound)[alarms]
@@ -96,6 +98,7 @@ def test_a_belief_passes_the_stated_one_no_more_often_than_stated(mu, epsilon):
 def test_a_page_of_a_report_says_belief_and_its_exceptions():
     page = dpb.certificate(plan_of(), title="Trial <1>").html()
     assert "Trial &lt;1&gt;" in page
+    assert "<dd>1 in 100,000 (1e-05)</dd>" in page
     assert "one answer has at most <strong>75 %</strong>" in page
     assert "exceptional outcome is at most 1 in 6,812" in page
 
@@ -180,12 +183,18 @@ def test_a_worksheet_has_every_component_of_the_pyramid_in_rows_of_three_cells()
     assert "<b>" not in text
 
 
+def test_a_cell_of_a_worksheet_has_no_markdown_of_its_own():
+    text = dpb.certificate(plan_of(), title=r"a \| `b` [c](http://d)").nist()
+    assert text.splitlines()[0].endswith(r"a \\\| \`b\` \[c](http://d)")
+
+
 def test_the_unit_and_the_relation_are_said_in_words():
     report = plan_of().report
     other = {
         "unit": "one person (at most 3 rows each)",
         "relation": "add_or_remove_one",
     }
+    assert "if each person has one record" in Certificate(report, "A").html()
     page = Certificate(dataclasses.replace(report, **other), "A").html()
     assert "Protected is one person (at most 3 rows each)" in page
     assert "rows of any one person been left out" in page

@@ -13,6 +13,7 @@ import dpbilevel as dpb
 from dpbilevel.audit.certificate import environment, largest_powers, word_of
 from dpbilevel.cli import page, results, tasks
 from dpbilevel.cli.config import parse_config, public_classes, read_config
+from dpbilevel.cli.evaluation import Evaluation
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.toml_tables import Location
@@ -83,6 +84,11 @@ def test_the_config_on_a_page_is_toml_that_plans_the_same_guarantee():
     assert prepare(parse_config(tables, Location("a.toml"))).report == result.report
 
 
+def test_an_absolute_path_of_a_config_is_a_name_on_the_page():
+    tables = {"path": "/home/a/b.csv", "validation_path": "c/d.csv"}
+    assert page._lines(tables) == 'path = "b.csv"\nvalidation_path = "c/d.csv"'
+
+
 def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     result = result_of("source_weighting")
     said = text_of(page_of(result))
@@ -102,6 +108,24 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     assert "Run in <out>" in said
     for name in (*result.names, *result.features):
         assert name in said
+
+
+def test_an_exact_accuracy_on_records_is_named_wherever_all_is_said_to_be_covered():
+    result = result_of("training")
+    exact = Evaluation("accuracy", 0.75, "t.csv", "non_private", 40)
+    public = dataclasses.replace(exact, kind="public")
+    cut = "the exact accuracy on t.csv, which is NON-PRIVATE"
+    asked = "Are releases without differential privacy made from the same records?"
+    for test, count in (None, 0), (public, 0), (exact, 3):
+        certificate = certificate_of(dataclasses.replace(result, test=test))
+        said, sheet = text_of(certificate.html()), certificate.nist()
+        assert said.count(cut) == count
+        assert ("All of it is covered" in said) == (count == 0)
+        assert ("NON-PRIVATE test accuracy 0.75" in said) == (count > 0)
+        answer = f"Yes: {cut}. TODO: others." if count else "TODO"
+        assert f"{asked} | {answer} |" in sheet
+        for text in sheet, certificate.registry():
+            assert (f"the releases of its ledger and {cut}" in text) == (count > 0)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -185,7 +209,12 @@ def test_the_command_writes_a_page_into_a_new_file(tmp_path, capsys):
     left = 3 - results.load(tmp_path / "out").report.epsilon
     assert f"left: epsilon = {left:.6g}" in (tmp_path / "a.html").read_text()
     assert "TODO" in (tmp_path / "a.yaml").read_text()
-    assert "| Epsilon |" in (tmp_path / "a.md").read_text()
+    sheet = (tmp_path / "a.md").read_text()
+    assert "TODO: list all releases of these records outside this folder" in sheet
+    for kind in "html", "yaml", "md":  # the name of a folder, and not where it is
+        text = (tmp_path / f"a.{kind}").read_text()
+        assert f"limit of {tmp_path.name}: " in text
+        assert str(tmp_path) not in text
     assert 0.05 < results.load(tmp_path / "out").power["0.05"] < 0.2
 
 

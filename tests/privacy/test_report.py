@@ -69,7 +69,7 @@ def test_the_text_holds_what_a_reader_must_know():
         "jax ",
     ):
         assert words in text
-    assert "some batch is not drawn as accounted for" in str(REPORTS["poisson"])
+    assert "a batch overflows or is drawn wrongly" in str(REPORTS["poisson"])
 
 
 @pytest.mark.parametrize(
