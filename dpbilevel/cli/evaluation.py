@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class Evaluation:
     Attributes:
         metric: Name of the metric.
         value: Value of the metric; `None` if all records are left out.
-        file: The test file, as in the config.
+        file: Name of the test file.
         kind: `"public"`, `"counted"` or `"non_private"`.
         records: Number of records that were read.
         left_out: Number of records with an unlisted label or a feature that is no
@@ -144,7 +145,7 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
     held_out, assumed = config.data.test, [*reversed(config.check.assumptions)]
     assumed.insert(0, _UNLISTED)
     if held_out is not None:
-        assumed.insert(0, _ASSUMED[held_out.accuracy].format(held_out.path))
+        assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
     assumed += _of_ids(config)
     assumed = (*assumed, *report.assumptions)
     report = dataclasses.replace(report, assumptions=assumed)
@@ -196,7 +197,8 @@ def evaluate(
     held_out, label = config.data.test, config.data.label
     assert held_out is not None
     of = f"log1p({label.column})" if label.transform == "log1p" else label.column
-    fields: dict[str, Any] = {"file": held_out.path, "kind": held_out.accuracy}
+    file = Path(held_out.path).name
+    fields: dict[str, Any] = {"file": file, "kind": held_out.accuracy}
     fields["metric"] = f"root mean squared error of {of}"
     if label.numbers:
         fields["metric"] = "accuracy"

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import operator
 import os
 import shlex
 import signal
@@ -274,7 +275,8 @@ def _report(arguments: argparse.Namespace) -> None:
     for name, file in files.items():
         predictions.check_new(file, f"--{name}")
         check_installed("this command", "jinja2", "matplotlib")
-    spent = results.spent(arguments.folder)
+    shown = operator.attrgetter("name") if files else str  # no paths in certificates
+    spent = results.spent(arguments.folder, shown)
     try:
         result = results.load(arguments.folder)
         if not files:
@@ -282,7 +284,8 @@ def _report(arguments: argparse.Namespace) -> None:
             return
         from .page import certificate_of  # needs an extra
 
-        found = certificate_of(result, spent, f"Run in {arguments.folder}")
+        title = f"Run in {arguments.folder.resolve().name}"
+        found = certificate_of(result, spent, title)
         texts = {name: getattr(found, name)() for name in files}
         for name, file in files.items():
             predictions.check_new(file, f"--{name}")  # two options name one file

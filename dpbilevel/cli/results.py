@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,15 +245,20 @@ def check_folder(out: Path, resume: bool, restart: bool) -> None:
         checkpoint.check_empty("--out", out)
 
 
-def spent(out: Path) -> str:
-    """Return what the runs of a folder cost, as text; empty if none was started."""
+def spent(out: Path, shown: Callable[[Path], str] = str) -> str:
+    """Return what the runs of a folder cost, as text; empty if none was started.
+
+    Args:
+        out: The folder.
+        shown: Function that returns the text that stands for a folder.
+    """
     record = spending.read(out)
     if spending.is_moved(out.resolve()):  # by a later run
         above = out.resolve().parent
-        return f"spending: in the record of its folder: dpbilevel report {above}"
+        return f"spending: in the record of its folder: dpbilevel report {shown(above)}"
     if not (record.runs or spending.is_lost(out)):
         return ""
-    return "\n".join([str(record), *spending.remaining(out)])
+    return "\n".join([str(record), *spending.remaining(out, shown)])
 
 
 def _settle(out: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -385,8 +385,12 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
             )
 
 
-def remaining(folder: Path) -> list[str]:
+def remaining(folder: Path, shown: Callable[[Path], str] = str) -> list[str]:
     """Return a line of text on each limit that holds for a folder: what is left.
+
+    Args:
+        folder: The folder.
+        shown: Function that returns the text that stands for a folder.
 
     Raises:
         ValueError: A limit is damaged.
@@ -396,7 +400,7 @@ def remaining(folder: Path) -> list[str]:
     for place, limit in _limits(folder):
         found = spent(place)
         left = max(0.0, limit[0] - found.epsilon), max(0.0, limit[1] - found.delta)
-        lines.append(f"limit of {place}: {_text(limit)}; left: {_text(left)}")
+        lines.append(f"limit of {shown(place)}: {_text(limit)}; left: {_text(left)}")
     return lines
 
 
