@@ -121,7 +121,7 @@ def test_a_run_stopped_before_its_result_is_written_releases_the_same(
 ):
     prepared, seen = prepare(read_config(config_of(folder))), []
 
-    def stop(out, result, picture):
+    def stop(out, result):
         seen.append(result.test)
         raise Stop
 
