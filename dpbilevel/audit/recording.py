@@ -164,8 +164,7 @@ class Tape:
         raw = () if value is None else tuple(open_value(value))
         leaves = map(np.ravel, jax.tree.leaves(released))
         known = tuple(leaf.astype(np.float64) for leaf in leaves)
-        moves, strength, std = map(float, numbers)
-        found = Recorded(name, mechanism, moves, strength, std, key, raw, known)
+        found = Recorded(name, mechanism, *map(float, numbers), key, raw, known)
         self.notes.append(found)
         return self.shown(key, released)
 
@@ -284,10 +283,9 @@ class Replay:
         without noise.
         """
         pairs = zip(self.pairs, self.movements, strict=True)
-        moved = [(a, m) for (a, _), m in pairs if m > 0]  # draws are NaN
-        if any(a.noise_std <= 0 for a, _ in moved):
-            return math.inf
-        return math.hypot(*(m * a.sensitivity / a.noise_std for a, m in moved))
+        with np.errstate(divide="ignore", invalid="ignore"):  # a draw is NaN
+            parts = [m * a.sensitivity / a.noise_std for (a, _), m in pairs if m > 0]
+        return math.hypot(*parts)
 
     @property
     def passed(self) -> bool:
@@ -296,8 +294,7 @@ class Replay:
         No release moves by more than is declared, or moves without noise. And the
         answers are equal: they depend on records through releases only.
         """
-        is_small = self.largest <= 1 + ROUNDING and self.mu < math.inf
-        return is_small and self.same_answer
+        return self.same_answer and self.mu < math.inf and self.largest <= 1 + ROUNDING
 
     def __str__(self) -> str:
         """Return the outcome, and the largest movement of each kind of release."""
@@ -305,11 +302,10 @@ class Replay:
         for (first, _), movement in zip(self.pairs, self.movements, strict=True):
             found.setdefault(first.name or first.mechanism, []).append(movement)
         verdict = "no violation found" if self.passed else "VIOLATION"
-        lines = [f"{verdict}: the largest movement is {self.largest:.6g} sensitivities"]
+        moved = f"the largest movement is {self.largest:.6g} sensitivities"
+        lines = [f"{verdict}: {moved}, and mu is {self.mu:.6g}"]
         if not self.same_answer:
             lines.append("the answer depends on records, but through no release")
-        if self.mu == math.inf:
-            lines.append("a release that moves has no noise")
         lines += [
             f"  {len(v)} x {k}: at most {np.max(v):.6g}" for k, v in found.items()
         ]

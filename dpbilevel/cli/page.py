@@ -76,8 +76,8 @@ def certificate_of(result: Result, spent: str, title: str) -> RunCertificate:
         facts["utility"] = str(result.test)
         if result.test.kind == "non_private":
             of = f"the exact {result.test.metric} on {result.test.file}"
-            facts["exact"] = f"{of}, which is NON-PRIVATE"
-            facts["tuning"] = _TUNING.format(f" and {facts['exact']}")
+            exact = f"{of}, which is NON-PRIVATE"
+            facts |= {"exact": exact, "tuning": _TUNING.format(f" and {exact}")}
     more: Any = {"spent": spent, "terms": task.terms, "facts": facts}
     return RunCertificate(result.report, title, result.power, **more, result=result)
 

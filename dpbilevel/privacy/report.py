@@ -46,10 +46,7 @@ ONE_ID = (
     "all rows of a person have one id, spelt alike; neighbouring data have the same "
     "ids{}; and what a row says was computed from no row of another person"
 )
-_OTHER_IDS = {
-    Neighbours.REPLACE_ONE: "",
-    Neighbours.ADD_OR_REMOVE_ONE: " but for a person who is added or removed",
-}
+_ADDED = {Neighbours.ADD_OR_REMOVE_ONE: " but for a person who is added or removed"}
 TRUSTED = (
     "what losses close over, public terms, sets, counts, clip norms and the starting "
     "point hold no private data but what is released"
@@ -220,6 +217,7 @@ def describe(
     dimensions = dimensions or {}
     precisions = {release.mechanism.precision for release in releases}
     queries = (query for release in releases for query in release.reads)
+    one_id = ONE_ID.format(_ADDED.get(ledger.neighbours, ""))
     packages = "dp-accounting", "jax", "optax", "equinox"
     return PrivacyReport(
         status=_STATUS[ledger.basis],
@@ -236,7 +234,7 @@ def describe(
             *dict.fromkeys(text for q in queries for text in q.sampling.assumptions),
             *_bounded_numbers(ledger),
             *large_delta(ledger, budget),
-            *(() if unit is None else (ONE_ID.format(_OTHER_IDS[ledger.neighbours]),)),
+            *(() if unit is None else (one_id,)),
             TRUSTED,
             *(IDEALISED[name] for name in sorted(precisions)),
             GENERATOR,
