@@ -103,10 +103,9 @@ def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str, str]]:
     """Return, by column, its values, and effect and remedy of an unlisted value."""
     label, none = data.label, ("the record has no influence", _LIST_OR_SPELL)
     other = "counts as none of them", _SPELL_OR_LIST
+    labels = {label.column: (label.values, *none)} if label.numbers else {}
     found = {block.column: (block.values, *other) for block in data.categorical}
-    if label.numbers:
-        found[label.column] = (label.values, *none)
-    return found | {place.column: (place.values, *none) for place in data.places}
+    return found | labels | {v.column: (v.values, *none) for v in data.places}
 
 
 def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
