@@ -222,7 +222,7 @@ def accuracy_on_digits(network, names):
 @pytest.mark.slow
 def test_code_for_users_of_opacus_and_jax_privacy_trains(as_by_users):
     names = run_for_users_of("opacus", _digits())
-    assert names["plan"].report.relation == "add_or_remove_one"
+    assert names["result"].report.relation == "add_or_remove_one"
     assert accuracy_on_digits(names["result"].value, names) > 0.9
     arrays, rest = eqx.partition(names["network"], eqx.is_array)
     loss = names["loss"]
