@@ -6,6 +6,7 @@ records are generated.
 """
 
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -51,9 +52,10 @@ def compared(names: dict) -> dict[str, float]:
 
 def draw(found: dict[str, float], file: Path) -> None:
     """Write the figure."""
-    figure, axes = plt.subplots(figsize=(6.4, 2.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(4.6, 2.8), layout="constrained")
     colors = ["C0", *["silver"] * (len(found) - 1)]
-    bars = axes.barh(list(found), list(found.values()), color=colors)
+    names = [textwrap.fill(name, 20) for name in found]  # it is read on telephones
+    bars = axes.barh(names, list(found.values()), color=colors)
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
     axes.set_xlim(0.4, 1.0)
