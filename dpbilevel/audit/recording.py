@@ -164,7 +164,8 @@ class Tape:
         raw = () if value is None else tuple(open_value(value))
         leaves = map(np.ravel, jax.tree.leaves(released))
         known = tuple(leaf.astype(np.float64) for leaf in leaves)
-        found = Recorded(name, mechanism, *map(float, numbers), key, raw, known)
+        moves, strength, std = map(float, numbers)
+        found = Recorded(name, mechanism, moves, strength, std, key, raw, known)
         self.notes.append(found)
         return self.shown(key, released)
 
