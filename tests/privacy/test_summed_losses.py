@@ -12,7 +12,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
-from dpbilevel.privacy.accounting.losses import Allocated, Atoms, Shifted, Subset
+from dpbilevel.privacy.accounting.losses import Atoms, Shifted, Subset, allocated
 from dpbilevel.privacy.accounting.summed_losses import Composition, _Law
 from tests.privacy import reference_accounting as reference
 
@@ -65,7 +65,7 @@ def test_above_all_finite_losses_the_infinite_ones_are_left():
 
 def test_what_a_pass_may_lose_beyond_its_largest_finite_loss_counts_as_infinite():
     mu, step = 5.0, 0.01  # of a mu above 4 the profile is that of a Gaussian release
-    first, masses, beyond = Allocated("remove", mu, 3).discretized(step, 9.0)
+    first, masses, beyond = allocated("remove", mu, 3).discretized(step, 9.0)
     largest = step * (first + len(masses) - 2)  # the next one is above it
     assert 0 < reference.gaussian(mu, largest) <= beyond
 
@@ -104,7 +104,7 @@ EVERY_LOSS = [
     Shifted(0.1, 0.2, 1.0),
     Subset(0.1, 1.0),
     Atoms((1.0, 0.0), (0.5, 0.5)),
-    Allocated("add", 1.0, 2),
+    allocated("add", 1.0, 2),
 ]
 
 
