@@ -69,9 +69,7 @@ def test_killed_process_keeps_nobody_out(holder, prepared, tmp_path):
     out = tmp_path / "out"
     assert names_in(out) == [lock.NAME]
     run(prepared, out)
-    assert names_in(out) == sorted(
-        [results.ARRAYS, results.FIGURE, results.RESULT, spending.NAME]
-    )
+    assert names_in(out) == sorted([results.ARRAYS, results.RESULT, spending.NAME])
 
 
 @pytest.mark.parametrize("flag", ["resume", "restart"])
