@@ -76,7 +76,7 @@ def test_no_key_is_in_a_file_a_log_or_a_text(tmp_path, monkeypatch, capfd, chain
     objects += [results.load(out), spending.read(out)]
     texts = [text for o in objects for text in (repr(o), str(o))]
     files = [p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()]
-    assert len(files) == 5
+    assert len(files) == 4
     content = b"\n".join([*files, *(t.encode() for t in (*texts, *capfd.readouterr()))])
     assert not [words for words in all_keys(chain) if holds(content, words)]
 
