@@ -50,8 +50,9 @@ def largest_powers(*ledgers: Ledger) -> dict[str, float]:
         Public: a function of ledgers.
     """
     claims = (claim for led in ledgers for claim in ledger_claims(led).values())
-    curves = [TradeOffCurve(claim)(np.asarray(FALSE_ALARMS)) for claim in claims]
-    worst = np.max([FALSE_ALARMS, *curves], axis=0)
+    alarms = np.asarray(FALSE_ALARMS)
+    curves = [TradeOffCurve(claim)(alarms) for claim in claims]
+    worst = np.max(np.stack([alarms, *curves]), axis=0)
     return dict(zip(map(str, FALSE_ALARMS), worst.tolist(), strict=True))
 
 
