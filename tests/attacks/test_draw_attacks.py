@@ -115,7 +115,7 @@ def test_a_clipped_range_on_a_continuous_set_is_no_more_than_conditional():
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=100)
     assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert any("-Lipschitz on the set" in text for text in plan.report.assumptions)
-    with pytest.raises(ValueError, match="excludes .*convex"):
+    with pytest.raises(ValueError, match=r"excludes .*convex"):
         dataclasses.replace(solver, convex=True)
 
 
