@@ -175,8 +175,6 @@ class Categorical:
 
     def __post_init__(self):
         check_values("values", self.values)
-        if not self.values:
-            raise ValueError("values must be a list of different values, got none.")
 
     @property
     def name(self) -> str:
@@ -229,8 +227,9 @@ class Label(Standardized):
             raise ValueError("a label is no date; give days, as numbers.")
         if not number and (self.unit or self.decimal):
             raise ValueError("unit and decimal are for a numeric label; remove them.")
-        name = "classes" if self.classes else "positive and negative"
-        check_values(name, self.values)
+        if not number:
+            name = "classes" if self.classes else "positive and negative"
+            check_values(name, self.values)
         constants = (self.mean, self.scale) if number else (0.0, 1.0)
         self.check_constants(*constants)
 
@@ -284,8 +283,6 @@ class Places:
 
     def __post_init__(self):
         check_values("values", self.values)
-        if not self.values:
-            raise ValueError("values must be a list of different values, got none.")
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return each cell's position in `values`, -1 for others, and the marks."""
@@ -320,15 +317,17 @@ def listed_marks(found: np.ndarray) -> np.ndarray:
 
 
 def check_values(name: str, values: tuple[Value, ...]) -> None:
-    """Check that no cell can be two of the values, and that numbers are finite.
+    """Check that there are values, that no cell can be two, and that all are finite.
 
     Args:
         name: Name of the list, for the error message.
         values: The public list.
 
     Raises:
-        ValueError: A value is there twice, or not finite.
+        ValueError: There is no value, or a value is there twice, or is not finite.
     """
+    if not values:
+        raise ValueError(f"{name} must be a list of different values, got none.")
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if not isinstance(value, str)]
     read = [number for number in map(number, texts) if number in numbers]
