@@ -137,6 +137,45 @@ def test_layers_can_be_chosen():
         low_rank({"w": np.ones(3)}, 1, key=jax.random.key(0))
 
 
+def ridge(x, model, row):
+    decay = sum(jnp.sum(v**2) for v in jax.tree.leaves(eqx.filter(model, TRAINABLE)))
+    return error(model, row) + jnp.exp(x) * decay
+
+
+def upper(x, model, row):
+    return error(model, row)
+
+
+@pytest.mark.slow  # two programs of two levels
+def test_on_two_levels_a_trained_part_gives_the_bits_of_losses_split_by_hand():
+    part, rest = eqx.partition(MODEL, TRAINABLE)
+
+    def split(loss):
+        return lambda x, part, row: loss(x, eqx.combine(part, rest), row)
+
+    whole = dpb.BilevelProblem(upper=upper, lower=ridge)
+    by_hand = dpb.BilevelProblem(upper=split(upper), lower=split(ridge))
+    solver = dpb.SingleLoopBilevel(
+        2, linear_step_size=0.1, step_size=0.5, lower_step_size=0.5
+    )
+    x, data = jnp.zeros(()), dpb.Levels(ROWS[:8], ROWS[8:])
+    given = {"budget": BUDGET, "sizes": dpb.Sizes(8, 12, "disjoint")}
+    given |= {"precision": "float", "key": jax.random.key(2)}
+    options = {"trainable": (True, TRAINABLE)}
+    got = dpb.fit(whole, solver, data, (x, MODEL), **options, **given).value
+    want = dpb.fit(by_hand, solver, data, (x, part), **given).value
+    np.testing.assert_array_equal(got[0], want[0])
+    assert got[0] != x
+    for mine, theirs in zip(
+        deltas(got[1]), deltas(eqx.combine(want[1], rest)), strict=True
+    ):
+        assert np.any(mine)
+        np.testing.assert_array_equal(mine, theirs)
+    frozen = [eqx.filter(m, TRAINABLE, inverse=True) for m in (got[1], MODEL)]
+    for mine, theirs in zip(*map(jax.tree.leaves, frozen), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [

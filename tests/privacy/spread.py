@@ -41,6 +41,11 @@ def network(w, record):
     return jnp.logaddexp(0, -t * jnp.sum(jax.nn.relu(x @ w["in"]) @ w["out"]))
 
 
+def dropout(w, record, key):
+    x, t = record
+    return logistic(w, (x * jax.random.bernoulli(key, 0.5, x.shape), t))
+
+
 @jax.jit
 def scaled(x):
     return x * np.linspace(1, 2, D, dtype=np.float32)
@@ -145,8 +150,8 @@ def bits(cases, place):
     def descent(sampling, **fields):
         return dpb.NoisyGD(3, 1.0, 0.5, sampling=sampling, **fields)
 
-    def one(sampling, **fields):
-        problem = dpb.FiniteSum(logistic)
+    def one(sampling, loss=logistic, **fields):
+        problem = dpb.FiniteSum(loss)
         return solved(problem, descent(sampling, **fields), records, zero)
 
     def two(solver):
@@ -166,6 +171,8 @@ def bits(cases, place):
         "full": lambda: one(dpb.FullBatch()),
         "poisson": lambda: one(dpb.Poisson(rate=0.5)),
         "padded": lambda: one(dpb.Poisson(rate=0.5), neighbours=ADDED),
+        "dropout": lambda: one(dpb.FullBatch(), dpb.Randomized(dropout)),
+        "dropout, Poisson": lambda: one(dpb.Poisson(rate=0.5), dpb.Randomized(dropout)),
         "fixed": lambda: one(dpb.FixedSize(2 * 7 * MICROBATCH)),
         "penalty": lambda: two(
             dpb.PenaltyBilevel(2, 4.0, descent(dpb.FullBatch()), step_size=0.1)

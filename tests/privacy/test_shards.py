@@ -29,7 +29,8 @@ READS = ["gradient", "loop", "network", "network, any place"]
 READS += ["network, Poisson", "network, fixed"]
 SHORT = ["gradient", "network"]
 FEWER = ["fewer", "fewer inside jit"]
-RUNS = ["full", "poisson", "padded", "fixed", "penalty", "single", "f2sa"]
+RUNS = ["full", "poisson", "padded", "dropout", "dropout, Poisson", "fixed"]
+RUNS += ["penalty", "single", "f2sa"]
 
 
 def started(count, *arguments):
