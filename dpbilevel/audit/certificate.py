@@ -1,6 +1,7 @@
 """Certificate of a run: what it promises, for a reviewer who is no programmer."""
 
 import dataclasses
+import datetime
 import decimal
 import json
 import math
@@ -67,8 +68,11 @@ class Certificate:
             `None` if only epsilon and delta are known.
         values: Rows of released numbers: name, value, standard deviation, interval.
         spent: Text on what all runs of a folder have spent.
+        total: Number of runs of the folder, and the sums of their epsilons and deltas,
+            infinite if they are unknown; `None` without a folder.
         terms: Meanings of the names of releases.
         facts: Texts on the run that a report does not have, by name.
+        date: Day on which the certificate is written.
 
     Privacy:
         Public: a function of the report and of released values.
@@ -79,8 +83,10 @@ class Certificate:
     powers: Mapping[str, float] | None = None
     values: tuple[tuple[str, ...], ...] = ()
     spent: str = ""
+    total: tuple[int, float, float] | None = None
     terms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    date: datetime.date = dataclasses.field(default_factory=datetime.date.today)
 
     @property
     def claims(self) -> bool:
@@ -122,12 +128,10 @@ class Certificate:
             **more: Further values that it reads.
         """
         among = environment() if among is None else among
-        odds = math.exp(-self.report.epsilon) / (_SLACK if self.report.delta else 1)
         found = {
             "claims": self.claims,
             "odds": self._odds() if self.claims else {},
-            "belief": 1 / (1 + odds),
-            "exception": min(1.0, _TIMES * self.report.delta * (1 + odds)),
+            "belief_of": belief_of,
             "ours": _OURS,
         }
         return among.get_template(template).render(vars(self) | found | more)
@@ -148,8 +152,7 @@ class Certificate:
 def certificate(
     run: Any,
     *,
-    title: str = "Certificate of a private run",
-    ledger: Ledger | None = None,
+    title: str = "A private run",
     values: Mapping[str, float | tuple[float, float]] | None = None,
 ) -> Certificate:
     """Return the `Certificate` of a run, for a reviewer.
@@ -157,18 +160,18 @@ def certificate(
     Args:
         run: A solution of `fit`, a `Plan`, a fitted estimator or a `PrivacyReport`.
         title: Name of the run, shown on top.
-        ledger: The ledger of the plan, `plan.solver.ledger(problem, sizes)`. With it
-            the odds of an attacker are exact for sampled batches, too. Full batches
-            with Gaussian noise do not need it.
         values: Released numbers to show, by name: a number, or a pair of it and its
             standard deviation. By default the coefficients of a linear estimator.
 
     Raises:
         TypeError: `run` has no report, as the solution of `solve`.
-        ValueError: The ledger is not that of the report, or jinja2 is missing.
+        ValueError: jinja2 is missing.
 
     Privacy:
-        Public: reads the report and released values, no records.
+        Public: reads the report and released values, no records. The odds of an
+        attacker are exact, by the ledger of the report. After JSON, pickle or a change
+        of the report they are a rough bound, unless batches are full and noise is
+        Gaussian. Then certify the plan: `calibrate` makes the same one again.
     """
     check_installed("certificate", "jinja2")
     report = run
@@ -179,29 +182,40 @@ def certificate(
             f"certificate: {type(run).__name__} has no report. Give the solution of "
             "fit, a plan, a fitted estimator or a report; after solve give its plan."
         )
-    if ledger is not None:
-        if not _is_of(ledger, report):
-            raise ValueError(
-                "certificate: the ledger is not that of the report, in releases, noise "
-                "or people. Give plan.solver.ledger(problem, plan.solver.sizes)."
-            )
-    powers = None if ledger is None else largest_powers(ledger)
+    powers, ledger = None, report.source
+    if report.mu is None and ledger is not None and _is_of(ledger, report):
+        powers = largest_powers(ledger)
     pairs = _coefficients(run) if values is None else values
     shown = tuple(_shown(name, value) for name, value in pairs.items())
     return Certificate(report, title, powers, shown)
 
 
+def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
+    """Return the largest belief after a belief of a half, and its exceptions' chance.
+
+    Args:
+        epsilon: Of all releases together.
+        delta: Of all releases together.
+    """
+    odds = math.exp(-epsilon) / (_SLACK if delta else 1)
+    return 1 / (1 + odds), min(1.0, _TIMES * delta * (1 + odds))
+
+
 def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
-    """Return whether the limits of a ledger are limits of a report's run."""
+    """Return whether the limits of a ledger are limits of a report's run.
+
+    A report keeps its ledger when `dataclasses.replace` changes its other fields.
+    """
     rows = tuple(release.row() for release in ledger.releases)
     said = rows, ledger.neighbours.value, report.people and ledger.people.value
     if said != (report.ledger, report.relation, report.people):
         return False
     found, epsilons = ledger.epsilons(report.delta), report.epsilon_by_person
     # A plan may know a smaller epsilon, by its budget; no smaller one is in the ledger.
-    return found.keys() == epsilons.keys() and all(
-        found[person] >= value * (1 - 1e-6) for person, value in epsilons.items()
-    )
+    pairs = [(found.get(person, 0.0), value) for person, value in epsilons.items()]
+    pairs.append((max(found.values(), default=0.0), report.epsilon))
+    is_enough = all(own >= value * (1 - 1e-6) for own, value in pairs)
+    return found.keys() == epsilons.keys() and is_enough
 
 
 def _coefficients(estimator: Any) -> dict[str, Any]:

@@ -285,7 +285,8 @@ def _report(arguments: argparse.Namespace) -> None:
         from .page import certificate_of  # needs an extra
 
         title = f"Run in {arguments.folder.resolve().name}"
-        found = certificate_of(result, spent, title)
+        total = results.total(arguments.folder)
+        found = certificate_of(result, spent, title, total)
         texts = {name: getattr(found, name)() for name in files}
         for name, file in files.items():
             predictions.check_new(file, f"--{name}")  # two options name one file

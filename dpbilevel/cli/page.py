@@ -53,13 +53,16 @@ class RunCertificate(Certificate):
         )
 
 
-def certificate_of(result: Result, spent: str, title: str) -> RunCertificate:
+def certificate_of(
+    result: Result, spent: str, title: str, total: tuple[int, float, float]
+) -> RunCertificate:
     """Return the certificate of a run of the command line.
 
     Args:
         result: Result of the run.
         spent: What all runs of the folder have spent, as text.
         title: Name of the run.
+        total: As in `Certificate`.
 
     Privacy:
         A function of released and public values: free. The page loads nothing from the
@@ -78,7 +81,7 @@ def certificate_of(result: Result, spent: str, title: str) -> RunCertificate:
             of = f"the exact {result.test.metric} on {result.test.file}"
             exact = f"{of}, which is NON-PRIVATE"
             facts |= {"exact": exact, "tuning": _TUNING.format(f" and {exact}")}
-    more: Any = {"spent": spent, "terms": task.terms, "facts": facts}
+    more: Any = {"spent": spent, "total": total, "terms": task.terms, "facts": facts}
     return RunCertificate(result.report, title, result.power, **more, result=result)
 
 

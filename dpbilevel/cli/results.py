@@ -261,6 +261,16 @@ def spent(out: Path, shown: Callable[[Path], str] = str) -> str:
     return "\n".join([str(record), *spending.remaining(out, shown)])
 
 
+def total(out: Path) -> tuple[int, float, float]:
+    """Return the number of all runs of a folder, their epsilons' and deltas' sums.
+
+    Of a run that a later one moved, these are the runs of the folder above.
+    """
+    place = out.resolve()
+    found = spending.spent(place.parent if spending.is_moved(place) else place)
+    return len(found.runs), found.epsilon, found.delta
+
+
 def _settle(out: Path) -> None:
     """End a finished run that was killed in its last moment."""
     with contextlib.suppress(ValueError, KeyError):  # none, or damaged

@@ -29,7 +29,10 @@ class Status(enum.Enum):
 
 
 _INFINITE = {math.inf: "inf", -math.inf: "-inf"}  # numbers that JSON has not
-GENERATOR = "JAX's generator of random bits is not a cryptographic one"
+GENERATOR = (
+    "nobody can predict the noise; it comes from JAX's random number generator, which "
+    "is fast, and not built to resist code breakers as a cryptographic one is"
+)
 CRYPTOGRAPHIC = "no one tells the key stream of ChaCha20 (RFC 8439) from random bits"
 IDEALISED = {
     "grid": "the noise is a rounded Gaussian, for each released number up to 2^-54 of "
@@ -48,8 +51,8 @@ ONE_ID = (
 )
 _ADDED = {Neighbours.ADD_OR_REMOVE_ONE: " but for a person who is added or removed"}
 TRUSTED = (
-    "what losses close over, public terms, sets, counts, clip norms and the starting "
-    "point hold no private data but what is released"
+    "what the program was given as public holds no private data but released values: "
+    "the constants in losses, public terms, sets, counts, clip norms, the initial point"
 )
 
 
@@ -77,6 +80,8 @@ class PrivacyReport:
         prng: The generator family of the keys. Never the key.
         mu: $\mu$ of Gaussian differential privacy, of the worst-off person, if that is
             exact for all releases together; otherwise `None`.
+        source: The ledger that the report describes, for certificates. `None` after
+            JSON and pickle.
     """
 
     status: Status
@@ -94,10 +99,16 @@ class PrivacyReport:
     unit: str = ROW
     prng: str = "JAX counter-based generator, keys from the caller"
     mu: float | None = None
+    source: Ledger | None = dataclasses.field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields without the ledger, which may hold functions."""
+        return vars(self) | {"source": None}
 
     def to_json(self) -> str:
         """Return the report as JSON text; `from_json` restores it exactly."""
-        fields = dataclasses.asdict(self, dict_factory=_known)
+        plain = dataclasses.replace(self, source=None)
+        fields = dataclasses.asdict(plain, dict_factory=_known)
         fields["status"] = self.status.value
         return json.dumps(_replaced(fields, _INFINITE), indent=2)
 
@@ -114,7 +125,7 @@ class PrivacyReport:
         try:
             numbers = {text: number for number, text in _INFINITE.items()}
             fields = {"people": None} | _replaced(json.loads(text), numbers)
-            fields["status"] = Status(fields["status"])
+            fields |= {"status": Status(fields["status"]), "source": None}
             for row in fields["ledger"]:
                 row["roles"] = {k: RoleRow(**v) for k, v in row["roles"].items()}
             kinds = {"ledger": LedgerRow, "forecast": ForecastRow}
@@ -244,6 +255,7 @@ def describe(
         versions={"dpbilevel": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
         mu=_gaussian_mu(ledger),
+        source=ledger,
     )
 
 

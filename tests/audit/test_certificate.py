@@ -1,7 +1,11 @@
 """The certificate: its numbers are limits, and its exports have what readers need."""
 
 import dataclasses
+import datetime
+import functools
+import json
 import math
+import pickle
 import re
 
 import numpy as np
@@ -9,7 +13,8 @@ import pytest
 from scipy.stats import norm
 
 import dpbilevel as dpb
-from dpbilevel.audit.certificate import Certificate
+from dpbilevel.audit import certificate as certificate_module
+from dpbilevel.audit.certificate import Certificate, belief_of, largest_powers
 from dpbilevel.privacy.accounting.closed_forms import gaussian_delta, gaussian_epsilon
 from dpbilevel.privacy.report import PrivacyReport, Status
 
@@ -42,45 +47,94 @@ def test_detection_rates_of_gaussian_releases_are_those_of_two_normals():
     assert detected(dpb.certificate(again)) == detected(dpb.certificate(plan))
 
 
-def test_detection_rates_of_sampled_batches_are_exact_with_a_ledger_else_the_bound():
-    plan = plan_of(sampling=dpb.Poisson(0.1))
-    assert plan.report.mu is None
-    ledger = plan.solver.ledger(PROBLEM, 500)
-    bound, exact = dpb.certificate(plan), dpb.certificate(plan, ledger=ledger)
-    assert "a rough upper bound, by epsilon and delta alone" in bound.html()
-    (call,) = re.findall(r"certificate\(run, ledger=(plan.*?\))\)", bound.html())
-    assert eval(call, {"plan": plan, "problem": PROBLEM}).releases == ledger.releases
-    assert "are exact" in exact.html()
-    for alarms, power in detected(exact).items():
-        assert alarms < power < detected(bound)[alarms]
-        assert detected(bound)[alarms] == pytest.approx(math.e * alarms, abs=0.11)
+SAMPLED = dpb.NoisyGD(4, 1.0, 0.5, sampling=dpb.Poisson(0.1))
+RUN = {"data": np.zeros(500), "w0": np.zeros(())}
 
 
-def test_a_ledger_that_is_not_that_of_the_report_is_refused():
-    plan = plan_of()
-    louder = plan.solver.with_noise(9.0).ledger(PROBLEM, 500)
-    with pytest.raises(ValueError, match="not that of the report"):
-        dpb.certificate(plan, ledger=louder)
+@functools.cache
+def sampled():
+    """A plan with Poisson batches, and the exact detection rates."""
+    plan = dpb.calibrate(PROBLEM, SAMPLED, BUDGET, sizes=500, w0=np.zeros(()))
+    return plan, largest_powers(plan.solver.ledger(PROBLEM, 500))
 
 
-def test_a_ledger_of_other_people_is_refused():
+def rates(certificate):
+    return {float(alarms): power for alarms, power in certificate._odds().items()}
+
+
+@pytest.mark.slow
+def test_detection_rates_of_a_fit_with_sampled_batches_are_those_of_its_plan():
+    run = dpb.fit(PROBLEM, SAMPLED, **RUN, budget=BUDGET, key=dpb.root_key())
+    assert dpb.certificate(run).powers == sampled()[1]
+
+
+def test_detection_rates_of_sampled_batches_are_exact_until_a_report_is_stored(
+    tmp_path,
+):
+    plan, powers = sampled()
+    run = dpb.start(PROBLEM, plan, **RUN, key=dpb.root_key()).solution
+    assert run.report.mu is None
+    found = dpb.certificate(run)
+    assert found.powers == powers
+    assert "are exact" in found.html()
+    run.save(tmp_path / "a")
+    own = json.loads(run.report.to_json()) | {"source": {"releases": []}}
+    for report in (
+        dpb.load(tmp_path / "a").report,
+        pickle.loads(pickle.dumps(run.report)),
+        PrivacyReport.from_json(json.dumps(own)),
+    ):
+        assert report == run.report
+        bound = dpb.certificate(report)
+        assert "a rough upper bound, by epsilon and delta alone" in bound.html()
+        for alarms, power in rates(found).items():
+            assert alarms < power < rates(bound)[alarms]
+            assert rates(bound)[alarms] == pytest.approx(math.e * alarms, abs=2e-5)
+
+
+def of_other_people():
+    """A report of people with records in both levels, and a ledger of disjoint ones."""
     problem = dpb.source_weighting(dpb.logistic_loss, num_sources=4)
     solver = dpb.PenaltyBilevel(5, 10.0, dpb.NoisyGD(4, 1.0, 0.5), step_size=0.1)
     sizes = dpb.Sizes(1000, 1000, "overlapping")
     plan = dpb.calibrate(problem, solver, BUDGET, sizes=sizes)
-    ledger = plan.solver.ledger(problem, sizes)
-    found = dpb.certificate(plan, ledger=ledger)
-    assert detected(found) == detected(dpb.certificate(plan))
     disjoint = plan.solver.ledger(problem, dpb.Sizes(1000, 1000, "disjoint"))
-    assert [r.row() for r in disjoint.releases] == [r.row() for r in ledger.releases]
-    claimed = max(disjoint.epsilons(BUDGET.delta).values())
-    assert claimed < 0.97 * plan.report.epsilon  # it would promise too much
-    with pytest.raises(ValueError, match="releases, noise or people"):
-        dpb.certificate(plan, ledger=disjoint)
+    rows = [release.row() for release in disjoint.releases]
+    assert rows == [*plan.report.ledger]
+    return plan.report, disjoint
+
+
+def changed_reports():
+    """Reports with the ledger of a run that costs less, and the true rates."""
+    plan = plan_of()
+    report = dataclasses.replace(plan.report, mu=None)  # as of sampled batches
+    ledger = report.source
+    louder = plan.solver.with_noise(9.0).ledger(PROBLEM, 500)
+    yield dataclasses.replace(report, source=louder), largest_powers(ledger)
+    two, twice = {"records": 2.0}, largest_powers(ledger.repeat(2))
+    yield dataclasses.replace(report, epsilon=2.0, epsilon_by_person=two), twice
+    yield dataclasses.replace(report, epsilon=2.0), twice
+    report, disjoint = of_other_people()
+    own = largest_powers(report.source)
+    report = dataclasses.replace(report, mu=None, source=disjoint)
+    yield report, own
     # People who are said to be the same, but who are not charged the same.
-    report = dataclasses.replace(plan.report, people="disjoint")
-    with pytest.raises(ValueError, match="releases, noise or people"):
-        dpb.certificate(report, ledger=disjoint)
+    yield dataclasses.replace(report, people="disjoint"), own
+
+
+def promises_too_much(reports):
+    """Whether a certificate is below the true rates, by report."""
+    return [
+        any(dpb.certificate(report)._odds()[a] < 0.999 * power for a, power in of)
+        for report, of in ((report, powers.items()) for report, powers in reports)
+    ]
+
+
+def test_a_ledger_of_another_run_or_of_other_people_is_not_used(monkeypatch):
+    reports = [*changed_reports()]
+    assert promises_too_much(reports) == [False] * len(reports)
+    monkeypatch.setattr(certificate_module, "_is_of", lambda *_: True)  # the control
+    assert promises_too_much(reports) == [True] * len(reports)
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
@@ -199,3 +253,25 @@ def test_the_unit_and_the_relation_are_said_in_words():
     assert "Protected is one person (at most 3 rows each)" in page
     assert "rows of any one person been left out" in page
     assert "whether a person&#39;s rows were used" in page
+    assert "The word add_or_remove_one says which two sets of records are" in page
+    assert "one has the rows of one person more, and the number of people" in page
+    assert "The other usual comparison is replace_one: they differ in" in page
+
+
+def test_a_page_has_its_date_and_what_all_runs_of_a_folder_cost_together():
+    report, day = plan_of().report, datetime.date(2026, 2, 1)
+    found = Certificate(report, "A", total=(2, 2.0, 2e-5), date=day)
+    page = found.html()
+    assert "<h1>Privacy certificate of 1 February 2026</h1>" in page
+    assert "Written on 1 February 2026" in found.nist()
+    assert "<dt>all 2 runs together</dt><dd>epsilon 2, delta 2e-05</dd>" in page
+    belief, exceptions = belief_of(2.0, 2e-5)
+    assert belief == pytest.approx(1 / (1 + math.exp(-2) / 1.1))
+    said = f"at most 89.1 %, but for a chance of at most 1 in {1 / exceptions:,.0f}"
+    assert said in page
+    assert "the unchanged program was run 2 times" in page
+    lost = dataclasses.replace(found, total=(2, math.inf, 1.0)).html()
+    assert "<dt>all 2 runs together</dt><dd>unknown</dd>" in lost
+    alone = dataclasses.replace(found, total=(1, 1.0, 1e-5)).html()
+    assert "runs together" not in alone
+    assert "the unchanged program was run once" in alone

@@ -35,7 +35,7 @@ def page_of(result, spent="spending: 1 run"):
 
 
 def certificate_of(result, spent="spending: 1 run"):
-    return page.certificate_of(result, spent, "Run in <out>")
+    return page.certificate_of(result, spent, "Run in <out>", (1, 1.0, 1e-5))
 
 
 class Tags(HTMLParser):
@@ -183,7 +183,8 @@ def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
     said = "The answer is not the last point of the path"
     assert said not in text_of(page_of(result))
     mean = dataclasses.replace(result, shown=result.trajectory.mean(0))
-    assert said in text_of(page_of(mean))
+    means = "in the figure. It is the average over the last steps."
+    assert f"{said} {means}" in text_of(page_of(mean))
 
 
 def test_the_power_of_a_run_is_below_that_of_its_budget(tmp_path):
