@@ -64,8 +64,8 @@ class AutoPlan(Plan[Any]):
         start_losses: Test losses of the best constant answers on the populations, or of
             the initial point if it is better.
         assumed: Assumptions about the records that follow from the arguments.
-        left_out: Methods that the budget, the relation or the problem does not admit,
-            and why.
+        left_out: Methods without a trial, and why: the budget, the relation or the
+            problem does not admit them, or the dry runs were stopped before.
     """
 
     reason: str
@@ -195,8 +195,9 @@ def auto(
             the noise is the same up to rounding.
         seed: The seed of the synthetic records and their noise, which protect nothing.
         time_limit: Seconds after which no further dry run begins; the best plan so far
-            is returned. Calibration comes in addition. One setting is always tried. An
-            interrupt from the keyboard has the same effect, if a dry run is finished.
+            is returned. Every method makes one dry run first, however long that takes,
+            and calibration comes in addition. An interrupt from the keyboard ends the
+            dry runs at once, if one is finished; `left_out` has the methods without.
         progress: `True` shows an estimate of the time and a bar, which needs tqdm. Or a
             function that is called after every dry run on all populations with the
             number of runs done and the number planned so far.
@@ -299,15 +300,16 @@ def _trials(
         outlook for larger budgets, and the methods that were left out.
     """
     entries, solvers, left_out = dry.feasible(methods, neighbours, budget)
+    tried = [method for method, _ in entries]
+    offered = dict.fromkeys(method.name for method in tried)
 
     def dry_run(index: int, run: int) -> list[float]:
         return dry.losses(solvers[index], run)
 
     def shown(done: int, total: int) -> None:
-        dry.workers.finished = True
+        dry.workers.finished = done >= len(offered)  # the first runs: one of each
         at(done, total)
 
-    tried = [method for method, _ in entries]
     if progress is True:
         numbers = _numbers_read(dry.options["sizes"], dry.w0) / dry.thinning
         line = estimate_of(methods, rounds, len(dry.populations), numbers)
@@ -332,6 +334,8 @@ def _trials(
             ahead = advantage(losses[i], first, starts)
             trials[i] = dataclasses.replace(trials[i], advantage=ahead)
     best = tuple(trials[i] for i in ranked)
+    for name in offered.keys() - {trial.method for trial in best}:
+        left_out[name] = "No dry run was made before the stop."
     if dry.workers.stopped:
         return best, starts, "", left_out
     outlook = outlook_of(best, starts, budget, dry.losses_within, constants[0])

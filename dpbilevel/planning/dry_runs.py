@@ -153,8 +153,8 @@ class Workers:
     """Threads for dry runs. Python waits for their compilers and runs only.
 
     Args:
-        time_limit: Seconds until no further run begins, or `None`. It holds as soon as
-            one run is finished.
+        time_limit: Seconds until no further run begins, or `None`. It holds from when
+            `finished` is set.
     """
 
     def __init__(self, time_limit: float | None = None):

@@ -1,6 +1,8 @@
 """Dry runs: stage by stage, in threads, and until a time limit or an interrupt."""
 
 import dataclasses
+import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +120,10 @@ def test_the_time_limit_holds_once_a_run_is_finished():
     assert late.stopped == "Stopped by the time limit"
 
 
+ONE, BUDGET = dpb.FiniteSum(dpb.logistic_loss), dpb.PrivacyBudget(2.0, 1e-5)
+OPTIONS = {"sizes": 100, "w0": jnp.zeros(3), "synthetic": planning.Alike()}
+
+
 def few(problem, w0, clip_norm, records=None, intercept=None):
     """Two methods of one level, with one setting each."""
     fit = dpb.NoisyGD(3, clip_norm, 4.0)
@@ -125,14 +131,41 @@ def few(problem, w0, clip_norm, records=None, intercept=None):
     return planning.Candidate("short", (fit,), 1), planning.Candidate("b", (longer,), 1)
 
 
-def test_a_plan_at_the_time_limit_is_the_best_so_far(monkeypatch, capsys):
+def test_every_method_is_tried_before_the_time_limit_holds(monkeypatch, capsys):
     monkeypatch.setattr(auto_plan, "candidates", few)
-    problem, budget = dpb.FiniteSum(dpb.logistic_loss), dpb.PrivacyBudget(2.0, 1e-5)
-    options = {"sizes": 100, "w0": jnp.zeros(3), "synthetic": planning.Alike()}
+    seconds = itertools.count(0, 100)  # each look at the clock is late
+    clock = types.SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr(dry_runs, "time", clock)
+
+    def one_by_one(self, fun, items):  # threads run ahead
+        for item in items:
+            self.check()
+            yield fun(item)
+
+    monkeypatch.setattr(dry_runs.Workers, "each", one_by_one)
     with pytest.warns(UserWarning, match="Stopped by the time limit; the plan is the"):
-        plan = dpb.auto(problem, budget, **options, time_limit=1e-9, progress=True)
+        plan = dpb.auto(ONE, BUDGET, **OPTIONS, time_limit=1.0, progress=True)
     assert plan.report.epsilon <= 2.0
+    assert {trial.method for trial in plan.trials} == {"short", "b"}
+    assert {trial.runs for trial in plan.trials} == {1}
+    assert plan.left_out == {}
     assert "Stopped by the time limit after 1 runs" in plan.reason
     assert "seconds on two cores" in capsys.readouterr().err.splitlines()[0]
     with pytest.raises(ValueError, match="time_limit"):
-        dpb.auto(problem, budget, **options, time_limit=0.0)
+        dpb.auto(ONE, BUDGET, **OPTIONS, time_limit=0.0)
+
+
+def test_a_method_that_an_interrupt_kept_from_a_trial_is_named(monkeypatch):
+    real = race.DryRuns.losses
+
+    def losses(self, solver, run):
+        if solver.num_steps == 4:
+            raise KeyboardInterrupt
+        return real(self, solver, run)
+
+    monkeypatch.setattr(auto_plan, "candidates", few)
+    monkeypatch.setattr(race.DryRuns, "losses", losses)
+    with pytest.warns(UserWarning, match="Stopped by an interrupt"):
+        plan = dpb.auto(ONE, BUDGET, **OPTIONS)
+    assert [trial.method for trial in plan.trials] == ["short"]
+    assert "b: left out. No dry run was made before the stop." in str(plan)
