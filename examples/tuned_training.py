@@ -96,14 +96,13 @@ def problem_of(loss, error):
 def tuned(problem, data, start, budget=BUDGET):
     """Return the runs of private tuning; its report covers both levels."""
     sizes = problem.sizes_of(data, "disjoint")
-    w0 = jnp.zeros(0), start
+    w0 = None, start
     plan = dpb.calibrate(problem, TUNED, budget, sizes=sizes, w0=w0)
-    solve = jax.jit(dpb.solve, static_argnames="trajectory")
+    solve = jax.jit(dpb.solve)
 
     def run(key):
-        found = solve(problem, plan.solver, data, w0, key=key, trajectory=True)
-        shown, _ = found.trajectory
-        return found.y, int(shown.setting[-1])
+        found = solve(problem, plan.solver, data, w0, key=key)
+        return found.y, int(found.x)
 
     return run, plan.report
 

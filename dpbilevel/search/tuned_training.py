@@ -68,6 +68,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     are always `num_steps` runs; those after the first $K$ are ignored. If $K$ is zero,
     which a Poisson distribution allows, the answer is the initial point.
 
+    If the losses read no $x$, let the initial point be `(None, y)`: the answer's `x` is
+    then the index of the selected candidate, -1 if $K$ is zero.
+
     Args:
         candidates: The trainings to select from, on full batches: step sizes, clip
             norms, numbers of steps. Choose them without looking at the records.
@@ -178,7 +181,9 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     @override
     def answer(self, problem: BilevelProblem, state: TuningState) -> PyTree:
-        return state.runs.w.pair
+        """Return the released pair; without $x$ the candidate's index stands for it."""
+        x, y = state.runs.w.pair
+        return state.runs.w.setting if x is None else x, y
 
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:

@@ -242,6 +242,14 @@ def test_the_setting_is_the_best_of_a_number_with_the_stated_law(answers):
     assert distance(3.0) > 0.06  # the control: another mean is seen
 
 
+def test_without_an_upper_variable_the_answer_names_the_selected_candidate():
+    solver, run = one_step(), jax.jit(dpb.solve)
+    start = None, START[1]
+    for key in range(3):
+        found = run(CENTRE, solver, RECORDS, start, key=jax.random.key(key))
+        assert float(found.y) == pytest.approx(0.6 * SIZES[int(found.x)], abs=2e-3)
+
+
 def path_of(kind, problem=CENTRE, solver=None, key=0):
     solver = one_step(kind) if solver is None else solver
     run = jax.jit(dpb.solve, static_argnames="trajectory")
