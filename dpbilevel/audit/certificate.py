@@ -114,7 +114,10 @@ class Certificate:
         return self.render("registry.yaml")
 
     def nist(self) -> str:
-        """Return a worksheet in Markdown along the pyramid of NIST SP 800-226."""
+        """Return a worksheet in Markdown along the pyramid of NIST SP 800-226.
+
+        The components are those of the initial public draft, December 2023.
+        """
         return self.render("nist.md")
 
     def render(

@@ -29,13 +29,14 @@ def epsilon(
     r"""Return the least $\varepsilon$ of DP-SGD: sums of clipped vectors with noise.
 
     Each of `steps` releases is a sum of vectors, clipped to $C$ in $\ell_2$, over a
-    Poisson batch of the records, plus $\mathcal N(0, (\sigma C)^2 I)$.
+    Poisson batch of the records, plus $\mathcal N(0, (\sigma C)^2 I)$. The unit of
+    $\sigma$ is the clip norm, under both relations: it is the `noise_multiplier` of
+    Opacus and of dp-accounting's `GaussianDpEvent`. A solver and its report state the
+    noise in units of the sensitivity instead: $\sigma / 2$ under replace-one, where the
+    sensitivity is $2 C$, and $\sigma$ under add-or-remove-one.
 
     Args:
-        noise_multiplier: $\sigma > 0$, the noise's standard deviation over the clip
-            norm $C$, as in Opacus and dp-accounting, under both relations. A solver's
-            own `noise_multiplier` and the multiplier in a report are in units of the
-            sensitivity: under replace-one that is $2 C$, and they are $\sigma / 2$.
+        noise_multiplier: $\sigma > 0$, the noise's standard deviation over $C$.
         rate: Chance in (0, 1] that a record is in a batch: the batch size over the
             number of records. 1 is the full batch.
         steps: Number of releases, at least 1.
@@ -69,7 +70,8 @@ def delta(
     r"""Return the least $\delta$ of DP-SGD at an $\varepsilon$.
 
     Args:
-        noise_multiplier: $\sigma$, as in `dpb.epsilon`: over the clip norm.
+        noise_multiplier: $\sigma$, the noise's standard deviation over the clip norm,
+            as in Opacus and dp-accounting: twice a solver's under replace-one.
         rate: As in `dpb.epsilon`.
         steps: As in `dpb.epsilon`.
         epsilon: $\varepsilon \ge 0$.
@@ -95,6 +97,11 @@ def noise_multiplier(
 ) -> float:
     r"""Return the least noise multiplier at which DP-SGD meets a budget.
 
+    Its unit is the clip norm, as in Opacus and dp-accounting. A solver's own
+    `noise_multiplier` is in units of the sensitivity: half of this one under
+    replace-one, where the sensitivity is twice the clip norm. With `rate=1` and
+    `steps=1` the inverse of the solver's is $\mu$ of Gaussian differential privacy.
+
     Args:
         epsilon: $\varepsilon > 0$.
         delta: $\delta$ in (0, 1), well below one over the number of records.
@@ -103,8 +110,8 @@ def noise_multiplier(
         neighbours: As in `dpb.epsilon`.
 
     Returns:
-        $\sigma$, as in `dpb.epsilon`: over the clip norm. It is too large by at most a
-        thousandth, never too small.
+        $\sigma$, the noise's standard deviation over the clip norm. It is too large by
+        at most a thousandth, never too small.
 
     Raises:
         ValueError: An argument is out of range, or no noise meets the budget.
