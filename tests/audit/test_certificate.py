@@ -264,14 +264,16 @@ def test_a_page_has_its_date_and_what_all_runs_of_a_folder_cost_together():
     page = found.html()
     assert "<h1>Privacy certificate of 1 February 2026</h1>" in page
     assert "Written on 1 February 2026" in found.nist()
-    assert "<dt>all 2 runs together</dt><dd>epsilon 2, delta 2e-05</dd>" in page
+    card = "<dt>all runs of this folder</dt><dd>epsilon 2, delta 1 in 50,000</dd>"
+    assert card in page
     belief, exceptions = belief_of(2.0, 2e-5)
     assert belief == pytest.approx(1 / (1 + math.exp(-2) / 1.1))
     said = f"at most 89.1 %, but for a chance of at most 1 in {1 / exceptions:,.0f}"
     assert said in page
-    assert "the unchanged program was run 2 times" in page
-    lost = dataclasses.replace(found, total=(2, math.inf, 1.0)).html()
-    assert "<dt>all 2 runs together</dt><dd>unknown</dd>" in lost
-    alone = dataclasses.replace(found, total=(1, 1.0, 1e-5)).html()
-    assert "runs together" not in alone
-    assert "the unchanged program was run once" in alone
+    assert "the unchanged program was run as often as listed" in page
+    lost = dataclasses.replace(found, total=(0, math.inf, 1.0)).html()
+    assert "<dt>all runs of this folder</dt><dd>unknown</dd>" in lost
+    for total in None, (1, 1.0, 1e-5):
+        alone = dataclasses.replace(found, total=total).html()
+        assert "all runs of this folder" not in alone
+        assert "the unchanged program was run once" in alone

@@ -18,6 +18,7 @@ from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.toml_tables import Location
 from dpbilevel.privacy.sampling.base import AbstractSampling
+from dpbilevel.runs import spending
 from tests import cases, chromium
 from tests.cli.test_cli import failure
 from tests.cli.test_csv_files import SETTINGS, TRAINING
@@ -185,6 +186,18 @@ def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
     mean = dataclasses.replace(result, shown=result.trajectory.mean(0))
     means = "in the figure. It is the average over the last steps."
     assert f"{said} {means}" in text_of(page_of(mean))
+
+
+def test_the_total_is_of_all_runs_of_a_folder_also_for_one_that_was_moved(tmp_path):
+    report = result_of("training").report
+    for number in (1, 2):
+        spending.begin(tmp_path, number, report, {})
+    (tmp_path / "run-1").mkdir()
+    expected = 2, pytest.approx(2 * report.epsilon), 2 * report.delta
+    for folder in tmp_path, tmp_path / "run-1":
+        assert results.total(folder) == expected
+    (tmp_path / spending.NAME).write_text("damaged")  # no total that may be too small
+    assert results.total(tmp_path)[1:] == (math.inf, 1.0)
 
 
 def test_the_power_of_a_run_is_below_that_of_its_budget(tmp_path):
