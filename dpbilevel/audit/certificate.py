@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._extras import check_installed
+from ..privacy.accounting.closed_forms import gaussian_epsilon
 from ..privacy.ledger import Ledger
 from ..privacy.report import (
     CRYPTOGRAPHIC,
@@ -141,15 +142,10 @@ class Certificate:
 
     def _odds(self) -> dict[str, float]:
         """Return the largest detection rates; without a curve the bound by epsilon."""
-        e, d, mu = self.report.epsilon, self.report.delta, self.report.mu
-        if self.powers is not None:
-            return {**self.powers}
-        if mu is not None:
-            found = {a: _NORMAL.cdf(_NORMAL.inv_cdf(a) + mu) for a in FALSE_ALARMS}
-        else:
-            up, down = math.exp(min(e, 700)), math.exp(-e)
-            found = {a: min(up * a + d, 1 - down * (1 - a - d)) for a in FALSE_ALARMS}
-        return {str(a): power for a, power in found.items()}
+        e, d = self.report.epsilon, self.report.delta
+        up, down = math.exp(min(e, 700)), math.exp(-e)
+        bound = {a: min(up * a + d, 1 - down * (1 - a - d)) for a in FALSE_ALARMS}
+        return {**(self.powers or {str(a): power for a, power in bound.items()})}
 
 
 def certificate(
@@ -185,12 +181,9 @@ def certificate(
             f"certificate: {type(run).__name__} has no report. Give the solution of "
             "fit, a plan, a fitted estimator or a report; after solve give its plan."
         )
-    powers, ledger = None, report.source
-    if report.mu is None and ledger is not None and _is_of(ledger, report):
-        powers = largest_powers(ledger)
     pairs = _coefficients(run) if values is None else values
     shown = tuple(_shown(name, value) for name, value in pairs.items())
-    return Certificate(report, title, powers, shown)
+    return Certificate(report, title, _exact_powers(report), shown)
 
 
 def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
@@ -204,21 +197,40 @@ def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
     return 1 / (1 + odds), min(1.0, _TIMES * delta * (1 + odds))
 
 
-def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
-    """Return whether the limits of a ledger are limits of a report's run.
+def _exact_powers(report: PrivacyReport) -> dict[str, float] | None:
+    """Return the exact detection rates of a report; `None` if it does not have them.
 
-    A report keeps its ledger when `dataclasses.replace` changes its other fields.
+    A report keeps mu and ledger when `dataclasses.replace` changes its other fields,
+    so both are compared with its epsilons.
     """
+    mu = report.mu
+    if mu is not None and _covers(gaussian_epsilon(mu, report.delta), report.epsilon):
+        return {str(a): _NORMAL.cdf(_NORMAL.inv_cdf(a) + mu) for a in FALSE_ALARMS}
+    if report.source is None or not _is_of(report.source, report):
+        return None
+    return largest_powers(report.source)
+
+
+def _covers(found: float, claimed: float) -> bool:
+    """Return whether an epsilon is no smaller than a claimed one, up to rounding.
+
+    A plan may know a smaller epsilon, by its budget.
+    """
+    return found >= claimed * (1 - 1e-6) and math.isfinite(claimed)
+
+
+def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
+    """Return whether the limits of a ledger are limits of a report's run."""
     rows = tuple(release.row() for release in ledger.releases)
     said = rows, ledger.neighbours.value, report.people and ledger.people.value
     if said != (report.ledger, report.relation, report.people):
         return False
-    found, epsilons = ledger.epsilons(report.delta), report.epsilon_by_person
-    # A plan may know a smaller epsilon, by its budget; no smaller one is in the ledger.
-    pairs = [(found.get(person, 0.0), value) for person, value in epsilons.items()]
-    pairs.append((max(found.values(), default=0.0), report.epsilon))
-    is_enough = all(own >= value * (1 - 1e-6) for own, value in pairs)
-    return found.keys() == epsilons.keys() and is_enough
+    found, claimed = ledger.epsilons(report.delta), report.epsilon_by_person
+    return (
+        found.keys() == claimed.keys()
+        and all(_covers(found[person], value) for person, value in claimed.items())
+        and _covers(max(found.values(), default=0.0), report.epsilon)
+    )
 
 
 def _coefficients(estimator: Any) -> dict[str, Any]:

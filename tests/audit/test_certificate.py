@@ -68,6 +68,13 @@ def test_detection_rates_of_a_fit_with_sampled_batches_are_those_of_its_plan():
     assert dpb.certificate(run).powers == sampled()[1]
 
 
+def test_the_mu_of_a_report_that_claims_more_than_it_is_not_used():
+    report = dataclasses.replace(plan_of().report, source=None)
+    assert dpb.certificate(report).powers is not None
+    twice = dataclasses.replace(report, epsilon=2.0)
+    assert dpb.certificate(twice).powers is None
+
+
 def test_detection_rates_of_sampled_batches_are_exact_until_a_report_is_stored(
     tmp_path,
 ):
@@ -179,6 +186,8 @@ def test_a_run_that_claims_nothing_has_no_numbers_and_no_entry():
     report = dataclasses.replace(plan_of().report, status=Status.HEURISTIC)
     found = dpb.certificate(report)
     assert detected(found) == {}
+    unclaimed = dataclasses.replace(report, epsilon=math.inf, mu=None)
+    assert dpb.certificate(unclaimed).powers is None
     assert "No guarantee is claimed" in found.html()
     assert "No guarantee is claimed" in found.nist()
     with pytest.raises(ValueError, match="claims no epsilon"):
