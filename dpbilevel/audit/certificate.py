@@ -168,9 +168,9 @@ def certificate(
 
     Privacy:
         Public: reads the report and released values, no records. The odds of an
-        attacker are exact, by the ledger of the report. After JSON, pickle or a change
-        of the report they are a rough bound, unless batches are full and noise is
-        Gaussian. Then certify the plan: `calibrate` makes the same one again.
+        attacker are exact, by the ledger of the report. A report from JSON, as of
+        `load`, has none: the odds are then a rough bound, unless batches are full and
+        noise is Gaussian. Certify its plan instead: `calibrate` makes the same again.
     """
     check_installed("certificate", "jinja2")
     report = run

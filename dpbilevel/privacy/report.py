@@ -17,6 +17,7 @@ from .ledger import Ledger
 from .per_example.clipping import Basis
 from .records.people import PersonUnit
 from .records.rows import padded_rows
+from .releases import Release
 from .rows import ForecastRow, LedgerRow, RoleRow, html_table
 
 
@@ -80,8 +81,8 @@ class PrivacyReport:
         prng: The generator family of the keys. Never the key.
         mu: $\mu$ of Gaussian differential privacy, of the worst-off person, if that is
             exact for all releases together; otherwise `None`.
-        source: The ledger that the report describes, for certificates. `None` after
-            JSON and pickle.
+        source: The ledger that the report describes, for certificates. JSON does not
+            have it.
     """
 
     status: Status
@@ -102,8 +103,10 @@ class PrivacyReport:
     source: Ledger | None = dataclasses.field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without the ledger, which may hold functions."""
-        return vars(self) | {"source": None}
+        """Return the fields; a ledger is kept if no release can hold functions."""
+        releases = () if self.source is None else self.source.releases
+        is_plain = all(type(release) is Release for release in releases)
+        return vars(self) | {"source": self.source if is_plain else None}
 
     def to_json(self) -> str:
         """Return the report as JSON text; `from_json` restores it exactly."""

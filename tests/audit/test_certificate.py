@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import dpbilevel as dpb
 from dpbilevel.audit import certificate as certificate_module
 from dpbilevel.audit.certificate import Certificate, belief_of, largest_powers
 from dpbilevel.privacy.accounting.closed_forms import gaussian_delta, gaussian_epsilon
+from dpbilevel.privacy.releases import Release
 from dpbilevel.privacy.report import PrivacyReport, Status
 
 PROBLEM = dpb.FiniteSum(lambda w, z: 0.5 * (w - z) ** 2)
@@ -75,7 +77,7 @@ def test_the_mu_of_a_report_that_claims_more_than_it_is_not_used():
     assert dpb.certificate(twice).powers is None
 
 
-def test_detection_rates_of_sampled_batches_are_exact_until_a_report_is_stored(
+def test_detection_rates_of_sampled_batches_are_exact_until_a_report_is_json(
     tmp_path,
 ):
     plan, powers = sampled()
@@ -85,18 +87,33 @@ def test_detection_rates_of_sampled_batches_are_exact_until_a_report_is_stored(
     assert found.powers == powers
     assert "are exact" in found.html()
     run.save(tmp_path / "a")
+    assert dpb.certificate(pickle.loads(pickle.dumps(run.report))).powers == powers
     own = json.loads(run.report.to_json()) | {"source": {"releases": []}}
-    for report in (
-        dpb.load(tmp_path / "a").report,
-        pickle.loads(pickle.dumps(run.report)),
-        PrivacyReport.from_json(json.dumps(own)),
-    ):
+    of_json = PrivacyReport.from_json(json.dumps(own))
+    for report in dpb.load(tmp_path / "a").report, of_json:
         assert report == run.report
         bound = dpb.certificate(report)
         assert "a rough upper bound, by epsilon and delta alone" in bound.html()
         for alarms, power in rates(found).items():
             assert alarms < power < rates(bound)[alarms]
             assert rates(bound)[alarms] == pytest.approx(math.e * alarms, abs=2e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class HoldsAFunction(Release):
+    fun: Callable = lambda: None
+
+
+def test_a_report_is_pickled_without_a_ledger_that_may_hold_functions():
+    report = plan_of().report
+    (release,) = report.source.releases
+    fields = {f.name: getattr(release, f.name) for f in dataclasses.fields(release)}
+    ledger = dataclasses.replace(report.source, releases=(HoldsAFunction(**fields),))
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(ledger)
+    holds = dataclasses.replace(report, source=ledger)
+    assert pickle.loads(pickle.dumps(holds)).source is None
+    assert pickle.loads(pickle.dumps(report)).source == report.source
 
 
 def of_other_people():
