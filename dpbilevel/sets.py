@@ -2,13 +2,15 @@
 
 import abc
 import math
-from typing import Any
+from typing import Any, ClassVar
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Bool, Float, PyTree
 from typing_extensions import override
 
@@ -29,7 +31,16 @@ _LEAST = 1e-12  # an entry of zero would stay zero in mirror steps
 
 
 class AbstractSet(eqx.Module):
-    """A closed convex set of pytrees with its Euclidean projection."""
+    """A closed convex set of pytrees with its Euclidean projection.
+
+    Attributes:
+        diameter: The largest distance between two members; `inf` if it has no bound.
+            A float, or a traced value in a program that has the set as an argument.
+        reach: Upper bound of the norm of a member; `inf` if there is none.
+    """
+
+    diameter: AbstractVar[float]
+    reach: AbstractVar[float]
 
     @abc.abstractmethod
     def project(self, w: PyTree) -> PyTree:
@@ -62,32 +73,12 @@ class AbstractSet(eqx.Module):
         """
         return sum(math.prod(v.shape) for v in jax.tree.leaves(w))
 
-    @property
-    @abc.abstractmethod
-    def diameter(self) -> float:
-        """The largest distance between two members; `inf` if it has no bound.
-
-        A float, or a traced value in a program that has the set as an argument.
-        """
-
-    @property
-    @abc.abstractmethod
-    def reach(self) -> float:
-        """Upper bound of the norm of a member; `inf` if there is none."""
-
 
 class AbstractUnboundedSet(AbstractSet):
     """A set with members of any norm."""
 
-    @property
-    @override
-    def reach(self) -> float:
-        return math.inf
-
-    @property
-    @override
-    def diameter(self) -> float:
-        return math.inf
+    diameter: ClassVar[float] = math.inf
+    reach: ClassVar[float] = math.inf
 
 
 class Euclidean(AbstractUnboundedSet):

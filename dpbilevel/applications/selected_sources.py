@@ -51,6 +51,7 @@ class AbstractSourcePipeline(AbstractPipeline):
         score: The one step that releases the scores.
         fit: The solver of the last model.
         keep_above: The least score of a source that is kept.
+        fit_penalty: Penalty of the fit if it reads validation records too, else `None`.
     """
 
     score: AbstractVar[NoisyDescent]
@@ -58,11 +59,7 @@ class AbstractSourcePipeline(AbstractPipeline):
     keep_above: AbstractVar[SignedShare]
     problem_type: ClassVar[type] = SourceWeighting
     in_config: ClassVar[bool] = True
-
-    @property
-    def fit_penalty(self) -> float | None:
-        """Penalty of the fit if it reads validation records too, else `None`."""
-        return None
+    fit_penalty: ClassVar[float | None] = None
 
     def kept(self, outputs: Outputs) -> Float[Array, " k"]:
         """Return an array: 1 for each kept source, else 0; all 1 if none passes."""

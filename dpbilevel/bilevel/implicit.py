@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
-from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive, check_fields
@@ -98,6 +97,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     )
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
+    basis: ClassVar[Basis] = Basis.CONSTANTS
 
     def __check_init__(self):
         owner = "ImplicitBilevel"
@@ -217,11 +217,6 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             scaled = eta * constants.smoothness * noise
             return math.sqrt(2 * drop + error**2 + scaled)
         return math.sqrt(8 * drop + 28 * error**2 + 12 * noise)
-
-    @property
-    @override
-    def basis(self) -> Basis:
-        return Basis.CONSTANTS
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Return the state at `w0 = (x, y)`; every lower solve starts at `y`."""

@@ -36,7 +36,9 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         in_config: Whether a config of the command line can hold it.
         proximal: The fields with the sizes or the solvers of its proximal steps; `None`
             if it makes none.
+        basis: `Basis` of the sensitivities of all releases; by default clipping.
         num_steps: The fixed number of steps. Static.
+        neighbours: Neighbouring relation of the noise.
         sizes: The planned numbers of records: `Sizes` for two levels, an integer for
             one. `calibrate` sets it. Static.
     """
@@ -44,19 +46,11 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     problem_type: eqx.AbstractClassVar[type]
     in_config: ClassVar[bool] = True
     proximal: ClassVar[tuple[str, ...] | None] = None
+    basis: ClassVar[Basis] = Basis.CLIPPED
 
     num_steps: AbstractVar[int]
+    neighbours: AbstractVar[Neighbours]
     sizes: Any = eqx.field(static=True, default=None, kw_only=True)
-
-    @property
-    @abc.abstractmethod
-    def neighbours(self) -> Neighbours:
-        """Neighbouring relation of the noise."""
-
-    @property
-    def basis(self) -> Basis:
-        """`Basis` of the sensitivities of all releases; by default clipping."""
-        return Basis.CLIPPED
 
     @abc.abstractmethod
     def init(self, problem: Problem, w0: PyTree) -> State:
@@ -201,7 +195,7 @@ class AbstractGaussianSolver(AbstractSolver[Problem, State]):
     """
 
     noise_multiplier: NonNegative | None = eqx.field(default=None, kw_only=True)
-    neighbours: Neighbours = eqx.field(  # pyright: ignore[reportIncompatibleMethodOverride]
+    neighbours: Neighbours = eqx.field(
         static=True, default=Neighbours.REPLACE_ONE, kw_only=True
     )
     precision: Precision = eqx.field(static=True, default="grid", kw_only=True)

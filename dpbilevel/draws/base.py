@@ -4,11 +4,13 @@ import abc
 import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from equinox import AbstractVar  # noqa: F811
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -55,6 +57,9 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     """A solver whose only step is one draw.
 
     Attributes:
+        basis: Constants, unless a subclass enforces a bound.
+        declared_convexity: Declared strong convexity of the score; `None` if none is
+            declared.
         sampler: The sampler of the draw.
         mechanism: The mechanism of the draw.
         dimension: The declared number of coordinates of x. Static.
@@ -67,15 +72,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     dtype: str | None = eqx.field(static=True, default=None, kw_only=True)
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
     in_config: ClassVar[bool] = False
+    basis: ClassVar[Basis] = Basis.CONSTANTS
+    num_steps: ClassVar[int] = 1
+    declared_convexity: AbstractVar[float | None]
 
     @abc.abstractmethod
     def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
         """Return the `AbstractScore` of a problem at the planned sizes."""
-
-    @property
-    @abc.abstractmethod
-    def declared_convexity(self) -> float | None:
-        """Declared strong convexity of the score; `None` if none is declared."""
 
     @abc.abstractmethod
     def density(
@@ -89,18 +92,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @property
     @override
-    def num_steps(self) -> int:
-        return 1
-
-    @property
-    @override
     def neighbours(self) -> Neighbours:
         return self.mechanism.neighbours
-
-    @property
-    def basis(self) -> Basis:
-        """Basis of the guarantee: constants, unless a subclass enforces a bound."""
-        return Basis.CONSTANTS
 
     def init(self, problem, w0) -> DrawState:
         """Return the public state before the draw, at `w0` projected onto the set.

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -51,11 +51,15 @@ class AbstractScore(abc.ABC):
         problem: The problem.
         measure: `"spread"` or `"slope"`, as in `BoundedScore`.
         sizes: The planned sizes.
+
+    Attributes:
+        basis: Basis of the contributions; by default constants.
     """
 
     problem: Any
     measure: Measure
     sizes: Any
+    basis: ClassVar[Basis] = Basis.CONSTANTS
 
     @abc.abstractmethod
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
@@ -70,11 +74,6 @@ class AbstractScore(abc.ABC):
     @abc.abstractmethod
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         """Return the `Regularity` of the score, besides convexity. On the host."""
-
-    @property
-    def basis(self) -> Basis:
-        """Basis of the contributions."""
-        return Basis.CONSTANTS
 
     @property
     @abc.abstractmethod

@@ -33,11 +33,16 @@ class AbstractRelease(abc.ABC):
         basis: What the sensitivities rest on; a field of every subclass.
         mechanism: What makes it private; a field of every subclass.
         notes: What was proved about it, in the words of the report.
+        overflow: Part of `failure` that is the chance of an overflowing batch.
+        computed_error: Part of `failure` that is the error of computed scores.
     """
 
     name: str
     count: int
     queries: tuple[Query, ...]
+    notes: ClassVar[tuple[str, ...]] = ()
+    overflow: ClassVar[float] = 0.0
+    computed_error: ClassVar[float] = 0.0
     if TYPE_CHECKING:  # fields of subclasses, in an order of theirs
         mechanism: ClassVar[Any]
         basis: ClassVar[Basis]
@@ -69,11 +74,6 @@ class AbstractRelease(abc.ABC):
         """Largest change of the value by one person with a record in every role."""
         return sum(query.contribution for query in self.queries)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Proved bounds, in the words of the report."""
-        return ()
-
     def repeated(self, count: int) -> tuple[Self, ...]:
         """Return a tuple of releases that stand for this one in `count` runs.
 
@@ -99,16 +99,6 @@ class AbstractRelease(abc.ABC):
     def neighbours(self) -> Neighbours:
         """Neighbouring relation that the noise refers to."""
         return self.mechanism.neighbours
-
-    @property
-    def overflow(self) -> float:
-        """Part of `failure` that is the chance of an overflowing batch."""
-        return 0.0
-
-    @property
-    def computed_error(self) -> float:
-        """Part of `failure` that is the error of computed scores."""
-        return 0.0
 
     def check(self, budget: PrivacyBudget) -> None:
         """Check that some noise reaches a budget; by default nothing is checked."""

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
@@ -70,23 +70,15 @@ class AbstractNoise(AbstractMechanism):
 
     Attributes:
         precision: Precision of the values that it releases, as in `clipped_mean`.
+        multiplier: The standard deviation of the noise, in units of the sensitivity.
+            Raises `ValueError` if the mechanism is not calibrated.
+        independent: Whether the noise of a release is independent of that of all
+            others.
     """
 
     precision: AbstractVar[Precision]
-
-    @property
-    @abc.abstractmethod
-    def multiplier(self) -> Number:
-        """The standard deviation of the noise, in units of the sensitivity.
-
-        Raises:
-            ValueError: The mechanism is not calibrated.
-        """
-
-    @property
-    def independent(self) -> bool:
-        """Whether the noise of a release is independent of that of all others."""
-        return True
+    multiplier: AbstractVar[Number]
+    independent: ClassVar[bool] = True
 
     @property
     def deviation(self) -> Number:
@@ -163,6 +155,9 @@ class Gaussian(AbstractNoise):
             and value are integers and their sum is exact, or `"float"`, for research.
             Static.
 
+    Attributes:
+        finer: Bits by which the grid is finer than rounding of the value needs.
+
     Privacy:
         One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
         private and the ledger says so. In precision `"float"` noise and sum are
@@ -175,6 +170,7 @@ class Gaussian(AbstractNoise):
     noise_multiplier: NonNegative | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
     precision: Precision = eqx.field(static=True, default="grid")
+    finer: ClassVar[int] = 0
 
     @override
     def release(self, bounded, *, key):
@@ -202,11 +198,6 @@ class Gaussian(AbstractNoise):
     ) -> list[Limbs]:
         """Draw the integers of the noise, as `normal_integers` does."""
         return normal_integers(shapes, doublings, key=key)
-
-    @property
-    def finer(self) -> int:
-        """Bits by which the grid is finer than rounding of the value needs."""
-        return 0
 
     @override
     def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":

@@ -67,9 +67,12 @@ class AbstractCertificate(abc.ABC):
 
     Attributes:
         varies: Whether the bounds depend on `x`.
+        largest_loss: Bound on an upper record's loss beyond the range over which it
+            varies.
     """
 
     varies: bool
+    largest_loss: ClassVar[float] = 0.0
 
     @abc.abstractmethod
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
@@ -120,11 +123,6 @@ class AbstractCertificate(abc.ABC):
     @abc.abstractmethod
     def second_order(self) -> "SecondOrderConstants":
         """`SecondOrderConstants` for all x and records, for theorem and refuter."""
-
-    @property
-    def largest_loss(self) -> float:
-        """Bound on an upper record's loss beyond the range over which it varies."""
-        return 0.0
 
     @property
     @abc.abstractmethod

@@ -227,14 +227,11 @@ class AbstractSampler(Checked):
 
     Attributes:
         continuous: Whether it draws from all of the set, or from candidates.
+        assumptions: What a report lists besides the guarantee; by default nothing.
     """
 
     continuous: ClassVar[bool] = True
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """Assumptions that a report lists besides the guarantee; by default none."""
-        return ()
+    assumptions: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
