@@ -68,14 +68,14 @@ class AbstractOutput(Checked):
             key: A typed key for rules that draw, `None` for others.
         """
 
-    @abc.abstractmethod
     def answer(self, memory: PyTree, last: PyTree) -> PyTree:
-        """Return the answer of the run.
+        """Return the answer of the run; by default the memory.
 
         Args:
             memory: The memory after the last step.
             last: The last iterate.
         """
+        return memory
 
 
 class Last(AbstractOutput):
@@ -108,10 +108,6 @@ class AbstractMean(AbstractOutput):
     @override
     def update(self, memory, w, *, before, t, num_steps, key):
         return running_mean(memory, w, jnp.maximum(t - self.first(num_steps), 0))
-
-    @override
-    def answer(self, memory, last):
-        return memory
 
 
 class Mean(AbstractMean):
@@ -189,10 +185,6 @@ class UniformIterate(AbstractOutput):
         # The start of step t takes the place with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0
         return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), before, memory)
-
-    @override
-    def answer(self, memory, last):
-        return memory
 
 
 def check_output(owner: str, output: AbstractOutput) -> None:
