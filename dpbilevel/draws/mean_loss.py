@@ -22,7 +22,7 @@ from .._checks import Number
 from ..bilevel.certificates import sensitivities
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
-from ..privacy.exact.floats import check_rounding, unit_roundoff
+from ..privacy.exact.floats import all_finite, check_rounding, unit_roundoff
 from ..privacy.per_example.clipping import Basis, clipped_mean, one_record, unsealed
 from ..privacy.per_example.structure import rowwise
 from ..privacy.queries import RECORDS
@@ -335,8 +335,7 @@ class _Terms(AbstractSumPotential):
 
         def tangent(record):
             value, slope = jax.value_and_grad(self._loss)(x, record)
-            finite = [jnp.isfinite(v).all() for v in jax.tree.leaves(slope)]
-            finite = jnp.stack(finite).all()
+            finite = all_finite(slope)
             lower = value - jnp.asarray(self.half).astype(value.dtype)
             slope = jax.tree.map(lambda v: jnp.where(finite, v, 0), slope)
             return jnp.where(finite, value, lower), slope

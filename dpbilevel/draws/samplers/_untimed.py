@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
 from ...core.descent import add_scaled
+from ...privacy.exact.floats import all_finite
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, computed_once, derive
 from . import proximal
@@ -80,9 +81,8 @@ class _Quick(AbstractPotential):
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         pair = jax.value_and_grad(self.potential)(x)
-        finite = [jnp.isfinite(v).all() for v in jax.tree.leaves(pair)]
         slow = functools.partial(self.potential.value_and_gradient, x)
-        return jax.lax.cond(jnp.stack(finite).all(), lambda: pair, slow)
+        return jax.lax.cond(all_finite(pair), lambda: pair, slow)
 
 
 def draw(

@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from typing_extensions import override
 
 from ...core.descent import add_scaled, scaled
+from ...privacy.exact.floats import all_finite
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import proximal, restricted
@@ -207,14 +208,10 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
     def _tangent(self, target: proximal.ProximalTarget, point: PyTree) -> _Tangent:
         """Return the `_Tangent` at a point; constant if no gradient is finite."""
         value, gradient = target.potential.value_and_gradient(point)
-        leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
-        finite = jnp.stack(leaves).all()
-        zeros = optax.tree.zeros_like(gradient)
-        gradient = optax.tree.where(finite, gradient, zeros)
-        drop = jnp.asarray(self.drop, value.dtype)
-        drop = jnp.where(finite, jnp.zeros_like(drop), drop)
-        value = proximal.finite_part(value) - drop
-        return _Tangent(point, value, gradient)
+        finite = all_finite(gradient)
+        gradient = jax.tree.map(lambda v: jnp.where(finite, v, 0), gradient)
+        drop = jnp.where(finite, 0, jnp.asarray(self.drop, value.dtype))
+        return _Tangent(point, proximal.finite_part(value) - drop, gradient)
 
     def _middle(
         self, target: proximal.ProximalTarget, y: PyTree, tangent: _Tangent
