@@ -23,6 +23,7 @@ from ..bilevel.levels import (
     validation_objective,
 )
 from ..bilevel.pipeline import AbstractPipeline, Outputs
+from ..core.descent import scaled
 from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
@@ -120,8 +121,7 @@ class AbstractSourcePipeline(AbstractPipeline):
         def public(w):
             if problem.lower_public is None:
                 return optax.tree.zeros_like(w)
-            gradient = jax.grad(problem.lower_public, 1)(w0[0], w)
-            return jax.tree.map(lambda v: weight.astype(v.dtype) * v, gradient)
+            return scaled(weight, jax.grad(problem.lower_public, 1)(w0[0], w))
 
         lower = jax.grad(problem.of_record(weighted))
         records = {**whole.records, "lower": lower}

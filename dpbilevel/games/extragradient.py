@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
-from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
+from ..core.descent import Descent, Memory, Rule, StepSize, add_scaled, as_rule, scaled
 from ..core.plan import least_multiplier
 from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey, derive
@@ -204,7 +204,7 @@ class _Regularized(AbstractVariationalInequality):
 
     @override
     def public_operator(self, w) -> PyTree:
-        pull = optax.tree.sub(_times(self.weight, w), self.target)
+        pull = optax.tree.sub(scaled(self.weight, w), self.target)
         return optax.tree.add(self.game.public_operator(w), pull)
 
     @override
@@ -297,7 +297,7 @@ class RecursiveRegularization(
         # A round begins at its center, the answer of the round before; counts go on.
         center = solver.answer(problem, state.inner)
         start = eqx.tree_at(_counts, solver.init(problem, center), _counts(state.inner))
-        begun = _Round(start, optax.tree.add(state.target, _times(added, center)))
+        begun = _Round(start, add_scaled(state.target, added, center))
         state = optax.tree.where((steps == 0) & (t > 0), begun, state)
         weight = 2 * added - self.strength
         game = _Regularized(problem, problem.w_set, weight, state.target)
@@ -323,10 +323,6 @@ class RecursiveRegularization(
     @override
     def dimensions(self, w0) -> dict[str, int]:
         return self.inner.dimensions(w0)
-
-
-def _times(factor: Array, w: PyTree) -> PyTree:
-    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, w)
 
 
 def _counts(state: Any) -> tuple[Array, Any]:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive
-from ..core.descent import SkippedUpdates, finite_or
+from ..core.descent import SkippedUpdates, add_scaled, finite_or
 from ..core.outputs import running_mean
 from ..privacy import FullBatch, PrivacyBudget
 from ..privacy.sampling.base import AbstractSampling, unnumbered
@@ -159,9 +159,7 @@ class LocalizedGD(AbstractGradientSolver[_State]):
         mean = running_mean(state.mean, state.w, t)
         radius = jnp.stack([jnp.asarray(r) for r in self.radii])[round_index]
         step_size = 1 / (self.strong_convexity * (t + 1).astype(radius.dtype))  # eta_t
-        moved = jax.tree.map(
-            lambda v, g: v - step_size.astype(g.dtype) * g, state.w, gradient
-        )
+        moved = add_scaled(state.w, -step_size, gradient)
         prox = problem.proximal_step()
         moved = moved if prox is None else prox(step_size, moved)
         # The center is feasible, so projecting onto the set keeps w inside the ball.

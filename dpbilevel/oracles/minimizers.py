@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from .._checks import Checked, Count, Positive, positive
+from ..core.descent import add_scaled
 from ..sets import AbstractSet, Euclidean
 from .linear import ConjugateGradient
 from .objectives import AbstractObjective
@@ -181,7 +182,7 @@ class AcceleratedGradient(AbstractLowerSolver):
             old = jnp.where(uphill, 1, state.age)  # the restart
             age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
             momentum = (old - 1) / age  # beta_k
-        z = jax.tree.map(lambda u, d: u + momentum.astype(u.dtype) * d, y, move)
+        z = add_scaled(y, momentum, move)
         return _Accelerated(y, z, state.step_size, age, mapping)
 
 
@@ -247,7 +248,7 @@ def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
 
 def mapping(objective, x, z, slope, size, y_set) -> tuple[PyTree, Scalar]:
     """Return the proximal, projected step from `z`, and the gradient mapping's norm."""
-    moved = jax.tree.map(lambda u, s: u - size.astype(u.dtype) * s, z, slope)
+    moved = add_scaled(z, -size, slope)
     if objective.prox is not None:
         moved = objective.prox(size, x, moved)
     elif isinstance(y_set, Euclidean):
@@ -316,9 +317,7 @@ class NewtonCG(AbstractLowerSolver):
 
         One pass evaluates and linearizes.
         """
-        y = jax.tree.map(
-            lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
-        )
+        y = add_scaled(state.y, state.length, state.direction)
         value, slope, product = objective.linearize(x, y)
         norm = optax.tree.norm(slope)
         slack = 8 * jnp.finfo(value.dtype).eps * jnp.abs(state.value)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
+from ..core.descent import add_scaled
 from ..core.proximal import smooth_part
 from ..privacy.jaxprs import bound, evaluated
 from ..privacy.records.disk import reader
@@ -167,22 +168,18 @@ class WeightedSum(AbstractObjective):
 
     @override
     def value(self, x: PyTree, y: PyTree) -> Scalar:
-        return self._sum(self.first.value(x, y), self.second.value(x, y))
+        return self._sum(lambda h: h.value(x, y))
 
     @override
     def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
-        pair = self.first.gradient(x, y, wrt), self.second.gradient(x, y, wrt)
-        return self._sum(*pair)
+        return self._sum(lambda h: h.gradient(x, y, wrt))
 
     @override
     def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
-        one, other = (h.value_and_gradient(x, y) for h in (self.first, self.second))
-        return self._sum(one, other)
+        return self._sum(lambda h: h.value_and_gradient(x, y))
 
-    def _sum(self, one, other):
-        return jax.tree.map(
-            lambda u, v: u + self.weight.astype(u.dtype) * v, one, other
-        )
+    def _sum(self, of: Callable[[AbstractObjective], Any]) -> Any:
+        return add_scaled(of(self.first), self.weight, of(self.second))
 
 
 def upper_objective(

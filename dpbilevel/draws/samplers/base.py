@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Checked, Count, NonNegative, Number, check_fields
+from ...core.descent import scaled
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
@@ -147,8 +148,7 @@ class AbstractSumPotential(AbstractPotential):
 
         Here $c = 0$; a potential with another center overrides this method.
         """
-        weight = 1 / (1 + self.quadratic * step_size)
-        return jax.tree.map(lambda v: jnp.asarray(weight, v.dtype) * v, y)
+        return scaled(1 / (1 + self.quadratic * step_size), y)
 
 
 def scaled_potential(
@@ -160,10 +160,10 @@ def scaled_potential(
     """
     if isinstance(score, AbstractSumPotential):
         return _ScaledSum(score, rate, rate * regularizer, center, score.num_terms)
-    return _ScaledScore(score, rate, rate * regularizer, center)
+    return _Scaled(score, rate, rate * regularizer, center)
 
 
-class _AbstractScaled(AbstractPotential):
+class _Scaled(AbstractPotential):
     score: AbstractPotential
     rate: Number
     quadratic: Number
@@ -171,6 +171,12 @@ class _AbstractScaled(AbstractPotential):
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         return self._times_rate(self.score(x)) + self._square(x)
+
+    @override
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        values = self.score.many(xs)
+        squares = jax.vmap(self._square)(xs)
+        return self._times_rate(values) + squares.astype(values.dtype)
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
@@ -193,15 +199,7 @@ class _AbstractScaled(AbstractPotential):
         return _like(self.rate, value) * value
 
 
-class _ScaledScore(_AbstractScaled):
-    @override
-    def many(self, xs: PyTree) -> Float[Array, " m"]:
-        values = self.score.many(xs)
-        squares = jax.vmap(self._square)(xs)
-        return self._times_rate(values) + squares.astype(values.dtype)
-
-
-class _ScaledSum(_AbstractScaled, AbstractSumPotential):
+class _ScaledSum(_Scaled, AbstractSumPotential):
     score: AbstractSumPotential
     num_terms: int = eqx.field(static=True)
 
