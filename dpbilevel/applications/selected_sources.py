@@ -14,14 +14,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import SignedShare
-from ..bilevel.levels import (
-    Objective,
-    equal_weights,
-    lower_objective,
-    queries_of,
-    rows_of_steps,
-    validation_objective,
-)
+from ..bilevel import levels
 from ..bilevel.pipeline import AbstractPipeline, Outputs
 from ..core.descent import scaled
 from ..onelevel.adaptive import NoisyDescent
@@ -99,9 +92,9 @@ class AbstractSourcePipeline(AbstractPipeline):
     @override
     def forecast(self, problem, sizes, w0):
         """Return `ForecastRow`s if steps of the fit overshoot the public terms."""
-        return rows_of_steps(problem, w0, {FIT: self.fit})
+        return levels.rows_of_steps(problem, w0, {FIT: self.fit})
 
-    def fit_objective(self, problem: SourceWeighting, w0, outputs) -> Objective:
+    def fit_objective(self, problem: SourceWeighting, w0, outputs) -> levels.Objective:
         r"""Return the `Objective` of the fit: the model's loss on the kept sources.
 
         It is the mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$.
@@ -110,7 +103,7 @@ class AbstractSourcePipeline(AbstractPipeline):
         $\bar w$, the number of records of the fit over that of lower ones, gives the
         public term its weight beside a mean over the records of the fit alone.
         """
-        whole = lower_objective(problem, w0[0], self.fit_penalty)
+        whole = levels.lower_objective(problem, w0[0], self.fit_penalty)
         kept, weight = self.kept(outputs), self.fit_weight(outputs)
 
         def weighted(y, row):
@@ -144,7 +137,7 @@ class AbstractSourcePipeline(AbstractPipeline):
 
 def score_objective(
     problem: SourceWeighting, model: PyTree, start: PyTree
-) -> Objective:
+) -> levels.Objective:
     r"""Return the linear `Objective` that one step of 1 solves for the scores.
 
     Entry $(0, s)$ is $a = 0.96$ times the mean over all training records of $1$ or $-1$
@@ -164,7 +157,7 @@ def score_objective(
         counts = known & is_finite(before) & is_finite(after)
         return jnp.where(counts, -jnp.zeros_like(w).at[:, index].set(row), 0)
 
-    return Objective(Euclidean(), {"lower": problem.of_record(lower)})
+    return levels.Objective(Euclidean(), {"lower": problem.of_record(lower)})
 
 
 def signs_and_fractions(
@@ -247,13 +240,13 @@ class SelectedSources(AbstractSourcePipeline):
     @property
     @override
     def fit_penalty(self) -> float | None:
-        return equal_weights(self.sizes) if self.fit_reads == "both" else None
+        return levels.equal_weights(self.sizes) if self.fit_reads == "both" else None
 
     @override
     def queries(self, name):
         if name == FIT:
-            return queries_of(self.fit_reads)
-        return queries_of("upper" if name == MODEL else "lower")
+            return levels.queries_of(self.fit_reads)
+        return levels.queries_of("upper" if name == MODEL else "lower")
 
     @override
     def objective(self, name, problem, w0, outputs):
@@ -261,7 +254,7 @@ class SelectedSources(AbstractSourcePipeline):
             return self.fit_objective(problem, w0, outputs)
         first, (x, start) = self._first(problem), self._first_w0(w0)
         if name == MODEL:
-            return validation_objective(first, x)
+            return levels.validation_objective(first, x)
         return score_objective(first, outputs[MODEL], start)
 
     @override

@@ -21,17 +21,8 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Gaussian, Ledger, Neighbours, Release
 from ..privacy.noise import derive
 from ..privacy.rows import ForecastRow
-from .levels import (
-    Level,
-    levels_queries,
-    lower_level,
-    penalized_level,
-    penalty_gradients,
-    public_penalty_gradient,
-    row_in_x,
-    rows_of_steps,
-    shortened_in_x,
-)
+from . import levels
+from .levels import Level
 from .penalty_plans import PlannedPenalty
 from .pipeline import with_prefix
 from .problem import BilevelProblem, Levels, Sizes
@@ -178,15 +169,15 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
         )
         # The noisy outer gradient, whose public part costs no budget.
         at = problem, self.penalty, state.x, y, z
-        gradient = public_penalty_gradient(*at)
+        gradient = levels.public_penalty_gradient(*at)
         if noise is not None:
             outer = self._outer(problem, noise, self.sizes)
-            released = outer.apply(penalty_gradients(*at), data, key=key_outer)
+            released = outer.apply(levels.penalty_gradients(*at), data, key=key_outer)
             gradient = optax.tree.add(gradient, released)
 
         # The projected step, and the candidates for t_out.
         descent = Descent(self.step_size, problem.x_set)
-        gradient = shortened_in_x(problem, descent, gradient, state.x, z)
+        gradient = levels.shortened_in_x(problem, descent, gradient, state.x, z)
         x, memory = descent.update(gradient, state.memory, state.x)
         kept = self.remembered(state.kept, (x, y), before=(state.x, y), t=state.t)
         inner = state.inner.plus(lost_y, lost_z)
@@ -258,8 +249,8 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
         solvers = {"inner": self.inner}
         if self.penalized_inner is not None:
             solvers["penalized_inner"] = self.penalized_inner
-        inner = rows_of_steps(problem, w0, solvers, self.penalty)
-        return (row, *inner, *row_in_x(problem, self.step_size, w0))
+        inner = levels.rows_of_steps(problem, w0, solvers, self.penalty)
+        return (row, *inner, *levels.row_in_x(problem, self.step_size, w0))
 
     def _parts(
         self, problem: BilevelProblem
@@ -286,8 +277,8 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
 
         The queries of neither depend on `x`.
         """
-        penalized = penalized_level(problem, x, self.penalty, self.upper_clip_norm)
-        return lower_level(problem, x), penalized
+        at = problem, x, self.penalty, self.upper_clip_norm
+        return levels.lower_level(problem, x), levels.penalized_level(*at)
 
     def _outer(
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
@@ -297,5 +288,5 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,
         )
-        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+        queries, joint = levels.levels_queries(clip_norms, self.sampling, sizes)
         return Release(OUTER, 1, queries, mechanism, joint=joint)

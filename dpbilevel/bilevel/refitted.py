@@ -15,15 +15,8 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
-from .levels import (
-    Level,
-    equal_weights,
-    lower_objective,
-    queries_of,
-    row_in_x,
-    rows_of_steps,
-    upper_objective,
-)
+from . import levels
+from .levels import Level
 from .pipeline import AbstractPipeline, AbstractStages, with_prefix
 from .problem import BilevelProblem, Sizes, reads_first
 
@@ -94,8 +87,8 @@ class Refitted(AbstractStages[_State]):
         def refit_run():
             x, y = search.answer(problem, state.search)
             y = state.y if y is None else y
-            objective = lower_objective(problem, x, self._penalty(self.sizes))
-            level = Level(problem, queries_of(self.refit_reads), objective)
+            objective = levels.lower_objective(problem, x, self._penalty(self.sizes))
+            level = Level(problem, levels.queries_of(self.refit_reads), objective)
             return (state.search, *inner_solve(level, refit, data, y, key=key_refit))
 
         # The number of the step is public: both stages always run.
@@ -105,7 +98,7 @@ class Refitted(AbstractStages[_State]):
 
     def _penalty(self, sizes: Sizes | None) -> float | None:
         """Return the penalty of the refit, or `None` for the lower level alone."""
-        return equal_weights(sizes) if self.refit_reads == "both" else None
+        return levels.equal_weights(sizes) if self.refit_reads == "both" else None
 
     @override
     def released(self, state):
@@ -123,7 +116,7 @@ class Refitted(AbstractStages[_State]):
 
     @override
     def ledger(self, problem, sizes) -> Ledger:
-        level = Level(problem, queries_of(self.refit_reads))
+        level = Level(problem, levels.queries_of(self.refit_reads))
         refit = self.refit.with_sizes(self.sizes).ledger(level, sizes)
         return self.search.ledger(problem, sizes) + refit.named(REFIT)
 
@@ -137,7 +130,7 @@ class Refitted(AbstractStages[_State]):
         """Return `ForecastRow`s of the search, and of overshooting refit steps."""
         steps, penalty = {REFIT: self.refit}, self._penalty(sizes)
         search = self.search.with_sizes(self.sizes).forecast(problem, sizes, w0)
-        return (*search, *rows_of_steps(problem, w0, steps, penalty))
+        return (*search, *levels.rows_of_steps(problem, w0, steps, penalty))
 
 
 LOWER, UPPER = "lower", "upper"
@@ -183,19 +176,19 @@ class LowerFirst(AbstractPipeline):
 
     @override
     def queries(self, name):
-        return queries_of("lower" if name == LOWER else "upper")
+        return levels.queries_of("lower" if name == LOWER else "upper")
 
     @override
     def objective(self, name, problem, w0, outputs):
         if name == LOWER:
-            return lower_objective(problem, w0[0])
-        return upper_objective(problem, outputs[LOWER])
+            return levels.lower_objective(problem, w0[0])
+        return levels.upper_objective(problem, outputs[LOWER])
 
     @override
     def forecast(self, problem, sizes, w0):
         """Return `ForecastRow`s if steps overshoot the public terms."""
-        of_lower = rows_of_steps(problem, w0, {LOWER: self.lower})
-        in_x = row_in_x(problem, getattr(self.upper, "step_size", 0.0), w0)
+        of_lower = levels.rows_of_steps(problem, w0, {LOWER: self.lower})
+        in_x = levels.row_in_x(problem, getattr(self.upper, "step_size", 0.0), w0)
         return (*of_lower, *in_x)
 
     @override
