@@ -116,36 +116,31 @@ class Level(AbstractFiniteSum):
     Attributes:
         problem: The bilevel problem.
         reads: The queries, which depend on no released value.
-        objective: The function to minimize; `None` for a ledger, which needs the
+        objective: The `Objective` to minimize; `None` for a ledger, which needs the
             queries alone.
     """
 
     problem: BilevelProblem
     reads: Queries = eqx.field(static=True)
-    objective: Objective | None = eqx.field(static=True, default=None)
-
-    @property
-    def _objective(self) -> Objective:
-        assert self.objective is not None
-        return self.objective
+    objective: Any = eqx.field(static=True, default=None)
 
     @property
     def w_set(self) -> AbstractSet:
         """Feasible set of the objective."""
-        return self._objective.w_set
+        return self.objective.w_set
 
     @override
     def record_gradients(self, w):
-        gradients = self._objective.records.items()
+        gradients = self.objective.records.items()
         return {role: functools.partial(fun, w) for role, fun in gradients}
 
     @override
     def public_gradient(self, w):
-        return self._objective.public(w)
+        return self.objective.public(w)
 
     @override
     def proximal_step(self):
-        return self._objective.prox
+        return self.objective.prox
 
     @override
     def queries(self, clip_norm, sampling, sizes):
@@ -278,10 +273,8 @@ def penalty_gradients(
         return jax.grad(problem.upper)(x, z, record)
 
     def lower(record):
-        difference = optax.tree.sub(
-            jax.grad(problem.lower)(x, z, record), jax.grad(problem.lower)(x, y, record)
-        )
-        return jax.tree.map(lambda v: penalty * v, difference)
+        at_z, at_y = (jax.grad(problem.lower)(x, w, record) for w in (z, y))
+        return jax.tree.map(lambda a, b: penalty * (a - b), at_z, at_y)
 
     funs = {"upper": upper, "lower": lower}
     return {role: fun for role, fun in funs.items() if problem.reads_x(role)}
@@ -291,15 +284,9 @@ def public_penalty_gradient(
     problem: BilevelProblem, penalty: Number, x: PyTree, y: PyTree, z: PyTree
 ) -> PyTree:
     r"""Return the public part of the gradient in x of $f + \lambda (g - g^*)$."""
-    total = optax.tree.zeros_like(x)
-    if problem.upper_public is not None:
-        total = optax.tree.add(total, jax.grad(problem.upper_public)(x, z))
-    if problem.lower_public is not None:
-        difference = optax.tree.sub(
-            jax.grad(problem.lower_public)(x, z), jax.grad(problem.lower_public)(x, y)
-        )
-        total = jax.tree.map(lambda a, b: a + penalty * b, total, difference)
-    return total
+    of_upper = _public_gradient(problem.upper_public, 0, x, z)
+    at_z, at_y = (_public_gradient(problem.lower_public, 0, x, w) for w in (z, y))
+    return jax.tree.map(lambda u, a, b: u + penalty * (a - b), of_upper, at_z, at_y)
 
 
 def shortened_in_x(
