@@ -10,19 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from equinox import AbstractVar  # noqa: F811
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive, ProperFraction
-from ..core.descent import (
-    Descent,
-    Memory,
-    SkippedUpdates,
-    StepSize,
-    as_rule,
-    finite_or,
-    scaled,
-)
+from ..core.descent import Descent, SkippedUpdates, StepSize, as_rule, finite_or, scaled
 from ..core.solver import AbstractIterative, State
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
@@ -203,12 +195,7 @@ class AdaptiveClipGD(AbstractAdaptiveClip[_ClipState], AbstractDescent[_ClipStat
 NoisyDescent = NoisyGD | AdaptiveClipGD
 
 
-class _StepState(eqx.Module):
-    w: PyTree
-    kept: PyTree  # memory of the output rule
-    memory: Memory
-    t: Int[Array, ""]
-    clip_norm: Scalar  # C_t
+class _StepState(_ClipState):
     length: Scalar  # lambda_t
     direction: PyTree  # m_t
 
@@ -273,7 +260,8 @@ class AdaptiveGD(AbstractAdaptiveClip[_StepState]):
         norm, length = (jnp.asarray(v, jnp.result_type(float)) for v in numbers)
         memory = Descent(length, problem.w_set).init(w)
         t, direction = jnp.zeros((), jnp.int32), optax.tree.zeros_like(w)
-        return _StepState(w, self.output.init(w), memory, t, norm, length, direction)
+        kept, last = self.output.init(w), None  # the step size takes care of itself
+        return _StepState(w, kept, memory, t, last, norm, length, direction)
 
     @override
     def step(self, problem, data, state, *, key) -> _StepState:
@@ -286,7 +274,7 @@ class AdaptiveGD(AbstractAdaptiveClip[_StepState]):
         along = descent.curvature_limited(gradient, problem.public_gradient, w)
         new, memory = descent.update(along, state.memory, w)
         kept = self.remembered(state.kept, new, before=w, t=t)
-        return _StepState(new, kept, memory, t + 1, norm, length, direction)
+        return _StepState(new, kept, memory, t + 1, None, norm, length, direction)
 
     def _tuned(
         self, gradient: PyTree, state: _StepState, fade: Scalar

@@ -14,13 +14,7 @@ from typing_extensions import override
 from .._checks import Count, Positive, ProperFraction, check_fields
 from ..core.descent import StepSize, as_rule
 from ..core.solver import AbstractIterative
-from ..privacy.correlated import (
-    Correlated,
-    CorrelatedRelease,
-    check_sampling,
-    rounded_feedback,
-    sensitivity,
-)
+from ..privacy import correlated
 from ..privacy.noise import wrapped
 from .noisy_gd import GRADIENT, AbstractDescent, DescentState
 
@@ -79,23 +73,23 @@ class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
     feedback: tuple[float, ...] = eqx.field(
-        static=True, default=(0.5,), converter=rounded_feedback
+        static=True, default=(0.5,), converter=correlated.rounded_feedback
     )
     momentum: ProperFraction | None = None
     proximal: ClassVar = ("step_size", "momentum")
     numbers_batches: ClassVar[bool] = True
 
     def __check_init__(self):
-        check_sampling(type(self).__name__, self.sampling)
+        correlated.check_sampling(type(self).__name__, self.sampling)
         check_fields(self)
         _ = self.release_noise  # checks its fields
 
     @property
     @override
-    def release_noise(self) -> Correlated:
+    def release_noise(self) -> correlated.Correlated:
         """Mechanism of all steps of a run on full batches."""
         noise = self.noise_multiplier, self.neighbours, self.precision
-        return Correlated(*noise, self.feedback, self.num_steps)
+        return correlated.Correlated(*noise, self.feedback, self.num_steps)
 
     @property
     @override
@@ -104,7 +98,7 @@ class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
 
     @property
     def _joint(self) -> float:
-        return sensitivity(self.feedback, self.num_steps, 1)
+        return correlated.sensitivity(self.feedback, self.num_steps, 1)
 
     @override
     def with_noise(self, scale):
@@ -132,9 +126,9 @@ class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
         return dataclasses.replace(state, earlier=earlier)
 
     @override
-    def release(self, problem, sizes) -> CorrelatedRelease:
+    def release(self, problem, sizes) -> correlated.CorrelatedRelease:
         queries, _ = problem.queries(self.clip_norm, self.sampling, sizes)
-        return CorrelatedRelease(GRADIENT, 1, queries, self.release_noise)
+        return correlated.CorrelatedRelease(GRADIENT, 1, queries, self.release_noise)
 
     @override
     def forecast(self, problem, sizes, w0):

@@ -7,17 +7,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
-from . import objectives
+from . import lower, objectives
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
-from .lower import (
-    DEFAULT_LINEAR_SOLVER,
-    check_arguments,
-    check_interior,
-    free_entries,
-    linearized,
-    minimize_or_nan,
-    select,
-)
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
 
 
@@ -27,7 +18,7 @@ def implicit_hypergradient(
     y: PyTree,
     data: Levels,
     *,
-    linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
+    linear_solver: AbstractLinearSolver = lower.DEFAULT_LINEAR_SOLVER,
     v0: PyTree = None,
     tolerance: float | None = objectives.CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
@@ -69,19 +60,20 @@ def implicit_hypergradient(
         algorithms with near-optimal rates", equation 9.
     """
     owner = "implicit_hypergradient"
-    y, rest = check_arguments(
+    y, rest = lower.check_arguments(
         owner, problem, x, y, data, name="y", v0=v0, linear_solver=linear_solver
     )
-    check_interior(owner, problem)
-    upper = objectives.upper_objective(problem, data, rest)
-    lower = objectives.lower_objective(problem, data, rest)
-    linearization = linearized(problem, lower, x, y, linear_solver)
-    slope = objectives.nan_unless_finite(upper.gradient(x, y), y)
-    slope = select(free_entries(problem, x, y), slope, optax.tree.zeros_like(y))
+    lower.check_interior(owner, problem)
+    f = objectives.upper_objective(problem, data, rest)
+    g = objectives.lower_objective(problem, data, rest)
+    linearization = lower.linearized(problem, g, x, y, linear_solver)
+    slope = objectives.nan_unless_finite(f.gradient(x, y), y)
+    free = lower.free_entries(problem, x, y)
+    slope = lower.select(free, slope, optax.tree.zeros_like(y))
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, linearization[-1], slope, start)
-    cross = lower.cross_product(x, y, v.value)
-    gradient = optax.tree.sub(upper.gradient(x, y, "x"), cross)
+    cross = g.cross_product(x, y, v.value)
+    gradient = optax.tree.sub(f.gradient(x, y, "x"), cross)
     return objectives.if_converged(owner, gradient, y, linearization, tolerance), v
 
 
@@ -120,23 +112,23 @@ def penalty_hypergradient(
         Kornowski, "Differentially private bilevel optimization", Section 4.
     """
     owner = "penalty_hypergradient"
-    y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
+    y0, rest = lower.check_arguments(owner, problem, x, y0, data, solver=solver)
     _checks.positive(owner, penalty=penalty)
-    upper = objectives.upper_objective(problem, data, rest)
-    lower = objectives.lower_objective(problem, data, rest)
-    smooth = lower.composite()
-    y, _ = minimize_or_nan(solver, smooth, x, y0, problem.y_set)
+    f = objectives.upper_objective(problem, data, rest)
+    g = objectives.lower_objective(problem, data, rest)
+    smooth = g.composite()
+    y, _ = lower.minimize_or_nan(solver, smooth, x, y0, problem.y_set)
     weight = 1 / jnp.asarray(penalty)
     # (f + lambda g) / lambda
-    penalized = objectives.WeightedSum(smooth, upper, weight, smooth.prox)
+    penalized = objectives.WeightedSum(smooth, f, weight, smooth.prox)
     # From y, which is near.
-    near, _ = minimize_or_nan(solver, penalized, x, y, problem.y_set)
-    slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
+    near, _ = lower.minimize_or_nan(solver, penalized, x, y, problem.y_set)
+    slopes = g.gradient(x, near, "x"), g.gradient(x, y, "x")
 
     def combine(direct, above, below):
         return direct + jnp.asarray(penalty).astype(direct.dtype) * (above - below)
 
-    return jax.tree.map(combine, upper.gradient(x, near, "x"), *slopes)
+    return jax.tree.map(combine, f.gradient(x, near, "x"), *slopes)
 
 
 def unrolled_hypergradient(
@@ -173,11 +165,11 @@ def unrolled_hypergradient(
     if solver.tolerance is not None:
         text = f"{owner}: reverse mode needs a fixed number of steps. Pass "
         raise ValueError(f"{text}AcceleratedGradient(..., tolerance=None).")
-    y0, rest = check_arguments(owner, problem, x, y0, data, solver=solver)
+    y0, rest = lower.check_arguments(owner, problem, x, y0, data, solver=solver)
 
     def composed(x):
-        lower = objectives.lower_objective(problem, data, rest).composite()
-        y, _ = minimize_or_nan(solver, lower, x, y0, problem.y_set)
+        g = objectives.lower_objective(problem, data, rest).composite()
+        y, _ = lower.minimize_or_nan(solver, g, x, y0, problem.y_set)
         return objectives.upper_objective(problem, data, rest).value(x, y)
 
     return jax.grad(composed)(x)
