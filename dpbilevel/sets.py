@@ -90,7 +90,6 @@ class Euclidean(AbstractUnboundedSet):
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Return whether every entry is finite."""
-        del tolerance
         return _all(jax.tree.map(jnp.isfinite, w))
 
     def support(self, g: PyTree) -> Float[Array, ""]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
@@ -22,11 +22,10 @@ from ..bilevel import AbstractCertificate, BilevelProblem, SecondOrderConstants
 from ..bilevel.certificates.constants import check_terms, terms_of
 from ..bilevel.certificates.fixed_count import Bounds, Metric, Spectrum
 from ..core.levels import Sizes
-from ..onelevel.losses import AbstractLinearModel, Record, bounded, module_of, score
+from ..onelevel.losses import AbstractLinearModel, linear_loss, module_of
 from ..sets import Box
 from .penalties import penalty_tuning
 
-Scalar = Float[Array, ""]
 # Refinements of the bound on the solution's norm; each one is valid.
 _REFINEMENTS = 8
 
@@ -66,11 +65,7 @@ def linear_tuning(
     groups = jnp.asarray(groups)
     if groups.ndim != 1:
         raise ValueError(f"linear_tuning: groups must be a vector, got {groups.shape}.")
-
-    def loss(y: Float[Array, " d"], record: Record) -> Scalar:
-        row, label = bounded(record, row_norm, y.dtype)
-        return model.loss(score(y, row), label)
-
+    loss = linear_loss(model, row_norm)
     problem = penalty_tuning(loss, groups, bounds=bounds)
     low, high = map(float, bounds)
     proved = model, float(row_norm), low, high, terms_of(problem)

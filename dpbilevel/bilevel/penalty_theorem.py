@@ -46,9 +46,8 @@ class PenaltyTheorem:
         """Return a `PenaltyTheorem` for a problem, from checked arguments."""
         _checks.count(owner, dimension_x=dimension_x, dimension_y=dimension_y)
         _checks.positive(owner, initial_gap=initial_gap)
-        constants = problem.constants
+        constants: Any = problem.constants
         _checks.instance(owner, Constants, constants=constants)
-        assert isinstance(constants, Constants)
         check_smooth(owner, problem)
         if moves_by_entropy(problem.x_set):
             raise ValueError(f"{owner}: no theorem covers steps of the entropy.")

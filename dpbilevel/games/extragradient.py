@@ -155,7 +155,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     def _operator(self, problem, data, w, index, *, key: PRNGKey) -> PyTree:
         """Release the operator at `w` on a batch of its own, and add the public one."""
-        assert self.sizes is not None
         funs = {RECORDS: lambda record: problem.record_operator(w, record)}
         release = self.release(problem, self.sizes)
         released = release.apply(funs, data, key=key, index=index)

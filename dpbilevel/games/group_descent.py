@@ -219,7 +219,6 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     def _noise(self, unit: Number) -> Array:
         """Return the noise's standard deviation on means of terms of norm `unit`."""
-        assert self.sizes is not None
         mechanism = self.release_noise
         factor = mechanism.neighbours.contributions
         factor = factor / self.sampling.denominator(self.sizes)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from .._checks import Positive
-from ..onelevel.losses import AbstractLinearModel, Record, bounded, score
+from ..onelevel.losses import AbstractLinearModel, linear_loss
 from ..onelevel.problem import check_start
 from ..sets import AbstractSet, Ball, Euclidean, Simplex
 from .problem import AbstractSaddleProblem, Scalar
@@ -282,7 +282,7 @@ def _game(
     constants: dict[str, Any] = {}
     if isinstance(loss, AbstractLinearModel):
         scale, constants = _of_model(owner, loss, shares, radius, scale, row_norm)
-        loss, radius = _linear_loss(loss, row_norm), float(radius)
+        loss, radius = linear_loss(loss, row_norm), float(radius)
     elif not callable(loss) or isinstance(loss, type):
         raise TypeError(
             f"{owner}: loss must be a function of (x, record) or a linear model such "
@@ -358,11 +358,3 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
             "Declare them from public knowledge."
         )
     return values
-
-
-def _linear_loss(model: AbstractLinearModel, row_norm: float) -> ModelLoss:
-    def loss(x: Float[Array, " d"], record: Record) -> Scalar:
-        row, label = bounded(record, row_norm, x.dtype)
-        return model.loss(score(x, row), label)
-
-    return loss

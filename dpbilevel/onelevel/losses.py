@@ -9,7 +9,7 @@ and `True`, -1 and 1 are the same classes.
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -300,6 +300,18 @@ class PseudoHuber(AbstractLinearModel):
         label = jnp.clip(label, -limit, limit)  # so that no square overflows
         u = (margin - label) / self.width
         return self.width**2 * u * (u / (1 + jnp.sqrt(1 + u * u)))
+
+
+def linear_loss(
+    model: AbstractLinearModel, row_norm: float
+) -> Callable[[Float[Array, " d"], Record], Scalar]:
+    """Return a model's loss of coefficients and a record, with a row cut to a norm."""
+
+    def loss(weights: Float[Array, " d"], record: Record) -> Scalar:
+        row, label = bounded(record, row_norm, weights.dtype)
+        return model.loss(score(weights, row), label)
+
+    return loss
 
 
 @jax.custom_jvp

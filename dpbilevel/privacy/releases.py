@@ -153,12 +153,8 @@ class AbstractNoisyRelease(AbstractRelease):
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
             parts = [_in_one(*parts)]  # one batch, clipped once
-        precision, neighbours = self.mechanism.precision, self.mechanism.neighbours
-        options: Any = {
-            "precision": precision,
-            "neighbours": neighbours,
-            "index": index,
-        }
+        options: Any = {"neighbours": self.neighbours, "index": index}
+        options["precision"] = self.mechanism.precision
         means = []
         for query, fun in parts:
             records, key = of_role(data, query.role), key_of.get(query.role)

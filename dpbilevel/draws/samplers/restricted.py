@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, derive, standard_exponential
-from ...sets import AbstractSet, Ball, Box, Product, Simplex
+from ...sets import AbstractSet, Ball, Box, Simplex, parts
 from .truncated import log_probability, mills_ratio, tail_exponent, truncated_normal
 
 _HALVINGS = 24  # of a bisection
@@ -97,11 +97,7 @@ def check_set(feasible: AbstractSet) -> None:
     Raises:
         ValueError: Neither box, ball nor simplex.
     """
-    parts = jax.tree.leaves(
-        feasible.sets if isinstance(feasible, Product) else feasible,
-        is_leaf=lambda node: isinstance(node, AbstractSet),
-    )
-    boxes = all(isinstance(part, Box) for part in parts)
+    boxes = all(isinstance(part, Box) for part in parts(feasible))
     if not boxes and not isinstance(feasible, Ball | Simplex):
         raise ValueError(
             "restricted_normal: the set must be a Box or boxes, a Ball or a Simplex."

@@ -272,7 +272,6 @@ class RandomAllocation(AbstractSampling):
         """
         if index is None or self.places is None:
             raise ValueError("RandomAllocation: needs a pass; use AllocatedGD.")
-        del key  # the places are drawn already
         records, present = unpacked(records)
         chosen = self.places == index % self.batches
         most = self.rows(max(len(self.places), size))
@@ -288,7 +287,6 @@ class RandomAllocation(AbstractSampling):
         Raises:
             ValueError: There are more batches than records.
         """
-        del neighbours
         if self.batches > size:
             raise ValueError(f"RandomAllocation: batches must be at most {size}.")
         return RandomAllocationEvent(self.batches, event)
