@@ -75,6 +75,8 @@ class AbstractJointSolver(
     """
 
     blocks: ClassVar[type]  # of `AbstractBlocks`
+    # The field with the clip norm of a lower record's second block.
+    second_clip_norm: ClassVar[str] = "clip_norm"
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     lower_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
@@ -156,21 +158,18 @@ class AbstractJointSolver(
         in_x = row_in_x(problem, self.descents(problem).x.step_size, w0)
         return (*rows_of_steps(problem, w0, dict(of_y), penalty), *in_x)
 
-    @abc.abstractmethod
     def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
         """Return the three clip norms $C_b$ of a lower record's blocks.
 
         Args:
             sizes: The planned sizes, which decide bounds that are not given.
         """
+        second = self.balanced(getattr(self, self.second_clip_norm), sizes)
+        return self.clip_norm, second, self.cross_clip_norm
 
     def upper_bounds(self) -> tuple[float | None, Number | None, float]:
         """Return the three clip norms of an upper record; `None` for no such block."""
         return None, self.upper_clip_norm, self.upper_clip_norm
-
-    def units(self, problem: BilevelProblem) -> Any:
-        """Return `blocks` that hold the units; `None` for x if no loss reads it."""
-        return self._units(bool(problem.x_in_records), self.sizes)
 
     def balanced(self, bound: float | None, sizes: Sizes | None) -> Any:
         r"""Return `bound`, or if `None` a clip norm of lower records that fits $C_f$.
@@ -223,7 +222,8 @@ class AbstractJointSolver(
         Privacy:
             One `release`.
         """
-        units, release = self.units(problem), self.release(problem, self.sizes)
+        units = self._units(bool(problem.x_in_records), self.sizes)
+        release = self.release(problem, self.sizes)
 
         def of_record(blocks, loss):
             def scaled(record):
@@ -254,6 +254,7 @@ class AbstractJointSolver(
         return q
 
     def _units(self, meets_x: bool, sizes: Sizes | None) -> Any:
+        """Return `blocks` that hold the units; `None` for x if no loss reads it."""
         split = self.budget_split
         total = sum(split) if meets_x else sum(split[:2])  # a public block is free
         first, second, x = (

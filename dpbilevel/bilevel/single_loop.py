@@ -89,6 +89,7 @@ class SingleLoopBilevel(AbstractJointSolver):
     linear_step_size: StepSize = eqx.field(converter=as_rule)
     hessian_clip_norm: Positive | None = None
     blocks: ClassVar = _Blocks
+    second_clip_norm: ClassVar = "hessian_clip_norm"
     proximal: ClassVar = ("lower_step_size",)
 
     @override
@@ -99,11 +100,6 @@ class SingleLoopBilevel(AbstractJointSolver):
             Descent(self.linear_step_size, Euclidean()),
             Descent(self.step_size, problem.x_set),
         )
-
-    @override
-    def lower_bounds(self, sizes):
-        of_v = self.balanced(self.hessian_clip_norm, sizes)
-        return self.clip_norm, of_v, self.cross_clip_norm
 
     @override
     def step(self, problem, data, state, *, key) -> JointState:
@@ -215,6 +211,7 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     penalty: Positive = 100.0
     difference_clip_norm: Positive | None = None
     blocks: ClassVar = _Differences
+    second_clip_norm: ClassVar = "difference_clip_norm"
 
     @override
     def descents(self, problem, *x) -> _Differences:
@@ -223,11 +220,6 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
             Descent(self.lower_step_size, Euclidean()),
             Descent(self.step_size, problem.x_set),
         )
-
-    @override
-    def lower_bounds(self, sizes):
-        of_delta = self.balanced(self.difference_clip_norm, sizes)
-        return self.clip_norm, of_delta, self.cross_clip_norm
 
     @override
     def step(self, problem, data, state, *, key) -> JointState:
@@ -336,10 +328,6 @@ class F2SA(AbstractJointSolver):
         prox = operator(problem.lower_public, *x)
         lower = Descent(self.lower_step_size, problem.y_set, prox=prox)
         return _Solutions(lower, lower, Descent(self.step_size, problem.x_set))
-
-    @override
-    def lower_bounds(self, sizes):
-        return self.clip_norm, self.clip_norm, self.cross_clip_norm
 
     @override
     def upper_bounds(self):
