@@ -7,6 +7,7 @@ from typing import ClassVar as AbstractVar  # for type checkers
 
 import equinox as eqx
 import numpy as np
+import optax
 from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
@@ -216,9 +217,12 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     `release` declares what a step releases, and the ledger follows from it.
 
     Attributes:
+        release_name: Name of a release with one number for each coordinate of `w0`.
+            Solvers with other releases define `dimensions`.
         releases_per_step: The number of releases of a step.
     """
 
+    release_name: ClassVar[str]
     releases_per_step: ClassVar[int] = 1
 
     @property
@@ -273,6 +277,10 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     def with_noise(self, scale: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": scale * self.num_releases**0.5}
         return dataclasses.replace(self, **changes)
+
+    @override
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        return {self.release_name: optax.tree.size(w0)}
 
 
 class AbstractIterative(AbstractSolver[Problem, State]):

@@ -25,8 +25,6 @@ from . import base
 from .base import AbstractSaddleSolver, Fields, TheoremConstants
 from .problem import AbstractVariationalInequality
 
-OPERATOR = "operator"
-
 
 class _State(eqx.Module):
     u: PyTree  # the initial point of the next step
@@ -81,6 +79,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     num_steps: Count = eqx.field(static=True)
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
+    release_name: ClassVar[str] = "operator"
     releases_per_step: ClassVar[int] = 2
 
     @classmethod
@@ -147,11 +146,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     def release(self, problem, sizes) -> Release:
         query = Query(RECORDS, sizes, self.clip_norm, self.sampling)
         noise, ratio = self.release_noise, self.clip_ratio(problem)
-        return Release(OPERATOR, 1, (query,), noise, clip_ratio=ratio)
-
-    @override
-    def dimensions(self, w0) -> dict[str, int]:
-        return {OPERATOR: optax.tree.size(w0)}
+        return Release(self.release_name, 1, (query,), noise, clip_ratio=ratio)
 
     def _operator(self, problem, data, w, index, *, key: PRNGKey) -> PyTree:
         """Release the operator at `w` on a batch of its own, and add the public one."""
@@ -268,6 +263,7 @@ class RecursiveRegularization(
                 "without it."
             )
 
+    release_name: ClassVar[str] = NoisyExtragradient.release_name
     releases_per_step: ClassVar[int] = NoisyExtragradient.releases_per_step
 
     @property
@@ -318,10 +314,6 @@ class RecursiveRegularization(
     @override
     def release(self, problem, sizes) -> Release:
         return self._solver.release(problem, sizes)
-
-    @override
-    def dimensions(self, w0) -> dict[str, int]:
-        return self.inner.dimensions(w0)
 
 
 def _counts(state: Any) -> tuple[Array, Any]:

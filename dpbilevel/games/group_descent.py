@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
-from typing_extensions import override
 
 from .._checks import Count, Fraction, Number, Positive
 from ..core.descent import Descent, Memory, SkippedUpdates, finite_or
@@ -21,7 +20,6 @@ from .groups import GroupGame
 
 _LEAST = 1e-12  # weight of a group, so that every group can come back
 _HALVINGS = 40
-GRADIENT_AND_LOSSES = "gradient and losses"
 Weights = Float[Array, " k"]
 
 
@@ -112,6 +110,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     loss_share: Fraction = 0.1
     output: AbstractOutput = eqx.field(default=TailMean(), kw_only=True)
     problem_type: ClassVar[type] = GroupGame
+    release_name: ClassVar[str] = "gradient and losses"
     numbers_batches: ClassVar[bool] = True
 
     def init(self, problem, w0) -> _State:
@@ -159,11 +158,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         if self.step_size is None and problem.smoothness is None:
             raise ValueError("GroupDescent: no smoothness is declared. Give step_size.")
         query = Query(RECORDS, sizes, 1.0, self.sampling)
-        return Release(GRADIENT_AND_LOSSES, 1, (query,), self.release_noise)
-
-    @override
-    def dimensions(self, w0) -> dict[str, int]:
-        return {GRADIENT_AND_LOSSES: optax.tree.size(w0)}
+        return Release(self.release_name, 1, (query,), self.release_noise)
 
     def _relative_weights(self, factors: Weights) -> tuple[Weights, Number]:
         """Return the weights $u_g$ of records by group, and the largest factor."""

@@ -4,7 +4,7 @@ The values computed inside are not private and stay there; what leaves is sealed
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -134,9 +134,6 @@ def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
     return jax.lax.fori_loop(0, resolvent.steps, step, centre)
 
 
-RESOLVENT = "resolvent"
-
-
 class _State(eqx.Module):
     w: PyTree  # the last release; may be outside the set
     kept: PyTree  # by the output rule
@@ -200,6 +197,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     inner_steps: Count = eqx.field(static=True)
     dimension: Count = eqx.field(static=True, default=100)
     dtype: str | None = eqx.field(static=True, default=None)
+    release_name: ClassVar[str] = "resolvent"
 
     def __check_init__(self):
         check_fields(self)
@@ -284,16 +282,13 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     def release(self, problem, sizes) -> Release:
         """Return the `CertifiedRelease` of a resolvent of proved sensitivity."""
         query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
-        ratio, noise = self.clip_ratio(problem), self.release_noise
-        return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
+        parts = self.release_name, 1, self.release_noise
+        ratio = self.clip_ratio(problem)
+        return CertifiedRelease(*parts, query=query, clip_ratio=ratio)
 
     def with_counts(self, problem, sizes=None) -> Self:
         """Return a copy bound to the default floating-point dtype."""
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
-
-    @override
-    def dimensions(self, w0) -> dict[str, int]:
-        return {RESOLVENT: optax.tree.size(w0)}
 
     @override
     def assumptions(self, problem, sizes) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ class AbstractGradientSolver(AbstractNoisySolver[AbstractFiniteSum, State]):
     """Solver each of whose releases is a mean of clipped gradients of the losses."""
 
     problem_type: ClassVar[type] = AbstractFiniteSum
+    release_name: ClassVar[str] = GRADIENT
 
     @override
     def release(self: Any, problem, sizes) -> Release:
@@ -63,10 +64,6 @@ class AbstractGradientSolver(AbstractNoisySolver[AbstractFiniteSum, State]):
     @override
     def released(self, state: Any):
         return state.w
-
-    @override
-    def dimensions(self, w0):
-        return {GRADIENT: optax.tree.size(w0)}
 
 
 class AbstractDescent(AbstractGradientSolver[State]):
