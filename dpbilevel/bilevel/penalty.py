@@ -246,9 +246,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
             penalty=penalty,
             multiplied_noise_over_signal=penalty * ratio,
         )
-        solvers = {"inner": self.inner}
-        if self.penalized_inner is not None:
-            solvers["penalized_inner"] = self.penalized_inner
+        solvers = {"inner": self.inner, "penalized_inner": self.penalized_inner}
         inner = levels.rows_of_steps(problem, w0, solvers, self.penalty)
         return (row, *inner, *levels.row_in_x(problem, self.step_size, w0))
 
@@ -264,11 +262,10 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
         def part(share):
             return noise.scaled((total / share) ** 0.5)
 
+        pairs = zip(self.inner_solvers, (lower, penalized), strict=True)
         of_lower, of_penalized = (
             solver.with_noise(part(share).multiplier).with_sizes(self.sizes)
-            for solver, share in zip(
-                self.inner_solvers, (lower, penalized), strict=True
-            )
+            for solver, share in pairs
         )
         return of_lower, of_penalized, part(outer) if meets_x else None
 

@@ -127,16 +127,12 @@ class PenaltyTheorem:
     def least_penalty(self) -> tuple[float, str]:
         """Least penalty that the lemmas of the proof admit, and its name."""
         c = self.constants
+        lipschitz = c.upper_lipschitz / c.lower_lipschitz
+        smoothness = c.upper_smoothness / c.lower_smoothness
         return max(
             (2 * c.kappa, "2 kappa"),
-            (
-                c.upper_lipschitz / c.lower_lipschitz,
-                "upper_lipschitz / lower_lipschitz",
-            ),
-            (
-                c.upper_smoothness / c.lower_smoothness,
-                "upper_smoothness / lower_smoothness",
-            ),
+            (lipschitz, "upper_lipschitz / lower_lipschitz"),
+            (smoothness, "upper_smoothness / lower_smoothness"),
             (c.ell * c.kappa / self.initial_gap, "ell kappa / initial_gap"),
         )
 
