@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 
+Values = Float[Array, "..."]
 _FAR = 5.0  # from here on the continued fraction is exact to rounding
 _TERMS = 20
 _NEWTON = 6
@@ -61,9 +62,7 @@ def truncated_normal(
     return jnp.clip(value, lower, upper)
 
 
-def tail_distance(
-    near: Float[Array, "..."], width: Float[Array, "..."], exponential: Array
-) -> Float[Array, "..."]:
+def tail_distance(near: Values, width: Values, exponential: Values) -> Values:
     r"""Solve $\Lambda_z(t) = E'$ for $t$ in $[0, w]$, an $E$ held below $\Lambda_z(w)$.
 
     From the end $z \ge 0$ that is `near`; the width $w \ge 0$ may be infinite. For
@@ -87,18 +86,14 @@ def tail_distance(
     return jnp.minimum(jax.lax.fori_loop(0, _NEWTON, newton, first), width)
 
 
-def tail_exponent(
-    near: Float[Array, "..."], distance: Float[Array, "..."]
-) -> Float[Array, "..."]:
+def tail_exponent(near: Values, distance: Values) -> Values:
     r"""Return $\Lambda_z(t)$ for $z, t \ge 0$; 2048 or more for any $t$ beyond 64."""
     t = jnp.minimum(distance, _WIDEST)
     ratio = mills_ratio(near + t) / mills_ratio(near)
     return near * t + t**2 / 2 - jnp.log(ratio)
 
 
-def log_probability(
-    mean: Float[Array, "..."], half_width: Float[Array, "..."]
-) -> Float[Array, "..."]:
+def log_probability(mean: Values, half_width: Values) -> Values:
     r"""Return $\log P(|Z + a| \le h)$ of a normal $Z$, with $a \ge 0, h > 0$."""
     near = jnp.maximum(mean - half_width, 0)
     scale = jnp.log(mills_ratio(near)) - near**2 / 2 - 0.5 * math.log(2 * math.pi)
@@ -108,7 +103,7 @@ def log_probability(
     return jnp.where(outside, beside, jnp.log(jnp.where(outside, 1, around)))
 
 
-def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def mills_ratio(x: Values) -> Values:
     r"""Return $R(x) = S(x) / \varphi(x)$ for $x \ge 0$.
 
     By the continued fraction $1 / (x + 1 / (x + 2 / (x + \dots)))$ from 5 on.
