@@ -63,10 +63,7 @@ class BilinearGame(AbstractSaddleProblem):
 
     def coefficients(self, record: PyTree) -> Coefficients:
         """Return the coefficients of one record's payoff."""
-        x_term, y_term = (
-            None if term is None else term(record)
-            for term in (self.x_term, self.y_term)
-        )
+        x_term, y_term = (term and term(record) for term in (self.x_term, self.y_term))
         return self.matrix(record), x_term, y_term
 
     @override

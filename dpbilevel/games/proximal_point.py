@@ -235,8 +235,15 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         best = cheapest(gap, rounds * batch * steps)
         kind = SinglePass if passes == "single" else FixedSize
         chosen = kind(int(batch.flat[best]))
-        number, weight = int(rounds.flat[best]), float(strength.flat[best])
-        return _fields(constants, number, weight, chosen)
+        weight = float(strength.flat[best])
+        return {
+            "num_steps": int(rounds.flat[best]),
+            "clip_norm": constants.spread,
+            "strength": weight,
+            "inner_steps": int(constants.picard_steps(weight)),
+            "sampling": chosen,
+            "dimension": constants.coordinates,
+        }
 
     @override
     def gap_and_stability(self, problem, constants, batch, std) -> tuple[Any, Any]:
@@ -305,14 +312,3 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             f"{self.inner_steps} inner steps per release; their rounding, for "
             f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",
         )
-
-
-def _fields(constants, rounds, strength, sampling: AbstractSampling) -> Fields:
-    return {
-        "num_steps": rounds,
-        "clip_norm": constants.spread,
-        "strength": strength,
-        "inner_steps": int(constants.picard_steps(strength)),
-        "sampling": sampling,
-        "dimension": constants.coordinates,
-    }
