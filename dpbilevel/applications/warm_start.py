@@ -125,8 +125,7 @@ class WarmStarted(AbstractStages[_State]):
 
         # The number of the step is public: both runs always happen.
         runs = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
-        new_first, new_then = runs
-        return _State(new_first, new_then, state.y0, state.t + 1)
+        return _State(*runs, state.y0, state.t + 1)
 
     @override
     def released(self, state):

@@ -168,10 +168,8 @@ def least_multiplier(
     Raises:
         ValueError: No noise reaches the budget.
     """
-    ledger = functools.partial(
-        gaussian_ledger, sampling, count, size, neighbours=neighbours
-    )
-    return _least_scale(ledger, budget)
+    release = sampling, count, size
+    return _least_scale(lambda m: gaussian_ledger(*release, m, neighbours), budget)
 
 
 def gaussian_ledger(sampling, count: int, size: int, multiplier, neighbours) -> Ledger:

@@ -221,11 +221,10 @@ def check_proximal(owner: str, term: Proximal, feasible: AbstractSet) -> None:
     fits = isinstance(feasible, Ball) and feasible.center is None
     fits |= term.groups is None and isinstance(feasible, Box | NonNegative)
     if not fits:
-        text = (
-            f"{owner}: this proximal term takes no set {type(feasible).__name__}. Use"
-        )
+        kind = type(feasible).__name__
         raise ValueError(
-            f"{text} Euclidean(), Ball(r) or, for l1 and elastic_net, Box."
+            f"{owner}: this proximal term takes no set {kind}. Use Euclidean(), "
+            "Ball(r) or, for l1 and elastic_net, Box."
         )
 
 
