@@ -382,6 +382,12 @@ def parts(w_set: Any) -> list[Any]:
     return [part for each in sets for part in parts(each)]
 
 
+def corners(box: AbstractSet, w: PyTree) -> list[PyTree]:
+    """List both corners of a box, of boxes or of an orthant, as pytrees like `w`."""
+    # Each entry of infinity is projected to its end.
+    return [box.project(optax.tree.full_like(w, v)) for v in (-jnp.inf, jnp.inf)]
+
+
 def moves_by_entropy(w_set: AbstractSet) -> bool:
     """Return whether steps in the set, or in a part of it, are mirror steps."""
     return any(isinstance(p, Simplex) and p.entropy for p in parts(w_set))

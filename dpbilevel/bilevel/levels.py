@@ -24,7 +24,7 @@ from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
 from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling
-from ..sets import AbstractSet, Box
+from ..sets import AbstractSet, Box, corners
 from .problem import BilevelProblem, Levels, Sizes
 
 Reads = Literal["upper", "lower", "both"]
@@ -366,10 +366,7 @@ def _ends(x_set: AbstractSet, x: PyTree) -> list[PyTree]:
     """Return a list of a box's two ends, with entries of x where it is unbounded."""
     if not isinstance(x_set, Box):
         return []
-    infinite = (
-        jax.tree.map(lambda v, s=s: jnp.full_like(v, s), x) for s in (-jnp.inf, jnp.inf)
-    )
     return [
         jax.tree.map(lambda v, e: jnp.where(jnp.isfinite(e), e, v), x, end)
-        for end in map(x_set.project, infinite)
+        for end in corners(x_set, x)
     ]

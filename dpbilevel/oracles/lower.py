@@ -25,7 +25,7 @@ from ..core.proximal import Proximal
 from ..onelevel.problem import check_scalar
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
-from ..sets import AbstractSet, Box, Euclidean, NonNegative
+from ..sets import AbstractSet, Box, Euclidean, NonNegative, corners
 from . import objectives
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo, NewtonCG, mapping
@@ -40,9 +40,8 @@ def free_entries(problem: BilevelProblem, x: PyTree, y: PyTree) -> PyTree | None
     term, y_set = problem.lower_public, problem.y_set
     flags = [term.is_smooth(x, y)] if isinstance(term, Proximal) else []
     if isinstance(y_set, Box | NonNegative):
-        ends = optax.tree.full_like(y, -jnp.inf), optax.tree.full_like(y, jnp.inf)
-        low, high = map(y_set.project, ends)
-        flags.append(jax.tree.map(lambda v, a, b: (a < v) & (v < b), y, low, high))
+        inside = jax.tree.map(lambda v, a, b: (a < v) & (v < b), y, *corners(y_set, y))
+        flags.append(inside)
     return jax.tree.map(lambda *v: jnp.stack(v).all(0), *flags) if flags else None
 
 

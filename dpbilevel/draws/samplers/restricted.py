@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ...privacy.exact.normal import standard_normal
 from ...privacy.noise import PRNGKey, derive, standard_exponential
-from ...sets import AbstractSet, Ball, Box, Simplex, parts
+from ...sets import AbstractSet, Ball, Box, Simplex, corners, parts
 from .truncated import log_probability, mills_ratio, tail_exponent, truncated_normal
 
 _HALVINGS = 24  # of a bisection
@@ -79,11 +79,8 @@ def try_normal(
     elif isinstance(feasible, Simplex):
         points, accepted = _simplex(flat, deviation, feasible.scale, tries, key)
     else:
-        # A box projects infinity to its ends.
-        ends = (optax.tree.full_like(mean, end) for end in (-jnp.inf, jnp.inf))
-        lower, upper = (
-            jax.flatten_util.ravel_pytree(feasible.project(end))[0] for end in ends
-        )
+        both = corners(feasible, mean)
+        lower, upper = (jax.flatten_util.ravel_pytree(end)[0] for end in both)
         point = truncated_normal(flat, deviation, lower, upper, key=key)
         return unravel(point), jnp.asarray(True)
     # Rounding may leave the set.
