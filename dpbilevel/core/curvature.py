@@ -38,11 +38,7 @@ def overshooting_row(
     curvature, step_size = largest_curvature(public_gradient, w0), float(step_size)
     if step_size * curvature <= 2:
         return ()
-    return (
-        ForecastRow(
-            "steps", step_size=step_size, public_curvature=curvature, from_start=True
-        ),
-    )
+    return _row(step_size, public_curvature=curvature)
 
 
 def unstable_row(
@@ -66,15 +62,13 @@ def unstable_row(
     most = 2 if momentum is None else (2 + 2 * momentum) / (1 + 2 * momentum)
     if step_size * smoothness <= most:
         return ()
-    return (
-        ForecastRow(
-            "steps",
-            step_size=float(step_size),
-            record_curvature=float(smoothness),
-            stable_product=float(most),
-            from_start=True,
-        ),
-    )
+    product = float(most)
+    return _row(step_size, record_curvature=float(smoothness), stable_product=product)
+
+
+def _row(step_size: Any, **numbers: Any) -> tuple[ForecastRow, ...]:
+    size = float(step_size)
+    return (ForecastRow("steps", step_size=size, from_start=True, **numbers),)
 
 
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
