@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, NonNegative, Number, Positive
+from ..core.descent import add_scaled
 from ..core.solver import AbstractNoisySolver
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
@@ -290,8 +291,7 @@ def solved(
     count = -(-num_steps // _ROUNDS)
 
     def moved(u, along):
-        step = jax.tree.map(lambda a, g: a - size.astype(a.dtype) * g, u, along)
-        return game.project(step)
+        return game.project(add_scaled(u, -size, along))
 
     def step(_, state):
         u, total = state

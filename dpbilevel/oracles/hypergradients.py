@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
+from ..core.descent import add_scaled
 from . import lower, objectives
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
@@ -123,12 +124,8 @@ def penalty_hypergradient(
     penalized = objectives.WeightedSum(smooth, f, weight, smooth.prox)
     # From y, which is near.
     near, _ = lower.minimize_or_nan(solver, penalized, x, y, problem.y_set)
-    slopes = g.gradient(x, near, "x"), g.gradient(x, y, "x")
-
-    def combine(direct, above, below):
-        return direct + jnp.asarray(penalty).astype(direct.dtype) * (above - below)
-
-    return jax.tree.map(combine, f.gradient(x, near, "x"), *slopes)
+    change = optax.tree.sub(g.gradient(x, near, "x"), g.gradient(x, y, "x"))
+    return add_scaled(f.gradient(x, near, "x"), penalty, change)
 
 
 def unrolled_hypergradient(

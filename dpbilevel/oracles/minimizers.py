@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from .._checks import Checked, Count, Positive, positive
-from ..core.descent import add_scaled
+from ..core.descent import add_scaled, scaled
 from ..sets import AbstractSet, Euclidean
 from .linear import ConjugateGradient
 from .objectives import AbstractObjective
@@ -361,11 +361,7 @@ class NewtonCG(AbstractLowerSolver):
         predicted = optax.tree.vdot(downhill, direction)
         # Without curvature along the gradient the solve makes no step.
         descends = jnp.greater(predicted, 0)
-        direction = jax.tree.map(
-            lambda d, s: size.astype(d.dtype) * jnp.where(descends, d, s),
-            direction,
-            downhill,
-        )
+        direction = scaled(size, optax.tree.where(descends, direction, downhill))
         return direction, norm**2 * jnp.where(descends, predicted, 1)
 
 
