@@ -97,9 +97,9 @@ class Last(AbstractOutput):
 class AbstractMean(AbstractOutput):
     """An average of iterates."""
 
-    @abc.abstractmethod
     def first(self, num_steps: int) -> int:
-        """Return the step, counted from 0, at which the average begins."""
+        """Return the step at which the average begins, by default that of number 0."""
+        return 0
 
     @override
     def init(self, w):
@@ -112,10 +112,6 @@ class AbstractMean(AbstractOutput):
 
 class Mean(AbstractMean):
     """The average of all iterates, whose noise is less than that of one of them."""
-
-    @override
-    def first(self, num_steps):
-        return 0
 
 
 class TailMean(AbstractMean):
