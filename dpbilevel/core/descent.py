@@ -251,9 +251,7 @@ def scaled(factor: Any, tree: PyTree) -> PyTree:
 
 def add_scaled(tree: PyTree, factor: Any, direction: PyTree) -> PyTree:
     """Return `tree + factor * direction`, each leaf in the dtype of `direction`."""
-    return jax.tree.map(
-        lambda u, v: u + jnp.asarray(factor, v.dtype) * v, tree, direction
-    )
+    return optax.tree.add(tree, scaled(factor, direction))
 
 
 def finite_or(
