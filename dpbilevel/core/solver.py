@@ -214,7 +214,8 @@ MECHANISM_FIELDS = frozenset(AbstractGaussianSolver.__dataclass_fields__)
 class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     """A solver that makes the same Gaussian releases at every step.
 
-    `release` declares what a step releases, and the ledger follows from it.
+    `release` declares what a step releases, and the ledger follows from it. Solvers
+    whose states have no `w` define `released`.
 
     Attributes:
         release_name: Name of a release with one number for each coordinate of `w0`.
@@ -277,6 +278,10 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     def with_noise(self, scale: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": scale * self.num_releases**0.5}
         return dataclasses.replace(self, **changes)
+
+    @override
+    def released(self, state: Any) -> PyTree:
+        return state.w
 
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -225,10 +225,6 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
         return _State(released, w)
 
     @override
-    def released(self, state) -> tuple[Array, Array]:
-        return state.w
-
-    @override
     def adversary_view(self, state) -> PyTree:
         """Return the released coefficients and the answer, which follows from them."""
         return state.coefficients, state.w

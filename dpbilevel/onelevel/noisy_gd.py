@@ -61,10 +61,6 @@ class AbstractGradientSolver(AbstractNoisySolver[AbstractFiniteSum, State]):
         released = release.apply(problem.record_gradients(w), data, key=key)
         return optax.tree.add(released, problem.public_gradient(w))
 
-    @override
-    def released(self, state: Any):
-        return state.w
-
 
 class AbstractDescent(AbstractGradientSolver[State]):
     """Solver that moves along released gradients as `NoisyGD` does.
@@ -81,6 +77,7 @@ class AbstractDescent(AbstractGradientSolver[State]):
     output: AbstractOutput = eqx.field(default=Last(), kw_only=True)
 
     def __check_init__(self):
+        check_output(type(self).__name__, self.output)
         if self.momentum is not None and isinstance(self.step_size, Rule):
             raise ValueError(
                 f"{type(self).__name__}: set momentum in the optax optimizer, not here."
@@ -238,9 +235,6 @@ class AllocatedGD(AbstractDescent[DescentState]):
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
     momentum: ClassVar[None] = None
-
-    def __check_init__(self):
-        check_output(type(self).__name__, self.output)
 
     @property
     def num_steps(self) -> int:
