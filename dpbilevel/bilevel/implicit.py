@@ -25,11 +25,6 @@ from .problem import BilevelProblem, Sizes
 HYPERGRADIENT = "hypergradient"
 
 
-def _float_or_none(value: Any) -> Any:
-    """Convert to a plain number, which can be compared and hashed; keep `None`."""
-    return None if value is None else _checks.number(value)
-
-
 class _State(eqx.Module):
     x: PyTree
     start: PyTree  # where every lower solve starts: a function of w0 alone
@@ -93,7 +88,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     step_size: StepSize = eqx.field(converter=as_rule)
     output: AbstractOutput = eqx.field(default=UniformIterate(), kw_only=True)
     upper_clip_norm: Positive | None = eqx.field(
-        static=True, default=None, converter=_float_or_none
+        static=True, default=None, converter=_checks.number
     )
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
