@@ -329,10 +329,6 @@ class AbstractSaddleSolver(
     ) -> tuple[Any, Any]:
         """Bound the strong gap, and how far one record moves the answer."""
 
-    def released(self, state: Any) -> PyTree:
-        """Return the point of the last step; a noisy point may be outside the set."""
-        return state.w
-
     @override
     def remembered(self, memory, w, *, before, t) -> PyTree:
         """Return the memory after a step; steps beyond the run begin another round."""
