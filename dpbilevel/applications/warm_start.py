@@ -124,8 +124,8 @@ class WarmStarted(AbstractStages[_State]):
             return state.first, then.step(problem, data, state.then, key=key_then)
 
         # The number of the step is public: both runs always happen.
-        runs = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
-        return _State(*runs, state.y0, state.t + 1)
+        done, begun = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
+        return _State(done, begun, state.y0, state.t + 1)
 
     @override
     def released(self, state):
