@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import time
 import tomllib
 from collections.abc import Callable
@@ -187,12 +186,11 @@ def rule(adagrad=None, sgd=None):
 
 
 def gradient_search(task, settings):
-    names = ("batch", "evaluation_noise", "jitter", "max_batch", "constant")
-    fields = {name: settings[name] for name in names if name in settings}
+    fields = {}
     if "trace" in settings:
         fields["tolerance"] = settings["trace"] / settings["task"]["dimension"]
-    if "tolerance" in settings:
-        fields["tolerance"] = settings["tolerance"]
+    names = "batch evaluation_noise jitter max_batch constant tolerance".split()
+    fields |= {name: settings[name] for name in names if name in settings}
     quadratic = settings.get("kernel") == "quadratic"
     solver = dpb.search.GradientInformativeBO(
         settings["num_steps"],
@@ -205,33 +203,24 @@ def gradient_search(task, settings):
     return solver.with_noise(1 / settings["mu"]).with_sizes(task.size)
 
 
-@functools.cache
-def compiled():
-    ask = jax.jit(
-        lambda problem, solver, state, key: solver.ask(problem, state, key=key)
-    )
-    tell = jax.jit(
-        lambda problem, solver, state, asked, losses, key: solver.tell(
-            problem, state, asked, losses, key=key
-        )
-    )
-    return ask, tell
+ASK = jax.jit(lambda solver, *given, key: solver.ask(*given, key=key))
+TELL = jax.jit(lambda solver, *given, key: solver.tell(*given, key=key))
 
 
 def follow(task, solver, box, start, seed):
     """Return the true loss at the answer of a run, and its number of evaluations."""
-    ask, tell = compiled()
     public, evaluations = dataclasses.replace(box, losses=len), 0
     with jax.enable_x64(True):
         state = solver.init(public, jnp.asarray(start))
         for key in jax.random.split(jax.random.key(seed), solver.num_steps):
             key_ask, key_tell = jax.random.split(key)
-            asked = ask(public, solver, state, key_ask)
+            asked = ASK(solver, public, state, key=key_ask)
             count = int(asked.count)
             losses = np.zeros((len(asked.points), task.size))
             for number in range(count):
                 losses[number] = box.losses(np.asarray(asked.points[number]))
-            state = tell(public, solver, state, asked, jnp.asarray(losses.T), key_tell)
+            told = asked, jnp.asarray(losses.T)
+            state = TELL(solver, public, state, *told, key=key_tell)
             evaluations += count
     return task.objective([np.asarray(state.w)])[0], evaluations
 
@@ -273,21 +262,18 @@ def replication(settings, seed):
 def replications(settings, file):
     setting = {k: v for k, v in settings.items() if k != "replications"}
     setting["records"] = os.environ.get("CT_SLICE")
-    name, found = json.dumps(setting, sort_keys=True), []
-    for seed in range(settings["replications"]):
-        done = pages.kept(file, dict) if file else {}
-        if (key := f"{seed} {name}") not in done:
-            loss, asked = replication(settings, seed)
-            done[key] = float(loss), int(asked)
-            if file:
-                pages.keep(file, done)
-        found.append(done[key])
-    return found
+    name = json.dumps(setting, sort_keys=True)
+
+    def one(seed):
+        loss, asked = replication(settings, seed)
+        return float(loss), int(asked)
+
+    seeds = range(settings["replications"])
+    return [pages.once(file, f"{s} {name}", functools.partial(one, s)) for s in seeds]
 
 
 def main():
     given, rows = pages.options(), []
-    file = pathlib.Path(given["saved"]) if "saved" in given else None
     for config in sorted(CONFIGS.glob(f"{given.get('task', '')}*.toml")):
         experiment = tomllib.loads(config.read_text())
         stated, curves = experiment.pop("stated", {}), experiment.pop("curve")
@@ -297,7 +283,7 @@ def main():
         print(experiment["title"], flush=True)
         for curve in curves:
             began, settings = time.perf_counter(), experiment | curve
-            final, asked = np.transpose(replications(settings, file))
+            final, asked = np.transpose(replications(settings, pages.saved()))
             error = final.std(ddof=1) / len(final) ** 0.5 if len(final) > 1 else np.nan
             rows.append([config.stem, curve["label"], f"{np.mean(asked):.0f}"])
             rows[-1] += [f"{final.mean():.4f} ± {error:.4f}", f"{np.median(final):.4f}"]

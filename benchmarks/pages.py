@@ -88,6 +88,27 @@ def keep(file, results):
     file.write_text(json.dumps(results))
 
 
+def once(file, name, measure):
+    """Return what a file has under a name, or a new value, which it then has."""
+    found = kept(file, dict) if file else {}
+    if name not in found:
+        found[name] = measure()
+        if file:
+            keep(file, found)
+    return found[name]
+
+
+def saved():
+    """Return the file of the option `--saved`, if there is one."""
+    return pathlib.Path(options()["saved"]) if "saved" in options() else None
+
+
+def mnist():
+    """Return images of 28 x 28 pixels in [0, 1], and their labels."""
+    with np.load(MNIST) as file:
+        return file["images"] / np.float32(255), file["labels"].astype(np.int32)
+
+
 def texts(records, column):
     return np.array([str(value).strip() for value in records.column(column)])
 

@@ -7,7 +7,6 @@ chosen by test accuracy, which is NON-PRIVATE: first by one key, then two by fiv
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,7 @@ STRIDES = (3, 2)  # of the two convolutions
 
 @functools.cache
 def images():
-    with np.load(pages.MNIST) as file:
-        pixels, labels = file["images"], file["labels"].astype(np.int32)
-    pixels = pixels.reshape(-1, 28, 28).astype(np.float32) / pixels.max()
+    pixels, labels = pages.mnist()
     return (pixels[:TRAIN], labels[:TRAIN]), (pixels[TRAIN:], labels[TRAIN:])
 
 
@@ -68,8 +65,8 @@ def loss(weights, record):
     return -jax.nn.log_softmax(scores(weights, image))[label]
 
 
-@jax.jit
-def accuracy(weights):
+@functools.partial(jax.jit, static_argnums=0)
+def accuracy(scores, weights):
     image, label = images()[1]
     found = jax.vmap(scores, (None, 0))(weights, image)
     return jnp.mean(jnp.argmax(found, 1) == label)
@@ -104,56 +101,43 @@ def trained(name, epsilon, setting, seed):
     solver = dataclasses.replace(plan, **fields)
     key = jax.random.key(seed)
     answer = solve(PROBLEM, solver, images()[0], start(name, seed), key=key)
-    return float(accuracy(answer.value))
+    return float(accuracy(scores, answer.value))
 
 
-class Runs:
-    """Accuracies by network, budget, setting and key, kept in a file."""
-
-    def __init__(self, file):
-        self.file, self.found = file, pages.kept(file, dict) if file else {}
-
-    def of(self, name, epsilon, setting, seeds):
-        """Return the accuracies of these numbers of keys."""
-        return [self.one(name, epsilon, setting, seed) for seed in range(seeds)]
-
-    def one(self, *run):
-        """Return the accuracy of one run, kept or new."""
-        key = repr(run)
-        if key not in self.found:
-            self.found[key] = trained(*run)
-            if self.file:
-                pages.keep(self.file, self.found)
-        return self.found[key]
+@functools.cache
+def one(*run):
+    return pages.once(pages.saved(), repr(run), lambda: trained(*run))
 
 
-def tuned(runs, name, epsilon):
+def runs(name, epsilon, setting, seeds):
+    return [one(name, epsilon, setting, seed) for seed in range(seeds)]
+
+
+def tuned(name, epsilon):
     grid = [("plain", v, c) for c in CLIP_NORMS for v in LENGTHS]
-    grid.sort(key=lambda s: -np.mean(runs.of(name, epsilon, s, 1)))
-    full = {s: runs.of(name, epsilon, s, SEEDS) for s in grid[:2]}
+    grid.sort(key=lambda s: -np.mean(runs(name, epsilon, s, 1)))
+    full = {s: runs(name, epsilon, s, SEEDS) for s in grid[:2]}
     return max(full.items(), key=lambda item: np.median(item[1]))
 
 
-def rows(runs, name, epsilon):
+def rows(name, epsilon):
     found = {}
-    (_, length, norm), best = tuned(runs, name, epsilon)
+    (_, length, norm), best = tuned(name, epsilon)
     found[f"`NoisyGD`, tuned: length {length:g}, clip norm {norm:g}"] = best
     for text, length in STARTS.items():
         setting = ("adaptive", length, 1.0)
         seeds = SEEDS if text == "default" else FEWER
-        found[f"`AdaptiveGD`, {text}"] = runs.of(name, epsilon, setting, seeds)
+        found[f"`AdaptiveGD`, {text}"] = runs(name, epsilon, setting, seeds)
     setting = ("plain", STARTS["default"], 1.0)
     same = "`NoisyGD`, length and clip norm of the default"
-    found[same] = runs.of(name, epsilon, setting, FEWER)
+    found[same] = runs(name, epsilon, setting, FEWER)
     return [[f"{epsilon:g}", k, pages.spread(v)] for k, v in found.items()]
 
 
 def main():
-    file = pages.options().get("saved")
-    runs = Runs(pathlib.Path(file) if file else None)
     head = ["epsilon", "method", "accuracy [quartiles]"]
     for name in pages.chosen(["mlp", "cnn"]):
-        body = [r for e in pages.budgets("1,3,8") for r in rows(runs, name, e)]
+        body = [r for e in pages.budgets("1,3,8") for r in rows(name, e)]
         print(pages.table(head, body, name), flush=True)
 
 
@@ -194,20 +178,16 @@ def correlated():
     }
 
 
-def accuracies(solver, epsilon, training, test, run):
+def best_accuracies(solver, epsilon, training, test):
     problem, budget = dpb.FiniteSum(cross_entropy), dpb.PrivacyBudget(epsilon, DELTA)
-    plan = dpb.calibrate(problem, solver, budget, sizes=TRAIN)
-    found = {}
+    solver, found = dpb.calibrate(problem, solver, budget, sizes=TRAIN).solver, []
     for size in STEP_SIZES:
-        sized = dataclasses.replace(plan.solver, step_size=size)
-        found[size] = []
-        for seed in range(FEWER):
-            w = run(
-                problem, sized, training, small_network(), key=jax.random.key(seed)
-            ).value
-            right = np.argmax(logits(w, test[0]), 1) == test[1]
-            found[size].append(float(np.mean(right)))
-    return found
+        sized = dataclasses.replace(solver, step_size=size)
+        given, keys = (problem, sized, training, small_network()), range(FEWER)
+        answers = [solve(*given, key=jax.random.key(k)).value for k in keys]
+        right = [np.argmax(logits(w, test[0]), 1) == test[1] for w in answers]
+        found.append(np.mean(right, axis=1))
+    return pages.best_of(found, higher_is_better=True)
 
 
 def correlated_noise():
@@ -216,22 +196,16 @@ def correlated_noise():
     A network 784-64-10 learns 8 000 images of MNIST, in about as many passes by all
     methods; each is shown at the best of its step sizes, in hindsight.
     """
-    x, y = map(np.concatenate, zip(*images(), strict=True))
+    x, y = pages.mnist()
     order = np.random.default_rng(0).permutation(len(y))
     x, y = x[order].reshape(-1, 784), y[order]
     training, test = (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])
-    run, rows = jax.jit(dpb.solve), []
-    chosen = pages.chosen(made := correlated())
-    for name in chosen:
-        row = [name]
-        for epsilon in pages.budgets("1,3,8"):
-            found = accuracies(made[name], epsilon, training, test, run)
-            best = max(found, key=lambda size: np.median(found[size]))
-            row.append(f"{pages.spread(found[best], '.3f', (0, 1))}")
-            print(name, epsilon, best, row[-1], flush=True)
-        rows.append(row)
-    budgets = [f"epsilon {epsilon:g}" for epsilon in pages.budgets("1,3,8")]
-    table = pages.table(["method", *budgets], rows)
+    made, epsilons, rows = correlated(), pages.budgets("1,3,8"), []
+    for name in pages.chosen(made):
+        found = [best_accuracies(made[name], e, training, test) for e in epsilons]
+        rows.append([name, *(pages.spread(v, ".3f", (0, 1)) for v in found)])
+        print(*rows[-1], flush=True)
+    table = pages.table(["method", *(f"epsilon {e:g}" for e in epsilons)], rows)
     print(table)
-    if len(chosen) == len(made):
+    if len(rows) == len(made):
         pages.write(pages.RESULTS / "correlated_noise.md", [table])
