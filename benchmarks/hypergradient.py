@@ -19,7 +19,6 @@ from sklearn.datasets import load_digits
 import dpbilevel as dpb
 
 from . import pages
-from .pages import ratios
 from .source_tasks import linear, loss_of, parts
 from .utility import widened
 
@@ -29,9 +28,6 @@ with warnings.catch_warnings():
 
 STEPS = 20
 OPTIMIZER, TARGET, RIDGE = optax.adam(0.3), 0.895, 1e-3  # of data cleaning
-
-# On one core the time of the process is the time on the clock, less other jobs.
-clocked = functools.partial(ratios, clock=time.process_time)
 
 
 def logistic(n, d):
@@ -195,20 +191,19 @@ def by_ours(problem, **settings):
     return through(problem, solve)
 
 
-def error_of(found, exact):
-    found = np.asarray(found, np.float64)
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
 def compare(candidates, arguments, exact, **settings):
     errors = {}
     for name, candidate in candidates.items():
         try:
-            errors[name] = error_of(jax.jit(candidate)(*arguments), exact)
+            found = np.asarray(jax.jit(candidate)(*arguments), np.float64)
         except jax.errors.JaxRuntimeError:
             print(f"{name}: raises")
+        else:
+            errors[name] = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     candidates = {name: candidates[name] for name in errors}
-    rows = clocked(candidates, *arguments, reference=next(iter(candidates)), **settings)
+    # On one core the time of the process is the time on the clock, less other jobs.
+    settings |= {"reference": next(iter(candidates)), "clock": time.process_time}
+    rows = pages.ratios(candidates, *arguments, **settings)
     print(f"{'':40s}{'ms':>10s}{'ratio':>8s}{'compile s':>11s}{'error':>10s}")
     for name, (seconds, ratio, build) in rows.items():
         times = f"{1e3 * seconds:10.3f}{ratio:8.2f}{build:11.2f}"
@@ -262,10 +257,10 @@ def main():
 
 def noisy_digits():
     """Return both levels of MNIST, test images, and which training labels are wrong."""
-    with np.load(pages.MNIST) as file:
-        pixels, label = file["images"] / 255.0, file["labels"].astype("i4")
-    flat, size = pixels.reshape(len(pixels), -1), len(label)
-    features = np.concatenate([flat, np.ones((size, 1))], 1).astype("f4")
+    pixels, label = pages.mnist()
+    size = len(label)
+    constant = np.ones((size, 1), "f4")
+    features = np.concatenate([pixels.reshape(size, -1), constant], 1)
     rng = np.random.default_rng(0)
     rows = np.split(rng.permutation(size), [4 * size // 10, 7 * size // 10])
     lower, upper, test = parts(features, label, rows)
