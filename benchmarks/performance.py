@@ -19,7 +19,7 @@ import numpy as np
 
 import dpbilevel as dpb
 
-from . import gradients, pages, private_peers, workloads
+from . import gradients, pages, workloads
 
 PAGE = pages.RESULTS / "performance.md"
 SIZES = pages.ROOT / "benchmarks/performance.toml"
@@ -257,9 +257,6 @@ def main():
     page = PAGE if on_cpu else PAGE.with_name("performance_gpu.md")
     parts = [machine()]
     print(parts[0], flush=True)
-    if not private_peers.has_jax_privacy():
-        parts.append("jax_privacy is not installed; its column is empty.")
-        print(parts[-1])
     sizes = tomllib.loads(SIZES.read_text())
     for table in tables(sizes["quick" if quick else "full" if on_cpu else "gpu"]):
         parts.append(str(table))

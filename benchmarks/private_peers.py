@@ -6,6 +6,7 @@ its threads do not wait beside those of JAX: it takes `[[layers, n], ...]` and s
 in JSON, and prints what `pages.interleaved` measured of each, in JSON.
 """
 
+import importlib.util
 import itertools
 import json
 import subprocess
@@ -57,20 +58,17 @@ def by_jax_privacy(loss, microbatch):
 
 
 def has_jax_privacy():
-    try:
-        import jax_privacy.clipping  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("jax_privacy") is not None
 
 
 def torch_times(shapes, seconds):
-    """Return the results of `torch_rows` for every shape; None without PyTorch."""
+    """Return the results of `torch_rows` for every shape; None without Opacus."""
+    if importlib.util.find_spec("opacus") is None:
+        return None
     command = [sys.executable, "-m", "benchmarks.private_peers"]
-    found = subprocess.run(
-        [*command, json.dumps([shapes, seconds])], stdout=subprocess.PIPE, check=False
-    )
-    return json.loads(found.stdout) if found.returncode == 0 else None
+    command.append(json.dumps([shapes, seconds]))
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(found.stdout)
 
 
 def torch_network(torch, layers, n, device):
@@ -136,10 +134,6 @@ def torch_rows(layers, n, seconds):
 
 
 def main():
-    try:
-        import opacus  # noqa: F401
-    except ImportError:
-        sys.exit(1)
     shapes, seconds = json.loads(sys.argv[1])
     found = [torch_rows(layers, n, seconds) for layers, n in shapes]
     print(json.dumps(found, default=float))
