@@ -77,10 +77,6 @@ def linear_excesses(n, d):
     return rows | {"4 sqrt(d log(1 / delta)) / (epsilon n)": bound}
 
 
-def slope(values, xs):
-    return np.polyfit(np.log(xs), np.log(values), 1)[0]
-
-
 def linear():
     by_n = [linear_excesses(n, 8) for n in RECORDS]
     by_d = [linear_excesses(1_000, d) for d in DIMENSIONS]
@@ -94,7 +90,8 @@ def linear():
         ]
         print(pages.table([head, *found[0]], rows), flush=True)
     for name in list(by_d[0])[:3]:
-        power = slope([row[name] for row in by_d[3:]], DIMENSIONS[3:])
+        values = [row[name] for row in by_d[3:]]
+        power = np.polyfit(np.log(DIMENSIONS[3:]), np.log(values), 1)[0]
         print(f"{name}: fitted power of d, from 8 on, {power:.2f}")
 
 

@@ -4,14 +4,13 @@
 2. All solvers on `hard_instance` of `tests/zoo/two_levels.py`, the instance of the
    lower bound: the largest mean excess over means of the records from the bound to 1.
 
-`python -m benchmarks rates` prints tables, which also go to runs/rates, and draws
-results/lower_bound.svg. NON-PRIVATE evaluation.
+`python -m benchmarks rates` prints tables and draws results/lower_bound.svg.
+NON-PRIVATE evaluation.
 """
 
 import dataclasses
 import functools
 import math
-import pathlib
 from typing import NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ from tests.zoo import two_levels
 
 from .pages import RESULTS, spread, table
 
-FILE = pathlib.Path("runs/rates/table.md")
 FIGURE = RESULTS / "lower_bound.svg"
 DELTA, KEYS, MEANS = 1e-5, 8, 9
 START = 1.0  # the worst excess of x = 0
@@ -354,8 +352,5 @@ def quadratics():
 def main():
     with jax.enable_x64(True):
         hardest = measured()
-        parts = [quadratics(), *tables(hardest)]
-    print(*parts, sep="\n\n")
-    FILE.parent.mkdir(parents=True, exist_ok=True)
-    FILE.write_text("\n\n".join(parts) + "\n")
+        print(quadratics(), *tables(hardest), sep="\n\n")
     draw(hardest)
