@@ -1,8 +1,8 @@
 """Coverage of the intervals of coefficients at the nominal level of 95 %.
 
-`python -m benchmarks intervals` prints the table of results/estimators.md, cell by
-cell; `--model=logistic`, `--size=2000`, `--epsilon=1` and `--law=normal` choose a part.
-Each repetition draws new records and a new key; both budgets see the same records.
+`python -m benchmarks intervals` prints the table of results/estimators.md, row by row;
+`--task=logistic` and `--epsilon=1` choose a part. Each repetition draws new records and
+a new key; both budgets see the same records.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import warnings
 
 import jax
 import numpy as np
+import scipy.special
 
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge
 
@@ -20,7 +21,6 @@ from .table_tasks import DELTA
 LEVEL, WIDTH, EFFECTS = 0.95, 6, 3
 # Repetitions by the number of records.
 SIZES = {2_000: 100, 10_000: 160, 50_000: 40}
-EPSILONS = 1.0, 3.0
 RATES = (0.5, 0.3, 0.2, 0.15, 0.08, 0.5)
 # Bounds, coefficients with an effect, and constant.
 LAWS = {
@@ -31,11 +31,8 @@ LAWS = {
 }
 MODELS = "logistic", "ridge"
 HEAD = ["model, law", "records", "epsilon", "coefficients", "without effect"]
-HEAD += [
-    "constant",
-    "coefficients, without privacy",
-    "width over width without privacy",
-]
+HEAD += ["constant", "coefficients, without privacy"]
+HEAD += ["width over width without privacy"]
 
 
 def drawn(law, size, rng):
@@ -59,17 +56,14 @@ def fitted(kind, law, size, epsilon, number):
     scores = rows @ true
     declared = {"bounds": bounds, "intervals": True}
     if kind == "logistic":
-        chances = 1 / (1 + np.exp(-scores))
-        y = (rng.random(size) < chances).astype(int)
+        y = (rng.random(size) < scipy.special.expit(scores)).astype(int)
         model = DPLogisticRegression(epsilon, DELTA, classes=[0, 1], **declared)
-        start = true
     else:  # errors whose size depends on the first feature
         length = np.abs(X[:, 0])
         deviation = 1 + 0.5 * length / (1 + length)
         y = scores + deviation * rng.normal(size=size)
         model = DPRidge(epsilon, DELTA, target_bounds=(-20, 20), **declared)
-        start = None
-    exact, without = classical(rows, y, start)
+    exact, without = classical(rows, y, true, kind == "logistic")
     model.fit(X, y, key=jax.random.key(number))
     found = np.append(model.coef_, model.intercept_)
     deviations = np.append(model.coef_std_, model.intercept_std_)
@@ -77,14 +71,13 @@ def fitted(kind, law, size, epsilon, number):
     return *errors, deviations / without
 
 
-def classical(rows, y, start):
-    point = np.zeros(rows.shape[1]) if start is None else start
-    for _ in range(1 if start is None else 8):  # Newton's steps
-        means = rows @ point if start is None else 1 / (1 + np.exp(-rows @ point))
-        curve = np.ones(len(y)) if start is None else means * (1 - means)
+def classical(rows, y, point, logistic):
+    for _ in range(8):  # Newton's steps, of which least squares needs one
+        scores = rows @ point
+        means = scipy.special.expit(scores) if logistic else scores
+        curve = means * (1 - means) if logistic else np.ones(len(y))
         inverse = np.linalg.inv((rows * curve[:, None]).T @ rows)
         point = point + inverse @ rows.T @ (y - means)
-    means = rows @ point if start is None else 1 / (1 + np.exp(-rows @ point))
     middle = (rows * np.square(y - means)[:, None]).T @ rows
     return point, np.sqrt(np.diag(inverse @ middle @ inverse))
 
@@ -104,10 +97,9 @@ def row(kind, law, size, epsilon, numbers):
 
 def main():
     warnings.simplefilter("ignore")
-    chosen, rows = pages.options(), []
-    for size, kind, law, epsilon in itertools.product(SIZES, MODELS, LAWS, EPSILONS):
-        cell = {"model": kind, "law": law, "size": f"{size}", "epsilon": f"{epsilon:g}"}
-        if all(chosen.get(k, v) == v for k, v in cell.items()):
+    rows, budgets = [], pages.budgets("1,3")
+    for size, kind, law, epsilon in itertools.product(SIZES, MODELS, LAWS, budgets):
+        if pages.chosen([f"{kind}, {law}"]):
             rows.append(row(kind, law, size, epsilon, range(SIZES[size])))
             print(*rows[-1], flush=True)
     print(pages.measured_today())
