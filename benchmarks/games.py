@@ -177,17 +177,16 @@ class Family:
 
     problem: dpb.games.SaddleProblem
     w0: tuple
-    draw: Callable  # (key, n) -> records
     gap: Callable  # w -> the strong gap on the law of the records
-    mean: object  # the record whose operator is the mean of all
+    mean: jax.Array  # of the records
+
+    def draw(self, key, n):
+        """Return records whose entries are -1 or 1."""
+        uniform = jax.random.uniform(key, (n, *self.mean.shape))
+        return jnp.where(uniform < (1 + self.mean) / 2, 1.0, -1.0)
 
 
-def signs(key, mean, n):
-    uniform = jax.random.uniform(key, (n, *mean.shape))
-    return jnp.where(uniform < (1 + mean[None]) / 2, 1.0, -1.0)
-
-
-def matrix(_, rows, columns):
+def matrix(rows, columns):
     rng = np.random.default_rng(1)
     return around(rng.uniform(-0.6, 0.6, (rows, columns)))
 
@@ -195,22 +194,21 @@ def matrix(_, rows, columns):
 def around(mean):
     mean = jnp.asarray(mean, float)
     law = zoo.matrix_game(mean[None])
-    problem = dpb.games.matrix_game(*mean.shape)
-    return Family(problem, law.w0, lambda key, n: signs(key, mean, n), law.gap, mean)
+    return Family(dpb.games.matrix_game(*mean.shape), law.w0, law.gap, mean)
 
 
-def evaluated(family, solver, n):
+def evaluated(family, problem, solver, n):
     @jax.jit
     def one(solver, key):
         key_data, key_noise = jax.random.split(key)
         records = family.draw(key_data, n)
-        answer = dpb.solve(family.problem, solver, records, family.w0, key=key_noise)
+        answer = dpb.solve(problem, solver, records, family.w0, key=key_noise)
         return family.gap(answer.value)
 
     return [float(one(solver, k)) for k in jax.random.split(jax.random.key(0), KEYS)]
 
 
-def sparse(n, side):
+def sparse(side):
     rng = np.random.default_rng(1)
     mean, good = rng.uniform(-0.2, 0.2, (side, side)), 3
     mean[:good] -= 0.5
@@ -219,7 +217,7 @@ def sparse(n, side):
     return around(mean)
 
 
-# Name and records of the games that are small enough to be released whole.
+# How games are made, their records, and their rows and columns.
 MATRICES = {
     "5 x 5, n = 1 000": (matrix, 1_000, 5, 5),
     "5 x 5, n = 20 000": (matrix, 20_000, 5, 5),
@@ -248,24 +246,19 @@ def solvers_of(problem, n, dimension):
     }
 
 
-def with_entropy(family):
-    mirrored = dpb.sets.Simplex(entropy=True)
-    game = dataclasses.replace(family.problem, x_set=mirrored, y_set=mirrored)
-    return dataclasses.replace(family, problem=game)
-
-
 def pure_game(make, n, *shape):
-    family = make(n, *shape)
+    family = make(*shape)
     dimension, found = family.problem.w_set.dimension(family.w0), {}
+    entropy = dpb.games.matrix_game(*family.mean.shape, entropy=True)
     found["uniform mixtures"] = [float(family.gap(family.w0))]
     for name, solver in solvers_of(family.problem, n, dimension).items():
-        chosen = with_entropy(family) if "entropy" in name else family
+        problem = entropy if "entropy" in name else family.problem
         if solver is None:
-            found[name] = exact(chosen, n)
+            found[name] = exact(family, n)
         else:
-            options = {"sizes": n, "w0": chosen.w0}
-            plan = dpb.calibrate(chosen.problem, solver, MATRIX_BUDGET, **options)
-            found[name] = evaluated(chosen, plan.solver, n)
+            options = {"sizes": n, "w0": family.w0}
+            plan = dpb.calibrate(problem, solver, MATRIX_BUDGET, **options)
+            found[name] = evaluated(family, problem, plan.solver, n)
         print(f"  {name}: {np.mean(found[name]):.4f}", flush=True)
     return {name: f"{np.mean(values):.4f}" for name, values in found.items()}
 
