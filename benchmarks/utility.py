@@ -173,10 +173,6 @@ def exact_search(task, x, y, steps):
     return x
 
 
-def _ridge(weight, y):
-    return weight * optax.tree.norm(y, squared=True)
-
-
 def oracle(task):
     weights = jnp.asarray(oracle_weights(task))
     print(f"{task.name}: weights of the oracle {np.round(np.asarray(weights), 2)}")
@@ -191,8 +187,11 @@ def oracle(task):
         records = {n: jnp.concatenate([lower[n], upper[n]]) for n in upper}
         records["weight"] = jnp.concatenate([weights[lower["source"]], ones])
         share = float(jnp.mean(records["weight"]))
+
         # The ridge of the lower level, whose losses have weights of mean 1.
-        ridge = functools.partial(_ridge, share * task.ridge)
+        def ridge(y, weight=share * task.ridge):
+            return weight * optax.tree.norm(y, squared=True)
+
         problem = dpb.FiniteSum(loss, public=ridge)
         for size in (8.0, 15.0, 30.0, 60.0):
             solver = descent(task, 100, size / share)
@@ -202,9 +201,7 @@ def oracle(task):
 
 # ---------------------------------------------------------------------- evaluation
 
-RUN = jax.jit(lambda problem, solver, data, w0, key: (
-    dpb.solve(problem, solver, data, w0, key=key).value
-))  # fmt: skip
+RUN = jax.jit(lambda *given, key: dpb.solve(*given, key=key).value)
 
 
 def constant_answer(test):
@@ -227,7 +224,7 @@ def runner(task, budget, candidate):
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
 
     def run(seed):
-        value = RUN(problem, plan.solver, data, w0, jax.random.key(seed))
+        value = RUN(problem, plan.solver, data, w0, key=jax.random.key(seed))
         return tested(task, value[1] if two else value)
 
     return run
