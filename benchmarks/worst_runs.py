@@ -107,37 +107,31 @@ def training(records, budget):
     return method, found, errors, (start,)
 
 
-def all_settings(solvers, count, data, test, model, budget, **problem):
-    problem = {"loss": dpb.logistic_loss, "ridge": 1e-4} | problem
-    problem = dpb.source_weighting(problem.pop("loss"), count, **problem)
+def all_settings(solvers, count, records, model, budget, loss=None, ridge=1e-4):
+    problem = dpb.source_weighting(loss or dpb.logistic_loss, count, ridge=ridge)
     name, w0 = f"{len(solvers)} settings", (jnp.zeros(count), model)
-    return of_two_levels(name, problem, solvers, data, test, w0, budget)
+    return of_two_levels(name, problem, solvers, *records, w0, budget)
 
 
 def wrong_labels(budget):
     solvers = [*source_reweighting.settings().values()]
-    count, model = (
-        len(source_reweighting.WRONG),
-        jnp.zeros(source_reweighting.FEATURES),
-    )
-    return all_settings(
-        solvers, count, *source_reweighting.records(16_000), model, budget
-    )
+    count, records = len(source_reweighting.WRONG), source_reweighting.records(16_000)
+    model = jnp.zeros(source_reweighting.FEATURES)
+    return all_settings(solvers, count, records, model, budget)
 
 
 def another_group(budget):
-    names, data, test = demo.generated(30_000)
+    names, *records = demo.generated(30_000)
     solvers = [solver for several in demo.methods().values() for solver in several]
-    model = jnp.zeros(test["features"].shape[1])
-    return all_settings(solvers, len(names), data, test, model, budget)
+    model = jnp.zeros(records[1]["features"].shape[1])
+    return all_settings(solvers, len(names), records, model, budget)
 
 
 def random_labels(budget):
     records = data_cleaning.records(*data_cleaning.generated(10_000))
-    problem = {"loss": data_cleaning.loss_of(data_cleaning.network), "ridge": 1e-5}
+    loss, count = data_cleaning.loss_of(data_cleaning.network), data_cleaning.GROUPS
     solvers, model = [*data_cleaning.methods(100).values()], data_cleaning.start()
-    count = data_cleaning.GROUPS
-    return all_settings(solvers, count, *records, model, budget, **problem)
+    return all_settings(solvers, count, records, model, budget, loss, ridge=1e-5)
 
 
 def tasks():
