@@ -54,7 +54,7 @@ class Tuning:
         return np.asarray([self.losses(point).mean() for point in points])
 
 
-def of_loss(loss, columns, w_set, start, optimum):
+def of_loss(loss, columns, w_set, start, optimum=None):
     with jax.enable_x64(True):
         records = jax.tree.map(jnp.asarray, columns)
     compiled = jax.jit(jax.vmap(loss, in_axes=(None, 0)))
@@ -104,7 +104,7 @@ def location(dimension, size, seed):
         return 0.5 * jnp.sum((record - theta) ** 2)
 
     start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
-    return of_loss(loss, values, box, lambda r: start, values.mean(0))
+    return of_loss(loss, values, box, lambda r: start)
 
 
 def regression(dimension, size, seed):
@@ -120,7 +120,7 @@ def regression(dimension, size, seed):
 
     columns = {"inputs": inputs, "target": targets, "weight": weights}
     start, box = np.zeros(dimension), dpb.sets.Box(-3.0, 3.0)
-    return of_loss(loss, columns, box, lambda r: start, np.ones(dimension))
+    return of_loss(loss, columns, box, lambda r: start)
 
 
 def ct_slices(count, features, seed):
