@@ -18,8 +18,7 @@ from . import pages
 from .black_box import follow, length_scales, rule
 
 VALIDATION, NOISE, CLIP_RANGE, MOST = 1_000, 0.05, 3.0, 300
-# mu = 1 is this at delta = 1e-5, and follows from a pure epsilon of 0.807.
-BUDGET, PURE = dpb.PrivacyBudget(4.377, 1e-5), dpb.PrivacyBudget(0.807, 0.0)
+BUDGET = dpb.PrivacyBudget(4.377, 1e-5)  # which follows from mu = 1
 
 
 def gradients(**settings):
@@ -35,12 +34,8 @@ def others(evaluations, most=math.inf):
     mean = max(1.1, evaluations / 2 - 15)
     repeated = dpb.search.RepeatAndSelect(evaluations, CLIP_RANGE, mean, math.inf)
     few, settings = min(evaluations, most), {"variance": 0.09, "num_candidates": 300}
-    return {
-        "random search": (search, BUDGET),
-        "random search, pure": (search, PURE),
-        "repeat and select": (repeated, BUDGET),
-        "noisy UCB": (dpb.search.NoisyUCB(few, CLIP_RANGE, **settings), BUDGET),
-    }
+    noisy = dpb.search.NoisyUCB(few, CLIP_RANGE, **settings)
+    return {"random search": search, "repeat and select": repeated, "noisy UCB": noisy}
 
 
 def from_the_middle(dimension, seed):
@@ -56,9 +51,9 @@ def from_the_middle(dimension, seed):
     anywhere = task.start(np.random.default_rng((seed, 1)))
     loss, _ = follow(task, solver, box, anywhere, seed)
     found["the same, random start"] = loss - best
-    for number, (name, (solver, budget)) in enumerate(others(count).items()):
+    for number, (name, solver) in enumerate(others(count).items()):
         key = jax.random.fold_in(jax.random.key(seed), number)
-        result = dpb.search.minimize(box, solver, start, budget=budget, key=key)
+        result = dpb.search.minimize(box, solver, start, budget=BUDGET, key=key)
         found[name] = task.objective([result.value])[0] - best
     rng = np.random.default_rng((seed, 2))
     points = rng.uniform(task.w_set.lower, task.w_set.upper, (count, dimension))
@@ -80,23 +75,22 @@ def from_the_portfolio(dimension, seed):
         points.append(point)
         return losses.losses(point)
 
-    def run(name, solver, budget, number):
+    def run(name, solver, number):
         key = jax.random.key(seed)
         key = jax.random.fold_in(key, number) if number else key
         records = dataclasses.replace(losses, losses=counted)
-        given = {"budget": budget, "key": key, "trajectory": True}
+        given = {"budget": BUDGET, "key": key, "trajectory": True}
         result = dpb.search.minimize(records, solver, start, **given)
         found[name] = task.objective([result.value])[0] - best
         return task.objective(result.trajectory[:1])[0] - best
 
     settings = {"polish": 0, "keep": 128}
     portfolio = gradients(**settings, portfolio=dpb.search.Portfolio())
-    found["its draw"] = run("with the portfolio", portfolio, BUDGET, 0)
+    found["its draw"] = run("with the portfolio", portfolio, 0)
     count = len(points)
-    run("without", gradients(**settings), BUDGET, 1)
-    methods = others(count, MOST)
-    for number, name in enumerate(("random search", "repeat and select", "noisy UCB")):
-        run(name, *methods[name], 2 + number)
+    run("without", gradients(**settings), 1)
+    for number, (name, solver) in enumerate(others(count, MOST).items(), 2):
+        run(name, solver, number)
     return found, count
 
 
