@@ -7,7 +7,6 @@ that begin so. The setting with the best median of 4 keys ON THE TEST RECORDS ru
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from . import pages
 from .source_tasks import NEEDS, TASKS, there
 
 PAGE = pages.RESULTS / "utility.md"
-FOLDER = pathlib.Path("runs/utility")
 DELTA = 1e-5
 KEYS, TRIALS = 10, 4
 TAIL = dpb.outputs.TailMean()
@@ -115,13 +113,9 @@ METHODS = {
     "training records only": functools.partial(one_level, reads="lower"),
     "all records": functools.partial(one_level, reads="both"),
     "two stages (`SelectedSources`)": selected,
-    "`PenaltyBilevel`, refitted": functools.partial(
-        refitted, search=penalty, sizes=(5.0, 20.0, 50.0)
-    ),
-    "`SingleLoopBilevel`, refitted": functools.partial(refitted, search=single_loop),
-    "`FiniteDifferenceBilevel`, refitted": functools.partial(
-        refitted, search=finite_difference
-    ),
+    "`PenaltyBilevel`, refitted": lambda t: refitted(t, penalty, (5.0, 20.0, 50.0)),
+    "`SingleLoopBilevel`, refitted": lambda t: refitted(t, single_loop),
+    "`FiniteDifferenceBilevel`, refitted": lambda t: refitted(t, finite_difference),
     "`MixedSources`": mixtures,
     "`MixedSources`, one setting": lambda task: [mixed(task)],
     "`auto`": planned,
@@ -242,7 +236,6 @@ def best(task, budget, candidates):
         "loss": float(np.median(losses)),
         "quartiles": tuple(np.quantile(losses, (0.25, 0.75))),
         "accuracy": float(np.median(accuracies)),
-        "finite": bool(np.isfinite(rows).all()),
     }
 
 
@@ -317,7 +310,7 @@ def summary(results):
 
 
 def main():
-    options, results = pages.options(), []
+    results = []
     for name in pages.chosen(TASKS):
         if not there(name):
             print(f"{name}: left out, there is no {NEEDS[name[:2]].name}.")
@@ -325,8 +318,7 @@ def main():
         three = name.startswith("T1-")  # where methods still differ at 0.3
         for epsilon in pages.budgets("0.3,1,3" if three else "1,3"):
             results.append(evaluate(name, epsilon))
-            pages.keep(FOLDER / f"results-{options.get('task', 'all')}.json", results)
     parts = [summary(results), *map(table, results)]
     print(*parts, sep="\n\n")
-    if not options and len({result["task"] for result in results}) == len(TASKS):
+    if not pages.options() and len({r["task"] for r in results}) == len(TASKS):
         pages.write(PAGE, parts)
