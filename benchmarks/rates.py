@@ -97,9 +97,8 @@ def instance(setting, mean):
     signs = np.where(np.arange(n) < round(n * (1 + mean) / 2), 1.0, -1.0)
     records = np.zeros((n, setting.dimension_y))
     records[:, :d] = signs[:, None] / math.sqrt(d)
-    return two_levels.hard_instance(
-        jnp.asarray(records), dimension_x=setting.dimension_x
-    )
+    records = jnp.asarray(records)
+    return two_levels.hard_instance(records, dimension_x=setting.dimension_x)
 
 
 def certified(problem):
@@ -318,15 +317,12 @@ def solvers_of_zoo(n):
     norms = {"clip_norm": 2.0, "hessian_clip_norm": 2.0, "cross_clip_norm": 4.0}
     inner = dpb.NoisyGD(5, clip_norm=2.0, step_size=0.5)
     common = {"step_size": 0.2, "upper_clip_norm": 2.0}
-    return {
-        "PenaltyBilevel": dpb.PenaltyBilevel(
-            steps, penalty, inner, clip_norm=4.0, **common
-        ),
-        "ImplicitBilevel": dpb.ImplicitBilevel(
-            steps, step_size=0.2, output=dpb.outputs.Last()
-        ),
-        "SingleLoopBilevel": dpb.SingleLoopBilevel(steps, **sizes, **norms, **common),
-    }
+    found = (
+        dpb.PenaltyBilevel(steps, penalty, inner, clip_norm=4.0, **common),
+        dpb.ImplicitBilevel(steps, step_size=0.2, output=dpb.outputs.Last()),
+        dpb.SingleLoopBilevel(steps, **sizes, **norms, **common),
+    )
+    return {type(solver).__name__: solver for solver in found}
 
 
 def quadratics():
