@@ -6,7 +6,6 @@ NON-PRIVATE evaluation. Writes results/games.md if all tasks ran.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -233,14 +232,12 @@ def solvers_of(problem, n, dimension):
     # Even if `tuned` refuses its bound.
     tuned = nseg(**nseg.tuned_fields(constants, MATRIX_BUDGET, "single", n))
     tail = {"output": dpb.outputs.TailMean(0.5)}
-    rounds = nseg(25, 2.0, 0.2, **tail)
+    rounds = dpb.games.RecursiveRegularization(nseg(25, 2.0, 0.2, **tail), 4, 0.03)
     return {
         "NSEG, one pass, tuned": tuned,
         "`NoisyExtragradient`, 100 steps": nseg(100, 2.0, 0.2, **tail),
         "the same, steps of the entropy": nseg(100, 2.0, 0.3, **tail),
-        "`RecursiveRegularization`, 4 x 25 steps": dpb.games.RecursiveRegularization(
-            rounds, 4, 0.03
-        ),
+        "`RecursiveRegularization`, 4 x 25 steps": rounds,
         "noisy matrix, linear program": None,
         "`NoisyPayoff`, the default": dpb.games.NoisyPayoff(),
     }
@@ -265,19 +262,15 @@ def pure_game(make, n, *shape):
 
 def exact(family, n):
     """Gaps of the saddle points of noisy mean matrices, each released once."""
-    noise = dpb.privacy.Gaussian(
-        least_multiplier(dpb.FullBatch(), 1, n, MATRIX_BUDGET), precision="float"
-    )
+    multiplier = least_multiplier(dpb.FullBatch(), 1, n, MATRIX_BUDGET)
+    noise = dpb.privacy.Gaussian(multiplier, precision="float")
+    settings = {"clip_norm": family.mean.size**0.5, "denominator": float(n)}
 
     @jax.jit
     def released(key):
         key_data, key_noise = jax.random.split(key)
         mean = dpb.privacy.clipped_mean(
-            lambda record: record,
-            family.draw(key_data, n),
-            clip_norm=math.prod(family.mean.shape) ** 0.5,
-            denominator=float(n),
-            precision="float",
+            lambda v: v, family.draw(key_data, n), precision="float", **settings
         )
         return noise.release(mean, key=key_noise)
 
