@@ -87,18 +87,14 @@ def bilevel_rows(n, d, seconds):
 
     def public(state, start, data, key):
         x, y = start
-        return y - gradients.plain(lambda y, z: problem.lower(x, y, z))(
-            y, data.lower, key
-        )
+        gradient = gradients.plain(lambda y, z: problem.lower(x, y, z))
+        return y - gradient(y, data.lower, key)
 
     text = f"weights of 8 sources, n = {n} and {n // 4}, d = {d}"
-    for counted, solver in (
-        (
-            f"1 gradient (a step has {2 * INNER} inner steps)",
-            dpb.PenaltyBilevel(1, 10.0, step_size=1.0, inner=inner),
-        ),
-        ("1 gradient", dpb.SingleLoopBilevel(1, **sizes)),
-    ):
+    inner_steps = f"1 gradient (a step has {2 * INNER} inner steps)"
+    penalty = dpb.PenaltyBilevel(1, 10.0, step_size=1.0, inner=inner)
+    single_loop = dpb.SingleLoopBilevel(1, **sizes)
+    for counted, solver in ((inner_steps, penalty), ("1 gradient", single_loop)):
         solver = noisy(solver, problem.sizes_of(data, "disjoint"))
         private = stepped(problem, solver)
         arguments = solver.init(problem, start), start, data, jax.random.key(0)
@@ -158,10 +154,8 @@ def epoch_row(n, batches, widths, seconds):
         batched = jax.tree.map(lambda v: v.reshape(*shape, *v.shape[1:]), records)
         return jax.lax.scan(step, p, batched)[0]
 
-    name, text = (
-        f"NoisyGD, {batches} Poisson batches",
-        f"MLP {'-'.join(map(str, widths))}, n = {n}",
-    )
+    name = f"NoisyGD, {batches} Poisson batches"
+    text = f"MLP {'-'.join(map(str, widths))}, n = {n}"
     arguments = work.parameters, work.records, jax.random.key(0)
     return row(name, text, "1 epoch", private, public, arguments, seconds)
 
@@ -209,10 +203,8 @@ def memory_table(sizes):
 
 
 def solver_table(sizes):
-    rows = []
-    if sizes["bilevel"]:
-        rows += bilevel_rows(*sizes["bilevel"], sizes["seconds"])
-    rows += [
+    rows = [
+        *bilevel_rows(*sizes["bilevel"], sizes["seconds"]),
         extragradient_row(*sizes["saddle"], sizes["seconds"]),
         epoch_row(*sizes["epoch"], sizes["seconds"]),
     ]
