@@ -277,12 +277,10 @@ def outer_step(problem, solver, linear_solver):
     def step(x, y, v, state, data):
         y, _ = dpb.oracles.lower_solve(problem, x, data, y0=y, solver=solver)
         # Loose solutions are meant: no check of their gradient.
-        settings = {"linear_solver": linear_solver, "v0": v, "tolerance": None}
-        gradient, solution = dpb.oracles.implicit_hypergradient(
-            problem, x, y, data, **settings
-        )
+        given = {"linear_solver": linear_solver, "v0": v, "tolerance": None}
+        gradient, v = dpb.oracles.implicit_hypergradient(problem, x, y, data, **given)
         x, state = moved(x, gradient, state)
-        return x, y, solution.value, state
+        return x, y, v.value, state
 
     return step
 
@@ -312,9 +310,8 @@ def outer_steps(problem):
         newton = oracles.NewtonCG(tolerance=tolerance)
         system = oracles.ConjugateGradient(tolerance=of_system)
         found[f"ours, {words}"] = outer_step(problem, newton, system)
-        found[f"JAXopt LBFGS, {words}"] = outer_step_by_jaxopt(
-            problem, jaxopt.LBFGS, *pair
-        )
+        theirs = outer_step_by_jaxopt(problem, jaxopt.LBFGS, *pair)
+        found[f"JAXopt LBFGS, {words}"] = theirs
     plain = outer_step_by_jaxopt(problem, jaxopt.GradientDescent, 1e-2, 1e-1)
     return found | {"JAXopt GradientDescent, 1e-02, 1e-01": plain}
 

@@ -49,11 +49,10 @@ def smaller(epsilon, most):
 def methods(table, bounds, epsilon, most, key):
     X, y, ids = table
     _, first = np.unique(ids, return_index=True)
+    facts = {"classes": [0, 1], "bounds": bounds, "most_rows": most}
 
     def private(epsilon, rows, **options):
-        model = DPLogisticRegression(
-            epsilon, DELTA, classes=[0, 1], bounds=bounds, most_rows=most
-        )
+        model = DPLogisticRegression(epsilon, DELTA, **facts)
         return model.fit(X[rows], y[rows], key=jax.random.key(key), **options)
 
     every = slice(None)

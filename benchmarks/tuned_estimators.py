@@ -67,15 +67,14 @@ def records(seed, features, width=1, **options):
 
 
 def logistic(seed):
-    estimator = make_pipeline(
-        GroupScales(), LogisticRegression(solver="newton-cholesky")
-    )
+    model = LogisticRegression(solver="newton-cholesky")
     space = {
         "groupscales__scales": Range(0.03, 3, log=True, size=10),
         "logisticregression__C": Range(0.01, 100, log=True),
     }
     facts = {"n_informative": 12, "n_redundant": 0, "class_sep": 0.8, "flip_y": 0.05}
-    return estimator, space, records(seed, 40, 4, random_state=0, **facts)
+    made = records(seed, 40, 4, random_state=0, **facts)
+    return make_pipeline(GroupScales(), model), space, made
 
 
 def vectors(seed):
@@ -151,12 +150,8 @@ def compare_split(make, seed, found):
     def of_folds(parameters):
         X, y = training
         folds = StratifiedKFold(FOLDS).split(X, y)
-        return np.mean(
-            [
-                np.mean(losses(fitted(parameters, rows), X[held], y[held]))
-                for rows, held in folds
-            ]
-        )
+        found = (losses(fitted(parameters, fit), X[out], y[out]) for fit, out in folds)
+        return np.mean([np.mean(losses_of_fold) for losses_of_fold in found])
 
     keys = jax.random.split(jax.random.key(seed), 5)
     judge("the estimator's own parameters, no search", dict)
