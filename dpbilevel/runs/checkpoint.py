@@ -37,7 +37,9 @@ ARRAYS = "solution.npz"  # its arrays
 SEARCH = "search.json"  # the result of a search
 RUN, SOLUTION = "run.json", "solution"  # facts and result of a run of `fit`
 LIMIT = "spending_limit.json"  # of all runs in a folder and below it
+EVALUATIONS = "evaluation-*.SECRET"  # losses at the points of a search
 CHECK = "usability"  # in a fingerprint: the released check of the records
+FIRST_KEY = "first key"  # in a fingerprint: a hash that identifies the run
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
     b"dpbilevel checkpoint 3. SECRET: it holds the key of the noise still to come (of "
@@ -102,15 +104,7 @@ def read(folder: Path) -> Checkpoint:
     file = folder / NAME
     if not file.is_file():
         raise ValueError(f"nothing to resume: {folder} holds no checkpoint.")
-    return parsed(file, file.read_bytes())
-
-
-def parsed(file: Path, content: bytes) -> Checkpoint:
-    """Parse the content of a file into a `Checkpoint`.
-
-    Raises:
-        ValueError: The content is damaged or of another program.
-    """
+    content = file.read_bytes()
     digest, _, body = content.removeprefix(_NOTICE).partition(b"\n")
     intact = hashlib.sha256(body).hexdigest().encode() == digest
     if not content.startswith(_NOTICE) or not intact:
@@ -132,11 +126,10 @@ def parsed(file: Path, content: bytes) -> Checkpoint:
 
 def has_released(folder: Path) -> bool:
     """Return whether the run of a folder's checkpoint, if any, released anything."""
-    file = folder / NAME
-    if not file.exists():
+    if not (folder / NAME).exists():
         return False
     try:
-        saved = parsed(file, file.read_bytes())
+        saved = read(folder)
     except Exception:  # damaged
         return True
     return saved.done > 0 or CHECK in saved.fingerprint
@@ -319,12 +312,12 @@ def resume_run(
 
 
 def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that two fingerprints agree in all but `records`, whose hash is SECRET.
+    """Check that two fingerprints agree in all but keys and records, which are SECRET.
 
     Raises:
         ValueError: The message says what changed.
     """
-    for part in [k for k in now if k != "records"]:
+    for part in [k for k in now if k not in (FIRST_KEY, "records")]:
         changed = _differences(then.get(part), now[part], part)
         if changed and part == "program":  # it is a hash
             changed = ["the loss or the solver has changed"]

@@ -33,17 +33,16 @@ from . import checkpoint, lock, spending
 from .checkpoint import SOLUTION, Checkpoint
 from .interrupts import uninterruptible
 from .run import (
-    NAME,
     Run,
     check_watched,
+    checkpoint_of,
     facts_of,
     first_run,
     hashed,
-    records_of,
+    resumed,
     run_watched,
 )
 
-_NUMBER = 1  # of the only run of a folder in the spending record
 # Facts that change with the versions of JAX and others.
 _OF_SOFTWARE = ("plan", "software", "program")
 
@@ -201,10 +200,10 @@ def run_in_folder(
     with lock.held(folder) as still_locked:
         if (folder / SOLUTION).is_dir():
             return _finished(folder, run, facts)
-        saved = _begin(folder, run, facts)
-        fingerprint = saved.fingerprint
-        state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
-        parts: Any = {"state": state, "path": path, "key": saved.key}
+        first, report = checkpoint_of(run, facts), run.plan.report
+        saved = begun_in(folder, first, report, facts, owner="fit: folder")
+        for leftover in folder.glob(".save-*"):  # of a crash
+            shutil.rmtree(leftover, ignore_errors=True)
         count = begun() if saved.done == 0 else lambda: None
 
         def counted():  # before anything is shown
@@ -213,35 +212,50 @@ def run_in_folder(
 
         def keep(run):
             still_locked()
-            parts = run.done, run.key, run.state, run.path, fingerprint
+            parts = run.done, run.key, run.state, run.path, saved.fingerprint
             checkpoint.write(folder, Checkpoint(*parts))
 
-        run = dataclasses.replace(run, done=saved.done, **parts)
-        run = run_watched(run, counted, keep=keep, **watched)
+        run = run_watched(resumed(run, saved), counted, keep=keep, **watched)
         with uninterruptible():
             checkpoint.replace_json(folder / checkpoint.RUN, facts)
             run.solution.save(folder / SOLUTION, overwrite=True)
-            spending.finish(folder, _NUMBER)
+            spending.finish(folder)
         return run.solution
 
 
-def _begin(folder: Path, run: Run, facts: dict[str, Any]) -> Checkpoint:
-    """Record the run's spending, and return its `Checkpoint`, resumed or new."""
-    fingerprint = facts | {"records": records_of(run), NAME: run.name}
-    saved = Checkpoint(0, run.key, run.state, run.path, fingerprint)
-    if (folder / checkpoint.NAME).is_file():
-        before = checkpoint.read(folder)
-        fingerprint[NAME] = before.fingerprint.get(NAME)  # its key goes on
-        saved = checkpoint.resume_run(folder, before, saved)
-    else:
-        checkpoint.check_empty("fit: folder", folder)
-        checkpoint.write(folder, saved)
-    for leftover in folder.glob(".save-*"):  # of a crash
-        shutil.rmtree(leftover, ignore_errors=True)
+def begun_in(
+    folder: Path,
+    first: Checkpoint,
+    report: PrivacyReport,
+    facts: dict[str, Any],
+    *,
+    owner: str,
+    records: str = "the records",
+) -> Checkpoint:
+    """Record the spending of a folder's run; return its `Checkpoint`, resumed or new.
+
+    Args:
+        folder: The folder, under its lock.
+        first: The run before its first step.
+        report: The guarantee of the run.
+        facts: Public facts of the run.
+        owner: Name of the folder for error messages.
+        records: As in `resume_run`.
+
+    Raises:
+        ValueError: The folder holds another run or something else, or the total
+            spending would exceed a limit of a folder above it.
+        OSError: The disk refuses.
+    """
+    if not (folder / checkpoint.NAME).is_file():
+        checkpoint.check_empty(owner, folder)
+        checkpoint.write(folder, first)
+    saved = checkpoint.resume_run(folder, checkpoint.read(folder), first, records)
     try:
-        spending.begin(folder, _NUMBER, run.plan.report, facts)
+        spending.begin(folder, 1, report, facts)
     except ValueError:
-        if saved.done == 0 and not spending.read(folder).runs:  # nothing was released
+        known = spending.read(folder).runs or [*folder.glob(checkpoint.EVALUATIONS)]
+        if saved.done == 0 and not known:  # nothing was released
             checkpoint.remove(folder)
         raise
     return saved
@@ -258,7 +272,7 @@ def _finished(folder: Path, run: Run, facts: dict[str, Any]) -> Solution:
     if then.get("software") != facts["software"]:  # on which the others depend
         facts = {k: v for k, v in facts.items() if k not in _OF_SOFTWARE}
     checkpoint.check_same_run(folder, then, facts)
-    spending.finish(folder, _NUMBER)
+    spending.finish(folder)
     found = load(folder, like=run.solution.value)
 
     def on_device(leaf):

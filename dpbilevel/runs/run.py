@@ -25,10 +25,8 @@ from ..privacy.jaxprs import constants
 from ..privacy.noise import PRNGKey, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
-from .checkpoint import Checkpoint
+from .checkpoint import FIRST_KEY, Checkpoint
 from .interrupts import step_bar
-
-NAME = "first key"  # in a fingerprint: a hash that identifies the run
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -114,23 +112,20 @@ class Run:
             OSError: The disk refuses; an earlier checkpoint is intact.
             ValueError: The folder holds the checkpoint of another run.
         """
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = Path(folder) / checkpoint.NAME
-        if file.exists() and not self._wrote(file):
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / checkpoint.NAME
+        if file.exists() and not self._wrote(folder):
             raise ValueError(f"save: {file} is of another run; give another folder.")
-        checkpoint.write(Path(folder), self._checkpoint())
+        checkpoint.write(folder, checkpoint_of(self, facts_of(self)))
 
-    def _wrote(self, file: Path) -> bool:
-        """Return whether a file is a checkpoint of this run."""
+    def _wrote(self, folder: Path) -> bool:
+        """Return whether a folder has a checkpoint of this run."""
         try:
-            saved = checkpoint.parsed(file, file.read_bytes())
+            saved = checkpoint.read(folder)
         except ValueError:  # damaged
             return False
-        return saved.fingerprint.get(NAME) == self.name
-
-    def _checkpoint(self) -> Checkpoint:
-        fingerprint = facts_of(self) | {"records": records_of(self), NAME: self.name}
-        return Checkpoint(self.done, self.key, self.state, self.path, fingerprint)
+        return saved.fingerprint.get(FIRST_KEY) == self.name
 
 
 def start(
@@ -328,11 +323,16 @@ def resume(
     has_path = len(saved.path) > 0
     data = arrays(data)
     run = _checked("resume", problem, plan, data, w0, saved.key, has_path, trainable)
-    name = saved.fingerprint.setdefault(NAME, run.name)
-    run = dataclasses.replace(run, name=name)
-    saved = checkpoint.resume_run(Path(folder), saved, run._checkpoint())
+    first = checkpoint_of(run, facts_of(run))
+    return resumed(run, checkpoint.resume_run(Path(folder), saved, first))
+
+
+def resumed(run: Run, saved: Checkpoint) -> Run:
+    """Return a `Run` as its `Checkpoint` has it."""
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
-    return dataclasses.replace(run, done=saved.done, state=state, path=path)
+    name = saved.fingerprint.get(FIRST_KEY, run.name)
+    parts: Any = {"done": saved.done, "key": saved.key, "name": name}
+    return dataclasses.replace(run, state=state, path=path, **parts)
 
 
 @jax.jit
@@ -373,10 +373,12 @@ def facts_of(run: Run) -> dict[str, Any]:
     }
 
 
-def records_of(run: Run) -> str:
-    """Return a hash of a run's records. SECRET."""
+def checkpoint_of(run: Run, facts: dict[str, Any]) -> Checkpoint:
+    """Return the `Checkpoint` of a run with these public facts. SECRET."""
     stored = jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk))
-    return hashed(v.store.digest if isinstance(v, OnDisk) else v for v in stored)
+    records = hashed(v.store.digest if isinstance(v, OnDisk) else v for v in stored)
+    fingerprint = facts | {"records": records, FIRST_KEY: run.name}
+    return Checkpoint(run.done, run.key, run.state, run.path, fingerprint)
 
 
 def hashed(values: Iterable[Any]) -> str:

@@ -307,7 +307,7 @@ def stop(folder: Path, number: int, why: str) -> None:
     _append(folder, number, {"event": "stopped", "stopped": why})
 
 
-def finish(folder: Path, number: int) -> None:
+def finish(folder: Path, number: int = 1) -> None:
     """Record once that a run's result is written, then delete its checkpoint.
 
     The record has no time: how long a run took is covered by no guarantee. `OSError`

@@ -27,6 +27,7 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, spending
 from ..runs.checkpoint import Checkpoint, first_checkpoint
+from ..runs.fit import begun_in
 from ..runs.interrupts import uninterruptible
 from .base import AbstractAskTellSolver, BlackBox
 
@@ -34,10 +35,6 @@ _COPIES = (
     "no copy of the folder continues with other losses: each one that does is one more "
     "release, with noise of its own, and the budgets add up"
 )
-_PATTERN = "evaluation-*.SECRET"
-# Number of the only search of a folder in the spending record.
-_NUMBER = 1
-
 Point = Float[np.ndarray, " d"]
 Losses = Float[np.ndarray, " n"]  # of all records at a point
 # Released points, one a row, and the noisy mean losses there.
@@ -235,15 +232,13 @@ class Folder:
                 spending would exceed a limit of a folder above it.
             OSError: The disk refuses.
         """
-        saved = self._resume()
+        records = (
+            "the records, their order, or their evaluation (in a PrivateSearch also "
+            "the estimator, its losses, the space and the training records)"
+        )
+        named: Any = {"owner": "folder", "records": records}
+        saved = begun_in(self.path, self.first, self.report, self._public, **named)
         self._forget(saved.done)
-        try:
-            spending.begin(self.path, _NUMBER, self.report, self._public)
-        except ValueError:
-            begun = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
-            if saved.done == 0 and not begun:  # nothing was evaluated
-                checkpoint.remove(self.path)
-            raise
         return saved
 
     def losses(self, step: int, number: int, point: Point) -> Losses | None:
@@ -305,31 +300,19 @@ class Folder:
             self._close()
 
     def _evaluation(self, step: int, number: int) -> Path:
-        return self.path / f"evaluation-{step}-{number}.SECRET"
-
-    def _resume(self) -> Checkpoint:
-        """Return the `Checkpoint` of the run, written first if there is none."""
-        file = self.path / checkpoint.NAME
-        if not file.is_file():
-            checkpoint.check_empty("folder", self.path)
-            checkpoint.write(self.path, self.first)
-        saved = checkpoint.read(self.path)
-        records = (
-            "the records, their order, or their evaluation (in a PrivateSearch also "
-            "the estimator, its losses, the space and the training records)"
-        )
-        return checkpoint.resume_run(self.path, saved, self.first, records)
+        name = checkpoint.EVALUATIONS.replace("*", f"{step}-{number}")
+        return self.path / name
 
     def _forget(self, done: int) -> None:
         """Delete the evaluations of steps before `done`."""
-        for file in self.path.glob(_PATTERN):
+        for file in self.path.glob(checkpoint.EVALUATIONS):
             if int(file.name.split("-")[1]) < done:
                 file.unlink()
 
     def _close(self) -> None:
         """End a run whose result is written."""
-        spending.finish(self.path, _NUMBER)
-        for file in self.path.glob(f"{_PATTERN}*"):
+        spending.finish(self.path)
+        for file in self.path.glob(f"{checkpoint.EVALUATIONS}*"):
             file.unlink()
 
 
