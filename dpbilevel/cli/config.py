@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -29,6 +30,7 @@ from .toml_tables import (
     check_keys,
     check_table,
     collect_errors,
+    raise_all,
 )
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
@@ -221,12 +223,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
             f"refers to {found.value}, [privacy] to {wanted.value}."
         )
     config = Config(place, task, model, privacy, data, solver, tables)
-    collect_errors(
-        (_check_levels, config),
-        (_check_person, config),
-        (task.check, model, data, where),
-        (_check_test, config),
-    )
+    raise_all([*_mistakes(config), *task.mistakes(model, data, where)])
     return config
 
 
@@ -308,43 +305,31 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
     }
 
 
-def _check_levels(config: Config) -> None:
-    """Check that people and numbers of records fit the levels of the task."""
-    data, task, people = config.data, config.task, config.privacy.people
+def _mistakes(config: Config) -> Iterator[ValueError]:
+    """Yield errors if people, their ids, sizes or the test file do not fit the task."""
+    data, task, privacy = config.data, config.task, config.privacy
+    people, two = privacy.people, task.two_levels
     of_privacy, of_data = map(config.place.child, ("privacy", "data"))
     one = f'is for tasks of two levels; task = "{task.name}" has one. Remove it.'
-    if task.two_levels and people is None:
-        raise of_privacy.error(
-            'missing key \'people\': "disjoint", "overlapping" or "shared".'
+    if two and people is None:
+        missing = 'missing key \'people\': "disjoint", "overlapping" or "shared".'
+        yield of_privacy.error(missing)
+    if not two and people is not None:
+        yield of_privacy.error(f"people {one}")
+    if privacy.person in data.checked_columns.names:  # a model would read the ids
+        yield of_privacy.error(
+            f"person = {privacy.person!r} is a label, feature, source or group in "
+            "[data], too; give it one role."
         )
-    if not task.two_levels and people is not None:
-        raise of_privacy.error(f"people {one}")
-    if not task.two_levels and data.validation:
-        raise of_data.error(f"validation {one}")
-    for name in ("training", "validation") if task.two_levels else ("training",):
+    if not two and data.validation:
+        yield of_data.error(f"validation {one}")
+    for name in ("training", "validation") if two else ("training",):
         if getattr(data, name) < 1:
-            raise of_data.error(f"{name} must be at least 1.")
+            yield of_data.error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
-        raise of_data.error('training must equal validation if people = "shared".')
-
-
-def _check_person(config: Config) -> None:
-    """Refuse ids that a model would read."""
-    person = config.privacy.person
-    if person in config.data.checked_columns.names:
-        raise config.place.child("privacy").error(
-            f"person = {person!r} is a label, feature, source or group in [data], too; "
-            "give it one role."
-        )
-
-
-def _check_test(config: Config) -> None:
-    """Check that task and relation can use the test file."""
-    test, where = config.data.test, config.place.child("data.test")
-    if test is None:
-        return
-    relation = config.privacy.neighbours
-    if test.accuracy == "counted" and relation is not Neighbours.REPLACE_ONE:
-        raise where.error(
+        yield of_data.error('training must equal validation if people = "shared".')
+    counted = data.test is not None and data.test.accuracy == "counted"
+    if counted and privacy.neighbours is not Neighbours.REPLACE_ONE:
+        yield of_data.child("test").error(
             'accuracy = "counted" needs neighbours = "replace_one"; use "public".'
         )

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
@@ -39,9 +39,10 @@ class AbstractModel(abc.ABC):
         """Public values to compare the answer with, one per entry, or none."""
         return ()
 
-    def check(self, data: CsvData, place: Location) -> None:
-        """Raise `ValueError` unless the shapes of `[data]` fit this table."""
+    def mistakes(self, data: CsvData, place: Location) -> Iterable[ValueError]:
+        """Return errors if the shapes of `[data]` do not fit this table."""
         del data, place
+        return ()
 
     @abc.abstractmethod
     def problem(self, blocks: Blocks) -> Problem:
@@ -115,8 +116,10 @@ class Task(Generic[Model]):
         """Whether the task is a game, whose settings follow from theorems."""
         return issubclass(self.problem_type, AbstractVariationalInequality)
 
-    def check(self, model: Model, data: CsvData, place: Location) -> None:
-        """Raise `ValueError` if data lack what the task reads, or have more.
+    def mistakes(
+        self, model: Model, data: CsvData, place: Location
+    ) -> Iterator[ValueError]:
+        """Yield errors if data lack what the task reads, or have more.
 
         Args:
             model: The table `[model]`.
@@ -126,17 +129,14 @@ class Task(Generic[Model]):
         for name in ("sources", "groups"):
             found, where = getattr(data, name), place.child(name)
             if found is None and name == self.places:
-                raise where.error(
-                    f"missing table. The task needs column and values of the {name}."
-                )
-            if found is not None and name != self.places:
-                raise where.error(f'task = "{self.name}" has no {name}; remove it.')
-            if found is not None and len(found.values) != model.count:
-                raise where.error(
-                    f"lists {len(found.values)} {name}, but [model] is for "
-                    f"{model.count}."
-                )
-        model.check(data, place)
+                what = f"The task needs column and values of the {name}."
+                yield where.error(f"missing table. {what}")
+            elif found is not None and name != self.places:
+                yield where.error(f'task = "{self.name}" has no {name}; remove it.')
+            elif found is not None and len(found.values) != model.count:
+                listed = f"lists {len(found.values)} {name}"
+                yield where.error(f"{listed}, but [model] is for {model.count}.")
+        yield from model.mistakes(data, place)
 
 
 def listed_names(places: Places | None) -> tuple[str, ...]:

@@ -210,7 +210,7 @@ def check_keys(
     if missing:
         keys = f"key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
         wrong.append(place.error(f"missing {keys}. {listed}"))
-    _raise(wrong)
+    raise_all(wrong)
 
 
 def collect_errors(*calls: tuple[Any, ...]) -> list[Any]:
@@ -228,11 +228,11 @@ def collect_errors(*calls: tuple[Any, ...]) -> list[Any]:
             found.append(function(*arguments))
         except ValueError as error:
             errors.append(error)
-    _raise(errors)
+    raise_all(errors)
     return found
 
 
-def _raise(errors: list[ValueError]) -> None:
+def raise_all(errors: list[ValueError]) -> None:
     """Raise one error with the messages of all errors, if there are any."""
     if len(errors) == 1:
         raise errors[0]

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,9 +43,9 @@ class AbstractGroups(AbstractModel):
         self.problem(())
 
     @override
-    def check(self, data: CsvData, place: Location) -> None:
+    def mistakes(self, data: CsvData, place: Location) -> Iterator[ValueError]:
         if not data.label.positive:
-            raise place.child("label").error(
+            yield place.child("label").error(
                 "the task has two classes: give positive and negative, each with the "
                 "values of one class or several."
             )

@@ -1,6 +1,7 @@
 """The tasks of linear models: `training`, `penalty_tuning` and `source_weighting`."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -59,8 +60,7 @@ class AbstractLinear(AbstractModel):
             raise ValueError(f'loss = "{self.loss}" {need}.')
 
     @override
-    def check(self, data: CsvData, place: Location) -> None:
-        super().check(data, place)
+    def mistakes(self, data: CsvData, place: Location) -> Iterator[ValueError]:
         count = len(data.label.classes)
         kind, known = "two classes", ("logistic", "squared")
         if count:
@@ -70,9 +70,8 @@ class AbstractLinear(AbstractModel):
         if self.loss not in known or self.num_classes != count:
             asked = f'loss = "{known[0]}"'
             asked += f" and num_classes = {count}" if count else ""
-            raise place.child("label").error(
-                f"describes {kind}; give {asked} in [model]."
-            )
+            where = place.child("label")
+            yield where.error(f"describes {kind}; give {asked} in [model].")
 
     def zeros(self, blocks: Blocks) -> Array:
         """Return the coefficients of no model: a column for each of several classes."""
