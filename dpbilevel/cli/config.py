@@ -166,15 +166,17 @@ def read_config(path: str | Path) -> Config:
     return parse_config(tables, Location(str(path)))
 
 
-def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
-    """Return the tables and the text of a TOML file.
+def read_tables(
+    path: str | Path, text: str | None = None
+) -> tuple[dict[str, Any], str]:
+    """Return the tables and the text of a TOML file, whose text may be known.
 
     Raises:
         ValueError: The file is missing or is no TOML.
     """
     place = Location(str(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8") if text is None else text
         _check_filled(text, place)
         return tomllib.loads(text), text
     except OSError as error:

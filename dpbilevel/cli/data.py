@@ -163,22 +163,19 @@ class CsvData:
         numeric = [block.encode(table) for block in self.numeric]
         categorical = [block.encode(table) for block in self.categorical]
         label = self.label.encode(table)
-        marks, places = {}, {}
-        for _, found in (*categorical, label, *numeric):
-            marks |= found
-        for place in self.places:
-            places[place.column], found = place.encode(table)
-            marks |= found
-        source, group = (
-            None if place is None else places[place.column]
+        (source, *_), (group, *_) = places = [
+            (None, {}) if place is None else place.encode(table)
             for place in (self.sources, self.groups)
-        )
+        ]
+        marks = {}
+        for _, found in (*categorical, label, *numeric, *places):
+            marks |= found
         features = _unit_rows([values for values, _ in (*numeric, *categorical)])
         if source is not None:  # no model of any method may use an unlisted source
             features = np.where(source[:, None] < 0, np.float32(np.nan), features)
-        marks = np.stack([marks[name] for name in self.checked_columns.names], 1)
-        marks = marks.astype(np.int8)
-        return Records(features, label[0].astype(np.float32), marks, source, group)
+        columns = [marks[name] for name in self.checked_columns.names]
+        of_cells = np.stack(columns, 1).astype(np.int8)
+        return Records(features, label[0].astype(np.float32), of_cells, source, group)
 
     @property
     def places(self) -> list[Places]:

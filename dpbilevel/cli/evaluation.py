@@ -197,14 +197,14 @@ def evaluate(
     held_out, label = config.data.test, config.data.label
     assert held_out is not None
     of = f"log1p({label.column})" if label.transform == "log1p" else label.column
-    file = Path(held_out.path).name
-    fields: dict[str, Any] = {"file": file, "kind": held_out.accuracy}
-    fields["metric"] = f"root mean squared error of {of}"
-    if label.numbers:
-        fields["metric"] = "accuracy"
     unit = config.privacy.unit
     people = rows_of_people(records, unit)
-    fields["records"] = _checks.leading_axis("records", people)
+    fields: dict[str, Any] = {
+        "metric": "accuracy" if label.numbers else f"root mean squared error of {of}",
+        "file": Path(held_out.path).name,
+        "kind": held_out.accuracy,
+        "records": _checks.leading_axis("records", people),
+    }
     if held_out.accuracy == "counted":
         mean = np.clip(float(noisy_score(config, model, people, key=key)), 0.0, 1.0)
         value, std = _metric(label, mean), _release(config).noise_std

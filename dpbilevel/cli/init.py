@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,26 +195,23 @@ def header_of(file: Path) -> Header:
     return Header(file, separator, names)
 
 
-def id_of(flags: argparse.Namespace) -> str | None:
-    """Return a column that may hold ids of people, if the flags name none."""
-    names = header_of(flags.data).names
-    return None if flags.person else next(filter(is_id, names), None)
-
-
-def remarks(flags: argparse.Namespace) -> list[str]:
-    """Return what a draft assumes because no flag says it."""
-    found = []
+def remarks(flags: argparse.Namespace) -> Iterator[str]:
+    """Yield lines of text on what a draft assumes because no flag says it."""
     if flags.person and flags.most_rows is None:
-        found.append(f"most_rows = {MOST_ROWS}: correct it if people have more rows")
+        yield f"most_rows = {MOST_ROWS}: correct it if people have more rows"
     for text in flags.column or ():
         name, content = _pair(text, "--column")
         dates = _DATES.fullmatch(content)
         if dates and not dates[3]:
-            found.append(
+            yield (
                 f"cells of {name!r} are read as 2000-01-31; if they look different, "
                 f"give the range {_FORMAT}"
             )
-    return found
+    found = next(filter(is_id, header_of(flags.data).names), None)
+    if found and not flags.person:
+        yield f"{found!r} may be the id of a person. If people have several rows, give"
+        flag = f"--person {shlex.quote(found)}"
+        yield f"{flag}; otherwise each row is protected as a person"
 
 
 def content_of(text: str) -> Range | Values:

@@ -170,13 +170,6 @@ def _init(arguments: argparse.Namespace) -> int:
     print(f"config: {out} (read it, and correct mistakes)")
     for remark in init.remarks(arguments):
         print(f"  {remark}")
-    found = init.id_of(arguments)
-    if found:
-        flag = f"--person {shlex.quote(found)}"
-        print(
-            f"  {found!r} may be the id of a person. If people have several rows, give"
-        )
-        print(f"  {flag}; otherwise each row is protected as a person")
     if results is not None:
         return main(["run", str(out), "--out", str(results)])
     if missing:

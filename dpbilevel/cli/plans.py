@@ -59,8 +59,7 @@ def read_unplanned(path: str, text: str | None = None) -> tuple[Config, str]:
     Raises:
         ValueError: As `read_config`; the task is a game.
     """
-    text = read_tables(path)[1] if text is None else text
-    tables, place = tomllib.loads(text), Location(path)
+    (tables, text), place = read_tables(path, text), Location(path)
     task = TASKS.get(str(tables.get("task")))
     if task is not None and task.is_game:
         then = "missing [solver]: see docs/games.md"
@@ -90,8 +89,7 @@ def read_for_run(path: str, text: str | None = None) -> tuple[Config, bool]:
     Raises:
         ValueError: As `read_config`, or as `read_unplanned` without settings.
     """
-    text = read_tables(path)[1] if text is None else text
-    tables = tomllib.loads(text)
+    tables, text = read_tables(path, text)
     if any(name in tables for name in _SETTINGS):
         return parse_config(tables, Location(path)), True
     return read_unplanned(path, text)[0], False

@@ -13,13 +13,12 @@ from ..core.shares import LevelUsability, Usability
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, lock, spending
+from ..runs.checkpoint import ARRAYS, RESULT
 from .config import Config, parse_config
 from .evaluation import Evaluation
 from .task import Task
 from .toml_tables import Location
 
-RESULT = checkpoint.RESULT
-ARRAYS = "solution.npz"
 LEVELS = {
     "records": "records",
     "upper": "validation records",

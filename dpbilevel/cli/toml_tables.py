@@ -115,13 +115,12 @@ class Reader:
         classes: Mapping[str, type],
         table: Any,
         place: Location,
-        key: str = "type",
         beside: Sequence[str] = (),
     ) -> Any:
-        """Return an instance of the class that `table[key]` names; see `build`."""
+        """Return an instance of the class that `type` in a table names; see `build`."""
         check_table(table, place)
         rest = dict(table)
-        name = check_choice(rest.pop(key, None), classes, place, key)
+        name = check_choice(rest.pop("type", None), classes, place, "type")
         return self.build(classes[name], rest, place, beside)
 
     def convert(self, hint: Any, value: Any, place: Location, key: str) -> Any:

@@ -216,6 +216,7 @@ class Space:
         entries: A `Range` or a `Categorical` per parameter.
 
     Attributes:
+        categories: The categorical parameters, by name.
         coordinates: Number of coordinates of all parameters.
         names: The parameters; each stands after those in its condition.
 
@@ -226,14 +227,17 @@ class Space:
 
     def __init__(self, entries: Mapping[str, Range | Categorical]):
         self.entries = dict(entries)
+        self.categories = {
+            k: v for k, v in entries.items() if isinstance(v, Categorical)
+        }
         self._places: dict[str, slice] = {}
-        begin = 0
+        self.coordinates = 0
         for name, entry in self.entries.items():
             kinds = Range | Categorical
             _checks.instance("PrivateSearch", kinds, **{f"space[{name!r}]": entry})
-            self._places[name] = slice(begin, begin + entry.coordinates)
-            begin += entry.coordinates
-        self.coordinates = begin
+            begin = self.coordinates
+            self.coordinates += entry.coordinates
+            self._places[name] = slice(begin, self.coordinates)
         self._allowed = {name: self._conditions(name) for name in self.entries}
         parents = {name: set(allowed) for name, allowed in self._allowed.items()}
         try:
@@ -242,12 +246,6 @@ class Space:
             names = sorted(set(error.args[1]))
             raise ValueError(f"PrivateSearch: when= of {names} is circular.") from None
         self._active_points = {name: self._active_point(name) for name in self.names}
-
-    @property
-    def categories(self) -> list[str]:
-        """Names of the categorical parameters."""
-        entries = self.entries.items()
-        return [name for name, entry in entries if isinstance(entry, Categorical)]
 
     def parameters(self, point: Point) -> dict[str, Any]:
         """Return the parameters at a point, by name, if their conditions hold."""
@@ -282,10 +280,10 @@ class Space:
     def middles(self) -> list[Point]:
         """Return middles of branches that together have every choice."""
         middles = [self.middle(np.zeros(self.coordinates))]
-        for name in self.categories:
-            for index in self._indices(name):
+        for name, entry in self.categories.items():
+            for index in range(len(entry.choices)):
                 point = self._active_points[name].copy()
-                point[self._places[name]] = self._category(name).center(index)
+                point[self._places[name]] = entry.center(index)
                 middles.append(self.middle(point))
         return list({point.tobytes(): point for point in middles}.values())
 
@@ -297,8 +295,8 @@ class Space:
         """Return the allowed choices of a condition: sets of indices by category."""
         allowed = {}
         for other, values in (self.entries[name].when or {}).items():
-            entry = self.entries.get(other)
-            if not isinstance(entry, Categorical):
+            entry = self.categories.get(other)
+            if entry is None:
                 raise ValueError(
                     f"PrivateSearch: {name!r} depends on {other!r}, no Categorical."
                 )
@@ -328,7 +326,8 @@ class Space:
         for other in above:  # grows by the categories in the conditions
             above += [v for v in self._allowed[other] if v not in above]
         above = above[1:]
-        for indices in itertools.product(*map(self._indices, above)):
+        counts = (len(self.categories[other].choices) for other in above)
+        for indices in itertools.product(*map(range, counts)):
             point = self._centers(dict(zip(above, indices, strict=True)))
             if self._active(point)[name]:
                 return point
@@ -338,16 +337,8 @@ class Space:
         """Return a point with choices at their centers and other coordinates zero."""
         point = np.zeros(self.coordinates)
         for name, index in indices.items():
-            point[self._places[name]] = self._category(name).center(index)
+            point[self._places[name]] = self.categories[name].center(index)
         return point
 
-    def _indices(self, name: str) -> range:
-        return range(len(self._category(name).choices))
-
     def _index(self, name: str, point: Point) -> int:
-        return self._category(name).index(np.asarray(point)[self._places[name]])
-
-    def _category(self, name: str) -> Categorical:
-        entry = self.entries[name]
-        assert isinstance(entry, Categorical)
-        return entry
+        return self.categories[name].index(np.asarray(point)[self._places[name]])
