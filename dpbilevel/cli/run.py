@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .. import _checks
 from ..core.levels import check_disjoint_ids
 from ..core.loop import all_steps, bound_to, planned_rows
 from ..privacy.exact.matmul_check import check_products
@@ -233,10 +233,9 @@ def _checked(
             f"{rounded_up(first.epsilon, 3)}."
         )
     for remark in found.remarks:
-        warnings.warn(
+        _checks.warn(
             f"{remark} Correct mean and scale, units or spellings in the config; "
-            f"dpbilevel check {place} shows you the rows.",
-            stacklevel=2,
+            f"dpbilevel check {place} shows you the rows."
         )
     spending.charge(out, number, report)
     return saved

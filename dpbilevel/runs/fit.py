@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ def fit(
     rejected = solution.rejected_updates
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:
-        warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
+        _checks.warn(f"fit: {remark}", RuntimeWarning)
     return solution
 
 

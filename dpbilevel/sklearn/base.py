@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeAlias
 
@@ -376,10 +375,10 @@ class PrivateEstimator(_Fitted, abc.ABC):
         if length < SHORT * units.numbers**0.5:
             remarks.append(_WIDE)
         for text in remarks:
-            warnings.warn(f"{name}: {text}", stacklevel=4)
+            _checks.warn(f"{name}: {text}")
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
-            warnings.warn(f"{name}: {remark}", RuntimeWarning, stacklevel=4)
+            _checks.warn(f"{name}: {remark}", RuntimeWarning)
         return jax.tree.map(np.asarray, solution.value)
 
     def _stretch(self, found: Usability, solver: Any) -> float:

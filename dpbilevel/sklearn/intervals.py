@@ -16,7 +16,6 @@ $$H^{-1} \Bigl(\frac{V}{n} + \frac{s^2}{k} I + \frac{\sigma^2}{2} (\|\Delta\|^2 
 import dataclasses
 import math
 import statistics
-import warnings
 from typing import Any
 
 import jax
@@ -237,7 +236,7 @@ class Moments(AbstractBeforehand):
         second, squared = self.released(point, records, **given)
         noise = self.release.noise_std
         if np.linalg.eigvalsh(second)[0] < _FLAT * noise:
-            warnings.warn(f"{given['owner']}.fit: {_HIDDEN}", stacklevel=4)
+            _checks.warn(f"{given['owner']}.fit: {_HIDDEN}")
         inverse, unit = np.linalg.pinv(second), np.eye(len(point))
         move = -inverse @ gradient
         of_squares = noise / (_SQUARES * self.curvature)

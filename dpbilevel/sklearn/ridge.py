@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import statistics
-import warnings
 from typing import Any
 
 import jax
@@ -173,7 +172,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
         self.target_range_ = most
         # The check warns of targets beyond the bounds, which are cut to an end.
         if of_target[1] < _SMALL and not self.records_check_.remarks:
-            warnings.warn(f"{owner}.fit: {_WIDE.format(*most)}", stacklevel=3)
+            _checks.warn(f"{owner}.fit: {_WIDE.format(*most)}")
         return self
 
     def _target_units(self) -> tuple[tuple[float, float], float, float]:
