@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import enum
 import functools
-import inspect
 import math
 import os
 import sys
@@ -108,11 +107,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 def _check_of_range(
     words: str, holds: Callable[[float], bool], hint: str = ""
 ) -> Callable[..., None]:
-    """Return a function that raises `ValueError` unless known values are in a range.
-
-    It is called with the name of the owner, and with the values by name. The error ends
-    with the hint.
-    """
+    """Return a function that raises `ValueError` unless known values are in a range."""
 
     def check(owner: str, **values: object) -> None:
         for name, value in values.items():
@@ -229,13 +224,7 @@ def _classes_of(kind: Any) -> tuple[type, ...]:
 
 
 def instance(owner: str, kind: Any, **values: object) -> None:
-    """Raise `TypeError` unless every value is an instance of `kind`.
-
-    Args:
-        owner: The caller, for the message.
-        kind: A class, a union or a tuple of classes.
-        values: The values by name.
-    """
+    """Raise `TypeError` unless every value is an instance of a class, or of several."""
     kinds = _classes_of(kind)
     for name, value in values.items():
         if not isinstance(value, kinds):
@@ -346,7 +335,8 @@ _ELSEWHERE = {
 
 def check_names(cls: type, options: Iterable[str]) -> None:
     """Raise `TypeError` if a class has no argument of such a name."""
-    names = _arguments(cls)
+    fields = sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)
+    names = [field.name for field in fields if field.init]
     for name in options:
         if name in names:
             continue
@@ -359,11 +349,6 @@ def check_names(cls: type, options: Iterable[str]) -> None:
             hint = " Noise is drawn by key=, of the function that runs it."
         what = f"there is no argument {name!r}.{hint} It has {', '.join(names)}."
         raise TypeError(f"{cls.__name__}: {what}")
-
-
-@functools.cache
-def _arguments(cls: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.__init__).parameters)[1:]
 
 
 def check_fields(module: Any) -> None:

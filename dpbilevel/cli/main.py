@@ -297,9 +297,9 @@ def _predict(arguments: argparse.Namespace) -> None:
     columns; the label may be missing. The predictions are as private as that file.
     """
     predictions.check_new(arguments.out)
-    found = predictions.predict(arguments.folder, arguments.data, arguments.id)
-    predictions.write(arguments.out, found)
-    print(f"predictions: {arguments.out} ({found.rows} rows{found.remarks()})")
+    answers, said = predictions.predict(arguments.folder, arguments.data, arguments.id)
+    predictions.write(arguments.out, answers)
+    print(f"predictions: {arguments.out} ({said})")
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """The command `dpbilevel predict`: answers of a released model for new people."""
 
 import csv
-import dataclasses
 import io
 from pathlib import Path
 
@@ -14,52 +13,21 @@ from .columns import Label, named, positions
 from .tables import MALFORMED, existing
 
 
-@dataclasses.dataclass(frozen=True)
-class Predictions:
-    """Answers of the model, one per row; empty if a feature is no number.
-
-    Attributes:
-        columns: Columns of the answers, by name.
-        rows: Number of rows.
-        malformed: Number of rows with another number of cells than the header.
-        empty: Number of other rows without an answer.
-        missing: Number of rows with an empty cell, by column. The cell counts as the
-            middle of the declared range.
-        unlisted: Number of rows with a category that the config does not list, by
-            column.
-    """
-
-    columns: dict[str, list[str]]
-    rows: int
-    malformed: int
-    empty: int
-    missing: dict[str, int]
-    unlisted: dict[str, int]
-
-    def remarks(self) -> str:
-        """Return text for the readers of the answers: remarks after semicolons."""
-        text = ""
-        if self.malformed:
-            text += f"; {self.malformed} without an answer: more or fewer cells than "
-            text += "the header has names"
-        if self.empty:
-            text += f"; {self.empty} without an answer: text in the place of a number"
-        for name, count in self.missing.items():
-            text += f"; {count} without a number in {name!r}, taken as the middle of "
-            text += "the declared range"
-        for name, count in self.unlisted.items():
-            text += f"; {count} with a value of {name!r} that the config does not list"
-        return text
-
-
-def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
-    """Return the `Predictions` of a result folder's model for the rows of a file.
+def predict(
+    folder: Path, file: Path, person: str | None = None
+) -> tuple[dict[str, list[str]], str]:
+    """Return the answers of a result folder's model for the rows of a file.
 
     Args:
         folder: The folder of a finished run.
         file: A file with the columns of the features; it needs no label.
         person: A column that is copied beside the answers, by default that of the
             people of the config if the file has it.
+
+    Returns:
+        Columns by name, with a text for each row, and a text for the readers: the
+        number of rows, and of those without an answer or with a cell that the config
+        does not declare.
 
     Raises:
         ValueError: There is no finished run, or a column is missing.
@@ -86,19 +54,25 @@ def predict(folder: Path, file: Path, person: str | None = None) -> Predictions:
     columns |= _answers(
         margin, data.label, getattr(result.config.model, "loss", "logistic")
     )
-    missing = {c: n for c in numeric if (n := table.column(c).count(""))}
     malformed = table.column(needed[0]).count(MALFORMED)
-    unlisted = {}
-    for block in data.categorical:
-        found = positions(table.column(block.column), block.values)
-        if np.sum(found < 0) > malformed:
-            unlisted[block.column] = int(np.sum(found < 0)) - malformed
     empty = int(np.sum(np.isnan(margin.reshape(table.rows, -1)).any(axis=1)))
-    empty -= malformed
-    return Predictions(columns, table.rows, malformed, empty, missing, unlisted)
+    counts = {
+        "without an answer: more or fewer cells than the header has names": malformed,
+        "without an answer: text in the place of a number": empty - malformed,
+    }
+    for name in numeric:
+        middle = "taken as the middle of the declared range"
+        what = f"without a number in {name!r}, {middle}"
+        counts[what] = table.column(name).count("")
+    for block in data.categorical:
+        unlisted = int(np.sum(positions(table.column(block.column), block.values) < 0))
+        what = f"with a value of {block.column!r} that the config does not list"
+        counts[what] = unlisted - malformed
+    said = [f"{count} {what}" for what, count in counts.items() if count > 0]
+    return columns, "; ".join([f"{table.rows} rows", *said])
 
 
-def write(out: Path, predictions: Predictions) -> None:
+def write(out: Path, columns: dict[str, list[str]]) -> None:
     """Write predictions as a comma-separated file, completely or not at all.
 
     Raises:
@@ -107,8 +81,8 @@ def write(out: Path, predictions: Predictions) -> None:
     """
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(predictions.columns)
-    lines.writerows(zip(*predictions.columns.values(), strict=True))
+    lines.writerow(columns)
+    lines.writerows(zip(*columns.values(), strict=True))
     checkpoint.replace(out, text.getvalue().encode())
 
 

@@ -257,7 +257,13 @@ def spent(out: Path, shown: Callable[[Path], str] = str) -> str:
         return f"spending: in the record of its folder: dpbilevel report {shown(above)}"
     if not (record.runs or spending.is_lost(out)):
         return ""
-    return "\n".join([str(record), *spending.remaining(out, shown)])
+    lines = [str(record)]
+    for place, limit in spending.limits(out):
+        found = spending.spent(place)
+        left = max(0.0, limit[0] - found.epsilon), max(0.0, limit[1] - found.delta)
+        texts = (spending.text_of(costs) for costs in (limit, left))
+        lines.append(f"limit of {shown(place)}: {'; left: '.join(texts)}")
+    return "\n".join(lines)
 
 
 def total(out: Path) -> tuple[int, float, float]:

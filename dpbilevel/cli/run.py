@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..privacy.report import rounded_up
 from ..runs import checkpoint, lock, spending
 from ..runs.checkpoint import Checkpoint
 from ..runs.interrupts import uninterruptible
+from ..runs.run import hashed
 from . import evaluation, loading, results
 from .columns import Records
 from .config import Config
@@ -323,13 +323,10 @@ def _fingerprint(prepared: Prepared, read: PyTree) -> dict[str, Any]:
     """
     steps = prepared.solver.num_steps
     chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(read):
-        digest.update(np.asarray(leaf).tobytes())
     return {
         "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back
         "software": checkpoint.software(),
         "plan": json.loads(prepared.report.to_json()),
         "chunk": chunk,
-        "records": digest.hexdigest(),
+        "records": hashed(jax.tree.leaves(read)),
     }

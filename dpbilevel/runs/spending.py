@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,6 @@ class Run:
         known = all(isinstance(text, str) for text in texts)
         if not (known and self.epsilon >= 0 and self.delta >= 0):
             raise ValueError("a field of a run is no text, or a cost is negative.")
-
-    @property
-    def cost(self) -> tuple[float, float]:
-        """Epsilon and delta of the run."""
-        return self.epsilon, self.delta
 
     def __str__(self) -> str:
         """Return the run as one line of text."""
@@ -167,9 +162,8 @@ class TotalSpent:
 def spent(folder: Path | str) -> TotalSpent:
     """Return a `TotalSpent` of all recorded runs in a folder and below it.
 
-    Searches and the command line record their runs. Links are followed. A folder that
-    was deleted or copied elsewhere is not seen: keep all runs on the same records below
-    one folder, and delete none.
+    Searches and the command line record their runs. Links are followed. Keep all runs
+    on the same records below one folder, and delete none: it would not be seen.
 
     Raises:
         ValueError: There is no such folder.
@@ -235,10 +229,8 @@ def is_lost(folder: Path) -> bool:
     log = read(folder)
     if log.runs:
         return False
-    results = (
-        folder / name for name in (checkpoint.RESULT, checkpoint.SEARCH, checkpoint.RUN)
-    )
-    begun = log.last or log.unreadable or any(file.exists() for file in results)
+    names = checkpoint.RESULT, checkpoint.SEARCH, checkpoint.RUN
+    begun = log.last or log.unreadable or any((folder / v).exists() for v in names)
     return bool(begun) or checkpoint.has_released(folder)
 
 
@@ -265,8 +257,7 @@ def begin(
         number: The run's number in the folder, from 1.
         report: The guarantee of the run.
         config: The config as it was given.
-        first: The guarantee of the first part of the run, which is on record alone
-            until `charge` is called.
+        first: The guarantee of its first part, on record alone until `charge`.
 
     Raises:
         ValueError: The whole run would take the total above a limit.
@@ -298,7 +289,8 @@ def charge(folder: Path, number: int, report: PrivacyReport) -> None:
     """
     epsilon, delta = costs_by(report)
     event = {"event": "charged", "epsilon": epsilon, "delta": delta}
-    known = any(run.cost == (epsilon, delta) for run in _runs(folder, number))
+    runs = _runs(folder, number)
+    known = any((run.epsilon, run.delta) == (epsilon, delta) for run in runs)
     _record(folder, number, report, None if known else event)
 
 
@@ -310,8 +302,7 @@ def stop(folder: Path, number: int, why: str) -> None:
 def finish(folder: Path, number: int = 1) -> None:
     """Record once that a run's result is written, then delete its checkpoint.
 
-    The record has no time: how long a run took is covered by no guarantee. `OSError`
-    leaves the record as before.
+    No time: how long a run took is covered by no guarantee. Errors are those of `stop`.
     """
     if any(not run.finished for run in _runs(folder, number)):
         _append(folder, number, {"event": "finished", "finished": True})
@@ -371,45 +362,31 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> int:
 def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
     """Raise `ValueError` if a run that is on record leads above a limit."""
     (run,) = _runs(folder, number)
-    # The record may hold only a first part.
-    ahead = [max(0.0, b - a) for a, b in zip(run.cost, costs_by(report), strict=True)]
-    for place, limit in _limits(folder):
+    epsilon, delta = costs_by(report)
+    for place, limit in limits(folder):
         found = spent(place)
-        costs = found.epsilon + ahead[0], min(1.0, found.delta + ahead[1])
+        # The record may hold only a first part of this run.
+        more = max(0.0, epsilon - run.epsilon), max(0.0, delta - run.delta)
+        costs = found.epsilon + more[0], min(1.0, found.delta + more[1])
         pairs = zip(costs, limit, strict=True)
         if not all(cost <= most * (1 + _ROUNDING) for cost, most in pairs):
             raise ValueError(
-                f"this run of {_text(costs_by(report))} is refused by the limit of "
-                f"{place}, {_text(limit)}: the runs there would cost {_text(costs)}. "
+                f"this run of {text_of((epsilon, delta))} is refused by the limit of "
+                f"{place}, {text_of(limit)}: the runs there would cost {text_of(costs)}. "
                 "Give a smaller budget or a larger limit; see dpbilevel.search.spent."
             )
 
 
-def remaining(folder: Path, shown: Callable[[Path], str] = str) -> list[str]:
-    """Return a line of text on each limit that holds for a folder: what is left.
-
-    Args:
-        folder: The folder.
-        shown: Function that returns the text that stands for a folder.
+def limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
+    """Yield the limits of a folder and of those above it, by their folders.
 
     Raises:
         ValueError: A limit is damaged.
-        OSError: A folder below a limit cannot be read.
     """
-    lines = []
-    for place, limit in _limits(folder):
-        found = spent(place)
-        left = max(0.0, limit[0] - found.epsilon), max(0.0, limit[1] - found.delta)
-        lines.append(f"limit of {shown(place)}: {_text(limit)}; left: {_text(left)}")
-    return lines
-
-
-def _limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
-    """Yield the limits of a folder and of those above it, by their folders."""
     ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
     for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
         try:
-            page = json.loads((place / LIMIT).read_text())
+            page = json.loads((place / LIMIT).readtext_of())
             yield place, (float(page["epsilon"]), float(page["delta"]))
         except (FileNotFoundError, NotADirectoryError):
             continue
@@ -420,5 +397,6 @@ def _limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
             ) from None
 
 
-def _text(costs: tuple[float, float]) -> str:
+def text_of(costs: tuple[float, float]) -> str:
+    """Return epsilon and delta as text."""
     return f"epsilon = {costs[0]:.6g} at delta = {costs[1]:.3g}"
