@@ -37,7 +37,7 @@ class Run:
         resumed: How often it was resumed: the same release, no further cost.
         finished: Whether its result was written.
         number: Its number in the folder, as recorded.
-        stopped: Released result of its check, if the run stopped after the check.
+        stopped: Released result of the check that stopped the run, if one did.
     """
 
     started: str
@@ -92,12 +92,11 @@ class RunLog:
 
     def lines(self, folder: str = "") -> list[str]:
         """Return lines of text: what is lost from the record, and each run."""
-        at, lost = f"{folder}: " if folder else "", []
-        if self.unreadable:
-            lost += [f"  at least: {at}damaged lines in {NAME}: {self.unreadable}"]
-        if self.missing:
-            lost += [f"  at least: {at}runs without a recorded start: {self.missing}"]
-        return lost + [f"  {at}run {run.number}, {run}" for run in self.runs]
+        at = f"{folder}: " if folder else ""
+        lost = {f"damaged lines in {NAME}": self.unreadable}
+        lost["runs without a recorded start"] = self.missing
+        lines = [f"  at least: {at}{k}: {count}" for k, count in lost.items() if count]
+        return lines + [f"  {at}run {run.number}, {run}" for run in self.runs]
 
     def __str__(self) -> str:
         """Return the total by basic composition, and one line for each run."""
@@ -283,10 +282,7 @@ def begin(
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Record the cost of the whole run once, before the rest of it reads a record.
-
-    Arguments and errors are those of `begin`.
-    """
+    """Record once the cost of the whole run, before the rest of it; as `begin`."""
     epsilon, delta = costs_by(report)
     event = {"event": "charged", "epsilon": epsilon, "delta": delta}
     runs = _runs(folder, number)
@@ -370,10 +366,11 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
         costs = found.epsilon + more[0], min(1.0, found.delta + more[1])
         pairs = zip(costs, limit, strict=True)
         if not all(cost <= most * (1 + _ROUNDING) for cost, most in pairs):
+            own, most, all_runs = map(text_of, ((epsilon, delta), limit, costs))
             raise ValueError(
-                f"this run of {text_of((epsilon, delta))} is refused by the limit of "
-                f"{place}, {text_of(limit)}: the runs there would cost {text_of(costs)}. "
-                "Give a smaller budget or a larger limit; see dpbilevel.search.spent."
+                f"this run of {own} is refused by the limit of {place}, {most}: the "
+                f"runs there would cost {all_runs}. Give a smaller budget or a larger "
+                "limit; see dpbilevel.search.spent."
             )
 
 
