@@ -287,8 +287,26 @@ def shrunk(squared: Square, second: Square, noise: float, beside: float) -> Squa
     return (vectors * np.maximum(values, 0)) @ vectors.T
 
 
-class Intervals:
+class _Deviations:
+    coef_: Float[np.ndarray, "*k d"]
+    intercept_: Any
+    coef_std_: Float[np.ndarray, "*k d"]
+    intercept_std_: Any
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Intervals(_Deviations):
     """A mixin of linear estimators with standard deviations of their coefficients.
+
+    Args:
+        fit_intercept: Whether to fit a constant, too.
+        ridge: Weight of the ridge.
+        max_iter: The maximum number of steps.
+        clip_norm: The bound on one record's gradient, or `"auto"`.
+        intervals: Whether to release standard deviations, too.
+        bins: The number of bins that replace a numeric feature.
+        neighbours: The neighbouring relation.
+        size: A public number of records, if their number is private.
 
     Attributes:
         coef_: The estimated coefficients.
@@ -297,11 +315,15 @@ class Intervals:
         intercept_std_: Standard deviation of the constant.
     """
 
-    intervals: bool
-    coef_: Float[np.ndarray, "*k d"]
-    intercept_: Any
-    coef_std_: Float[np.ndarray, "*k d"]
-    intercept_std_: Any
+    _: dataclasses.KW_ONLY
+    fit_intercept: bool = True
+    ridge: float = 0.0
+    max_iter: int = 3000
+    clip_norm: float | str = "auto"
+    intervals: bool = False
+    bins: int | None = None
+    neighbours: str = "replace_one"
+    size: int | None = None
 
     def conf_int(self, level: float = 0.95) -> Float[np.ndarray, "*k d 2"]:
         r"""Return an interval of each coefficient, of the shape of `coef_` and 2.
@@ -368,7 +390,7 @@ class Intervals:
             return
         values, vectors = np.linalg.eigh(covariance)
         roots = unit * (vectors * np.sqrt(np.maximum(values, 0))).T
-        constant = bool(getattr(self, "fit_intercept", True))
+        constant = bool(self.fit_intercept)
         coef, intercept = units.coefficients(*split(roots, constant))
         self.coef_std_ = np.linalg.norm(coef, axis=0).reshape(self.coef_.shape)
         self.intercept_std_ = float(np.linalg.norm(intercept)) + 0 * self.intercept_

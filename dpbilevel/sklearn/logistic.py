@@ -117,15 +117,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
 
     _: dataclasses.KW_ONLY
     classes: Any = None
-    fit_intercept: bool = True
-    ridge: float = 0.0
-    max_iter: int = 3000
-    clip_norm: float | str = "auto"
     class_weight: Any = None
-    intervals: bool = False
-    bins: int | None = None
-    neighbours: str = "replace_one"
-    size: int | None = None
 
     @override
     def _fit(self, entry, y):

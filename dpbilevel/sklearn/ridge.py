@@ -107,14 +107,6 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
 
     _: dataclasses.KW_ONLY
     target_bounds: Any = None
-    fit_intercept: bool = True
-    ridge: float = 0.0
-    max_iter: int = 3000
-    clip_norm: float | str = "auto"
-    intervals: bool = False
-    bins: int | None = None
-    neighbours: str = "replace_one"
-    size: int | None = None
 
     @override
     def _fit(self, entry, y):
