@@ -95,7 +95,7 @@ class Config:
     """Description of a run by public values alone."""
 
     place: Location  # the file of the config
-    task: Task[Any]
+    task: Task
     model: AbstractModel
     privacy: Privacy
     data: CsvData

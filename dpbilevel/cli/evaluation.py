@@ -142,14 +142,19 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         Touches no data. Only the people of the test file, who are in no other file,
         are charged for a counted accuracy, and for nothing else (parallel composition).
     """
-    held_out, assumed = config.data.test, [*reversed(config.check.assumptions)]
-    assumed.insert(0, _UNLISTED)
+    held_out, privacy = config.data.test, config.privacy
+    counted = held_out is not None and held_out.accuracy == "counted"
+    assumed = [_UNLISTED, *reversed(config.check.assumptions)]
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
-    assumed += _of_ids(config)
+    if privacy.person:  # assumptions about ids of people who have several rows
+        disjoint = privacy.people is People.DISJOINT
+        by_id = disjoint and privacy.neighbours is Neighbours.REPLACE_ONE
+        assumed += [_SAME_IDS] * (by_id and not config.data.validation_path)
+        assumed += [_APART] * (disjoint or counted)
     assumed = (*assumed, *report.assumptions)
     report = dataclasses.replace(report, assumptions=assumed)
-    if held_out is None or held_out.accuracy != "counted":
+    if not counted:
         return report
     tested = describe(ledger_of(config), config.privacy.budget, levels=False)
     a, b = report.mu, tested.mu
@@ -161,17 +166,6 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         forecast=report.forecast + tested.forecast,
         mu=None if None in (a, b) else max(a or 0.0, b or 0.0),
     )
-
-
-def _of_ids(config: Config) -> list[str]:
-    """Return assumptions about the ids of people who have several rows."""
-    privacy, test = config.privacy, config.data.test
-    disjoint = privacy.people is People.DISJOINT
-    one_file = disjoint and not config.data.validation_path
-    by_id = one_file and privacy.neighbours is Neighbours.REPLACE_ONE
-    counted = test is not None and test.accuracy == "counted"
-    said = {_SAME_IDS: by_id, _APART: disjoint or counted}
-    return [text for text, holds in said.items() if holds and privacy.person]
 
 
 def ledger_of(config: Config) -> Ledger:

@@ -155,11 +155,8 @@ def _rendered(facts: dict[str, Any]) -> str:
     loss = f'loss = "{loss}"  # {_LOSSES}'
     if several:
         loss += f"\nnum_classes = {several}  # number of classes"
-    given = vars(flags)
-    if flags.most_rows is None:
-        given = given | {"most_rows": MOST_ROWS}
     facts |= {
-        "flags": argparse.Namespace(**given),
+        "most_rows": MOST_ROWS if flags.most_rows is None else flags.most_rows,
         "offered": OFFERED,
         "whom": "people" if flags.person else "records",
         "delta": flags.delta or _delta(facts["training"], facts["validation"]),

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +96,14 @@ def _recolored(title: str, drawing: str) -> Markup:
     return Markup(drawing.replace("<svg", label, 1))  # matplotlib escapes its texts
 
 
-def _lines(table: dict[str, Any]) -> str:
-    """Return a config in TOML, one key a line."""
-    return "\n".join(f"{key} = {value}" for key, value in _flat(table, ""))
-
-
-def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
+def _lines(value: Any, key: str = "") -> str:
+    """Return a config, or what it has below a key, in TOML, one key a line."""
     if isinstance(value, dict):
-        for name, part in value.items():
-            yield from _flat(part, f"{key}.{_key(name)}" if key else _key(name))
-    else:
-        is_local = key.endswith("path") and Path(value).is_absolute()
-        yield key, _inline(Path(value).name if is_local else value)
+        at = f"{key}." if key else ""
+        parts = (_lines(part, f"{at}{_key(name)}") for name, part in value.items())
+        return "\n".join(filter(None, parts))
+    is_local = key.endswith("path") and Path(value).is_absolute()
+    return f"{key} = {_inline(Path(value).name if is_local else value)}"
 
 
 def _inline(value: Any) -> str:

@@ -59,7 +59,7 @@ class Result:
     usability: Usability | None = None
 
     @property
-    def task(self) -> Task[Any]:
+    def task(self) -> Task:
         """Task of the config."""
         return self.config.task
 

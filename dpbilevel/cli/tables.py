@@ -108,18 +108,15 @@ def date_reader(origin: str, form: str) -> Callable[[str], float]:
     Raises:
         ValueError: The origin is no date, or the format cannot be read.
     """
-    first = datetime.datetime.fromisoformat(origin)
+    day = datetime.datetime
+    first = day.fromisoformat(origin)
     if form and "%y" not in form.lower():
         raise ValueError(f"date_format = {form!r} has no year, %Y.")
 
-    def parsed(cell: str) -> datetime.datetime:
-        if form:
-            return datetime.datetime.strptime(cell, form)
-        return datetime.datetime.fromisoformat(cell)
-
     def read(cell: str) -> float:
         try:
-            return (parsed(cell).replace(tzinfo=None) - first) / _DAY
+            found = day.strptime(cell, form) if form else day.fromisoformat(cell)
+            return (found.replace(tzinfo=None) - first) / _DAY
         except (ValueError, OverflowError):
             return np.nan
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Array, Float, PyTree
@@ -68,11 +68,8 @@ class AbstractModel(abc.ABC):
         """
 
 
-Model = TypeVar("Model", bound=AbstractModel)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task(Generic[Model]):
+class Task:
     """Everything that the command line knows about a task.
 
     Attributes:
@@ -94,7 +91,7 @@ class Task(Generic[Model]):
 
     name: str
     summary: str
-    model: type[Model]
+    model: type[AbstractModel]
     problem_type: type
     label: str
     of: str
@@ -117,7 +114,7 @@ class Task(Generic[Model]):
         return issubclass(self.problem_type, AbstractVariationalInequality)
 
     def mistakes(
-        self, model: Model, data: CsvData, place: Location
+        self, model: AbstractModel, data: CsvData, place: Location
     ) -> Iterator[ValueError]:
         """Yield errors if data lack what the task reads, or have more.
 
