@@ -383,7 +383,7 @@ def limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
     ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
     for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
         try:
-            page = json.loads((place / LIMIT).readtext_of())
+            page = json.loads((place / LIMIT).read_text())
             yield place, (float(page["epsilon"]), float(page["delta"]))
         except (FileNotFoundError, NotADirectoryError):
             continue
