@@ -162,12 +162,12 @@ class Numeric(Standardized):
 
 
 @dataclasses.dataclass(frozen=True)
-class Categorical:
-    """A column with a public list of values, as one indicator per value.
+class Places:
+    """A column that says where a record belongs: its source or its group.
 
     Args:
-        column: The column; also the name of the block.
-        values: The list. The indicators of any other value, or of an empty cell, are 0.
+        column: The column.
+        values: Public list of the values; a record of another one has no influence.
     """
 
     column: str
@@ -175,6 +175,21 @@ class Categorical:
 
     def __post_init__(self):
         check_values("values", self.values)
+
+    def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
+        """Return each cell's position in `values`, -1 for others, and the marks."""
+        found = positions(table.column(self.column), self.values)
+        return found, {self.column: listed_marks(found)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Categorical(Places):
+    """A column with a public list of values, as one indicator per value.
+
+    Args:
+        column: The column; also the name of the block.
+        values: The list. The indicators of any other value, or of an empty cell, are 0.
+    """
 
     @property
     def name(self) -> str:
@@ -267,27 +282,6 @@ class Label(Standardized):
         counts = [len(values) for values in self.of_classes]
         labels = np.asarray([*np.repeat(self.numbers, counts), np.nan])[found]
         return labels, {self.column: listed_marks(found)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """A column that says where a record belongs: its source or its group.
-
-    Args:
-        column: The column.
-        values: Public list of the values; a record of another one has no influence.
-    """
-
-    column: str
-    values: tuple[Value, ...]
-
-    def __post_init__(self):
-        check_values("values", self.values)
-
-    def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
-        """Return each cell's position in `values`, -1 for others, and the marks."""
-        found = positions(table.column(self.column), self.values)
-        return found, {self.column: listed_marks(found)}
 
 
 def _empty(cells: Cells) -> np.ndarray:

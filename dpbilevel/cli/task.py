@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from ..bilevel.problem import BilevelProblem
 from ..games.problem import AbstractSaddleProblem, AbstractVariationalInequality
 from ..onelevel.problem import FiniteSum
-from .columns import Places, named
+from .columns import named
 from .data import CsvData
 from .toml_tables import Location
 
@@ -52,9 +52,9 @@ class AbstractModel(abc.ABC):
     def start(self, blocks: Blocks) -> PyTree:
         """Return the initial point on records with these blocks of features."""
 
-    @abc.abstractmethod
     def names(self, data: CsvData) -> tuple[str, ...]:
-        """Return the name of each entry of the answer."""
+        """Return the name of each entry of the answer, by default sources or groups."""
+        return tuple(named(value) for place in data.places for value in place.values)
 
     @abc.abstractmethod
     def shown(self, w: PyTree) -> np.ndarray:
@@ -134,12 +134,6 @@ class Task:
                 listed = f"lists {len(found.values)} {name}"
                 yield where.error(f"{listed}, but [model] is for {model.count}.")
         yield from model.mistakes(data, place)
-
-
-def listed_names(places: Places | None) -> tuple[str, ...]:
-    """Return the names of sources or groups."""
-    assert places is not None
-    return tuple(map(named, places.values))
 
 
 def dimension(blocks: Blocks) -> int:

@@ -152,6 +152,10 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
             key: A typed key for this release alone.
         """
 
+    @override
+    def released(self, state):
+        return state.w  # the iterate
+
     def remark(self, state: State) -> str | None:
         """Return a warning for the end of a run, from released values, or `None`."""
 
@@ -300,16 +304,12 @@ def starts_of(
     return jax.vmap(box.project)(jnp.asarray(starts, like.dtype))
 
 
-def check_starts(owner: str, starts: Any, **most: int) -> None:
-    """Check that there are no more starts than evaluations.
-
-    Raises:
-        ValueError: There are more; `most` names the field that limits them.
-    """
-    number = 0 if starts is None else len(starts)
-    for name, limit in most.items():
-        if number > limit:
-            raise ValueError(f"{owner}: {name}={limit} is below {number} starts.")
+def check_starts(solver: Any, name: str) -> None:
+    """Raise `ValueError` if a solver has more starts than a field of it allows."""
+    owner, limit = type(solver).__name__, getattr(solver, name)
+    number = 0 if solver.starts is None else len(solver.starts)
+    if number > limit:
+        raise ValueError(f"{owner}: {name}={limit} is below {number} starts.")
 
 
 def uniform(

@@ -250,10 +250,6 @@ class GradientInformativeBO(
         return _State(w, output, memory, state.t + 1, history, evaluations, unmet)
 
     @override
-    def released(self, state):
-        return state.w
-
-    @override
     def remark(self, state: _State) -> str | None:
         unmet = int(state.unmet)
         if self.batch is not None or unmet == 0:

@@ -75,7 +75,7 @@ class NoisyUCB(
 
     def __check_init__(self):
         check_fields(self)
-        base.check_starts("NoisyUCB", self.starts, num_steps=self.num_steps)
+        base.check_starts(self, "num_steps")
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
@@ -120,10 +120,6 @@ class NoisyUCB(
     def adversary_view(self, state: _State) -> PyTree:
         """Return the best point, and all points with their noisy losses."""
         return state.w, state.points, state.values
-
-    @override
-    def released(self, state):
-        return state.w
 
     @override
     def noisy_losses(self, state: _State) -> tuple[Array, Array]:

@@ -145,8 +145,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     def __check_init__(self):
         check_fields(self)
-        limit = {"num_candidates": self.num_candidates}
-        base.check_starts("RandomSearch", self.starts, **limit)
+        base.check_starts(self, "num_candidates")
 
     @property
     @override
@@ -182,10 +181,6 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         start, points = state.start, proposal.points
         w = self._choice.draw(problem, points, losses, start, self.sizes, key=key)
         return _State(start, w)
-
-    @override
-    def released(self, state):
-        return state.w
 
     @override
     def releases(self, problem: SearchProblem, sizes: int) -> tuple[Draw]:

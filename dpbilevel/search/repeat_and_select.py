@@ -322,10 +322,6 @@ class RepeatAndSelect(
         """Return the answer and its noisy loss."""
         return state.w, state.value
 
-    @override
-    def released(self, state):
-        return state.w
-
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
         """Return the best run's point and noisy loss, each an array of 0 or 1 rows."""
         last = state.t == self.num_steps

@@ -19,7 +19,7 @@ from ...games.groups import (
 )
 from ...onelevel.losses import Logistic
 from ..data import CsvData
-from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
+from ..task import AbstractModel, Blocks, Start, Task, dimension
 from ..toml_tables import Location
 
 
@@ -68,10 +68,6 @@ class AbstractGroups(AbstractModel):
     def start(self, blocks: Blocks) -> Start:
         zeros = jnp.zeros(dimension(blocks), jnp.float32)
         return group_start(self.problem(blocks), zeros, self.shares)
-
-    @override
-    def names(self, data: CsvData) -> tuple[str, ...]:
-        return listed_names(data.groups)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:

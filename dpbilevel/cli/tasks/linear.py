@@ -18,7 +18,7 @@ from ...bilevel.problem import BilevelProblem
 from ...onelevel.losses import Record, example, logistic_loss, score, squared_loss
 from ...onelevel.problem import FiniteSum
 from ..data import CsvData
-from ..task import AbstractModel, Blocks, Start, Task, dimension, listed_names
+from ..task import AbstractModel, Blocks, Start, Task, dimension
 from ..toml_tables import Location
 
 Loss = Literal["logistic", "squared", "softmax"]
@@ -273,10 +273,6 @@ class Weighting(AbstractLinear):
         k = self.num_sources
         x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
         return x.astype(jnp.float32), self.zeros(blocks)
-
-    @override
-    def names(self, data: CsvData) -> tuple[str, ...]:
-        return listed_names(data.sources)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
