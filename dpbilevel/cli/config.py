@@ -72,8 +72,8 @@ class Privacy:
     combine: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self):
-        unit = PersonUnit(self.most_rows, self.combine)
-        if unit != PersonUnit() and not self.person:
+        own = self.most_rows, self.combine
+        if self.unit is None and own != (Privacy.most_rows, Privacy.combine):
             raise ValueError("most_rows and combine need person, a column of ids.")
         if self.delta == 0:
             raise ValueError("delta = 0 asks for pure privacy; give a positive one.")

@@ -20,9 +20,8 @@ from ..privacy.noise import derive, root_key, step_keys
 from ..privacy.per_example.mixing import check_jax
 from ..privacy.report import rounded_up
 from ..runs import checkpoint, lock, spending
-from ..runs.checkpoint import Checkpoint
+from ..runs.checkpoint import Checkpoint, hashed
 from ..runs.interrupts import uninterruptible
-from ..runs.run import hashed
 from . import evaluation, loading, results
 from .columns import Records
 from .config import Config

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,14 @@ def software() -> dict[str, str | bool]:
         "floats": str(jnp.result_type(float)),
         "partitionable": settings.jax_threefry_partitionable,
     }
+
+
+def hashed(values: Iterable[Any]) -> str:
+    """Return one hash of arrays and bytes."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
+    return found.hexdigest()
 
 
 def _create(file: Path, content: bytes, mode: int) -> None:

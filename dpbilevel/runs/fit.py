@@ -29,7 +29,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from . import checkpoint, lock, spending
-from .checkpoint import SOLUTION, Checkpoint
+from .checkpoint import SOLUTION, Checkpoint, hashed
 from .interrupts import uninterruptible
 from .run import (
     Run,
@@ -37,7 +37,6 @@ from .run import (
     checkpoint_of,
     facts_of,
     first_run,
-    hashed,
     resumed,
     run_watched,
 )

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ..privacy.jaxprs import constants
 from ..privacy.noise import PRNGKey, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
-from .checkpoint import FIRST_KEY, Checkpoint
+from .checkpoint import FIRST_KEY, Checkpoint, hashed
 from .interrupts import step_bar
 
 
@@ -379,11 +379,3 @@ def checkpoint_of(run: Run, facts: dict[str, Any]) -> Checkpoint:
     records = hashed(v.store.digest if isinstance(v, OnDisk) else v for v in stored)
     fingerprint = facts | {"records": records, FIRST_KEY: run.name}
     return Checkpoint(run.done, run.key, run.state, run.path, fingerprint)
-
-
-def hashed(values: Iterable[Any]) -> str:
-    """Return one hash of arrays and bytes."""
-    found = hashlib.sha256()
-    for value in values:
-        found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
-    return found.hexdigest()
