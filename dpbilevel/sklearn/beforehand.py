@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,12 +84,6 @@ class PublicSize:
         if self.unit is None:
             return problem
         return problem.per_person(self.unit.most_rows, self.unit.combine)
-
-    def combined(
-        self, fun: Callable[[PyTree], Any], records: PyTree, empty: float = 0.0
-    ) -> Float[np.ndarray, "n w"]:
-        """Return one row of numbers for each record, by `combined` for people."""
-        return combined(fun, records, self.unit, empty)
 
 
 def with_nan(
@@ -281,7 +274,8 @@ class Lengths(AbstractBeforehand):
         """
         if self.release is None:
             return math.nan
-        bins = self.public.combined(lambda v: in_bins(v / self.longest), self.rows)
+        unit = self.public.unit
+        bins = combined(lambda v: in_bins(v / self.longest), self.rows, unit)
         fractions = released_mean(self.release, bins, key=key, owner=owner)
         longer = np.cumsum(np.asarray(fractions, float))
         if longer[-1] < _LEAST:

@@ -32,7 +32,7 @@ from ..core.usability import released_mean
 from ..onelevel.losses import Record, example, score
 from ..onelevel.noisy_gd import NoisyGD
 from ..privacy.noise import PRNGKey
-from ..privacy.records.people import on_rows
+from ..privacy.records.people import combined, on_rows
 from ..privacy.releases import Release
 from .beforehand import AbstractBeforehand, Entry, Terms
 from .declared import Frame
@@ -188,9 +188,9 @@ class Moments(AbstractBeforehand):
         """
         release: Any = self.release
         point, scale = point.astype(np.float32), _SQUARES * self.curvature
-        combined = self.public.combined
-        first = combined(lambda v: self._of_rows(point, v)[0], records)
-        second = combined(lambda v: self._of_rows(point, v)[1], records)
+        unit = self.public.unit
+        first = combined(lambda v: self._of_rows(point, v)[0], records, unit)
+        second = combined(lambda v: self._of_rows(point, v)[1], records, unit)
         parts = second, scale * squares_of(first)
         rows = np.concatenate(parts, axis=1, dtype=np.float32)
         mean = np.asarray(released_mean(release, rows, **given), float)

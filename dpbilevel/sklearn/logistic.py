@@ -13,7 +13,7 @@ from .. import _checks
 from ..core.shares import OF_COLUMNS, Usability
 from ..core.usability import released_mean
 from ..privacy.noise import PRNGKey
-from ..privacy.records.people import on_rows
+from ..privacy.records.people import combined, on_rows
 from .base import Run
 from .beforehand import AbstractBeforehand, Terms, with_nan
 from .declared import weights_of
@@ -268,9 +268,8 @@ class Effects(AbstractBeforehand):
         if self.release is None:
             rates = weights / weights.sum()
             return rates, self.width / float(weights.mean() * (1 - rates @ rates))
-        rows = self.public.combined(
-            lambda v: rows_of(v["features"], v["label"], count), records
-        )
+        unit = self.public.unit
+        rows = combined(lambda v: rows_of(**v, classes=count), records, unit)
         mean = released_mean(self.release, rows, key=key, owner=owner)
         noise, blocks = self.release.noise_std, 1 if count == 2 else count
         ends = np.cumsum((blocks * self.width, blocks, self.width))
@@ -309,19 +308,19 @@ class Effects(AbstractBeforehand):
 
 
 def rows_of(
-    features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"], classes: int
+    features: Float[np.ndarray, "n d"], label: Int[np.ndarray, " n"], classes: int
 ) -> Float[np.ndarray, "n w"]:
     """Return rows whose mean is released; NaN for records that do not count.
 
     Args:
         features: As in the records of `Effects.rates_and_ridge`.
-        labels: As there.
+        label: As there.
         classes: The number of classes.
 
     Privacy:
         Row by row. NON-PRIVATE until `Effects.rates_and_ridge` releases the mean.
     """
-    one_hot = (labels[:, None] == np.arange(classes)).astype(np.float32)
+    one_hot = (label[:, None] == np.arange(classes)).astype(np.float32)
     indicators = one_hot - np.float32(1 / classes)
     if classes == 2:
         indicators = indicators[:, 1:]

@@ -18,7 +18,7 @@ from ..core.columns import as_numbers
 from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
 from ..privacy.noise import PRNGKey
-from ..privacy.records.people import on_rows
+from ..privacy.records.people import combined, on_rows
 from .base import PrivateEstimator, Run
 from .beforehand import AbstractBeforehand, Terms, with_nan
 from .declared import interval
@@ -246,7 +246,7 @@ class Spread(AbstractBeforehand):
                 value = middle(grid, belief)
                 # Rows are added afterwards: they must contribute 0.
                 side = functools.partial(comparisons, value=value, fraction=fraction)
-                rows = self.public.combined(side, values, empty=fraction - 0.5)
+                rows = combined(side, values, self.public.unit, fraction - 0.5)
                 rows = self.public.rows(rows)
                 mean = released_mean(release, rows, key=own, owner=owner)
                 more = float(mean[0]) - (fraction - 0.5)
