@@ -211,7 +211,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
         )
     check_keys(tables, place, _TABLES, _TABLES[:-1])
     task = TASKS[check_choice(tables["task"], TASKS, place, "task")]
-    reader = Reader({}, {}, frozenset())  # tables without solvers
+    reader = Reader({})  # tables without solvers
     where = place.child("data")
     privacy, model, data = collect_errors(
         (reader.build, Privacy, tables["privacy"], place.child("privacy")),
@@ -266,9 +266,7 @@ def _solver(
                 if not rule.needs_key  # no solver of a config has one for it
             },
         },
-        _mechanisms(neighbours) | {Neighbours: neighbours},
-        frozenset({"sizes", "dtype", "scoring", *MECHANISM_FIELDS}),
-        neighbours,
+        frozenset({"sizes", "dtype", "scoring", "run_noise", *MECHANISM_FIELDS}),
     )
     where = place.child("solver")
     check_table(tables["solver"], where)
@@ -279,6 +277,8 @@ def _solver(
             f"{', '.join(sorted(fitting))}."
         )
     solver = reader.build_named(fitting, tables["solver"], where)
+    with where.named_in_errors():  # at any depth, defaults of fields too
+        solver = solver.with_neighbours(neighbours)
     if "refit" not in tables:
         return solver
     where = place.child("refit")
@@ -293,18 +293,7 @@ def _solver(
     }
     refit = reader.build_named(one_level, fields, where, beside=_REFIT_KEYS)
     with where.named_in_errors():
-        return Refitted(solver, refit, **own)
-
-
-def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
-    """Return an uncalibrated mechanism by class, under the relation of `[privacy]`."""
-    return {
-        cls: cls(neighbours=neighbours)
-        for cls in public_classes(object).values()
-        if "neighbours" in getattr(cls, "__dataclass_fields__", {})
-        and hasattr(cls, "release")
-        and not issubclass(cls, AbstractSolver)
-    }
+        return Refitted(solver, refit.with_neighbours(neighbours), **own)
 
 
 def _mistakes(config: Config) -> Iterator[ValueError]:

@@ -9,9 +9,6 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..core.solver import AbstractSolver
-from ..privacy.budget import Neighbours
-
 Built = TypeVar("Built")
 
 _WORDS = {
@@ -61,15 +58,11 @@ class Reader:
 
     Attributes:
         families: Classes that `type` may name, by name, for each abstract class.
-        supplied: The object that every field of a class gets, by class.
         reserved: Names of fields that are never keys.
-        neighbours: Neighbouring relation of solvers that are defaults of fields.
     """
 
     families: Mapping[type, Mapping[str, type]]
-    supplied: Mapping[type, Any]
     reserved: frozenset[str] = frozenset()
-    neighbours: Neighbours = Neighbours.REPLACE_ONE
 
     def build(
         self, cls: type[Built], table: Any, place: Location, beside: Sequence[str] = ()
@@ -90,12 +83,7 @@ class Reader:
         assert dataclasses.is_dataclass(cls)
         hints = typing.get_type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-        given = {
-            k: self.supplied[hints[k]]
-            for k in fields
-            if isinstance(hints[k], type) and hints[k] in self.supplied
-        }
-        keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
+        keys = [k for k in fields if self._is_key(k, hints[k])]
         required = [k for k in keys if _is_required(fields[k])]
         known = [k for k in table if k in keys]
         _, *values = collect_errors(
@@ -103,12 +91,7 @@ class Reader:
             *((self.convert, hints[k], table[k], place, k) for k in known),
         )
         with place.named_in_errors(TypeError):
-            for name in keys:
-                # The relation of a default solver may differ from the config's.
-                default = fields[name].default
-                if name not in known and isinstance(default, AbstractSolver):
-                    given[name] = default.with_neighbours(self.neighbours)
-            return cls(**given, **dict(zip(known, values, strict=True)))
+            return cls(**dict(zip(known, values, strict=True)))
 
     def build_named(
         self,
