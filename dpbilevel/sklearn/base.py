@@ -316,8 +316,10 @@ class PrivateEstimator(_Fitted, abc.ABC):
         check: Check,
         lengths: Lengths | None = None,
         prepare: Prepare | None = None,
-    ) -> PyTree:
-        """Check the records, run a plan once, and return the solution as numpy arrays.
+    ) -> tuple[PyTree, PyTree]:
+        """Check the records, run a plan once, and return the answer and its records.
+
+        The answer is of numpy arrays; the records are as the run read them.
 
         Args:
             entry: The fit, whose units are kept for predictions.
@@ -379,7 +381,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
             _checks.warn(f"{name}: {remark}", RuntimeWarning)
-        return jax.tree.map(np.asarray, solution.value)
+        return jax.tree.map(np.asarray, solution.value), run[2]
 
     def _stretch(self, found: Usability, solver: Any) -> float:
         """Return the factor by which to lengthen the released unit."""

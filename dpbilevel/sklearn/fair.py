@@ -138,7 +138,7 @@ class FairClassifier(LinearClassifier):
         before = (*check[0].releases, *lengths.releases)
         plan = plan_of(game, solver, entry.budget, public.size, shapes, before)
         run = entry, game, plan, entry.records(records), w0, check, lengths
-        model, weights = self._run_plan(*run)
+        (model, weights), _ = self._run_plan(*run)
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))

@@ -153,12 +153,10 @@ class DPLogisticRegression(Intervals, LinearClassifier):
             run = self._run_from_rates(run, effects, settings.longest, key)
             return (*run[:2], moments.shortened(run[2]), run[3])
 
-        records = entry.records(records)
-        run = entry, problem, plan, records, start, check, lengths
-        answer, self.n_iter_ = self._run_plan(*run, informed), plan.solver.num_steps
-        records = moments.shortened(lengths.in_unit(records, self._unit))
-        run = problem, plan.solver, answer, records
-        model, covariance = moments.estimate(*run, key=last, owner=owner)
+        run = entry, problem, plan, entry.records(records), start, check, lengths
+        found = problem, plan.solver, *self._run_plan(*run, informed)
+        model, covariance = moments.estimate(*found, key=last, owner=owner)
+        self.n_iter_ = plan.solver.num_steps
         units = lengths.frame(units, self._unit)
         self._keep(model, units)
         self._keep_deviations(covariance, units)

@@ -135,9 +135,9 @@ class DPMLPClassifier(PrivateClassifier):
         solver = self._solver(public.size).with_neighbours(public.relation)
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, public.size, shapes, before)
-        records, run = entry.records(records), dataclasses.replace(entry, key=then)
-        layers = self._run_plan(run, problem, plan, records, start, check, lengths)
-        records = lengths.in_unit(records, self._unit)
+        entry, records = dataclasses.replace(entry, key=then), entry.records(records)
+        run = entry, problem, plan, records, start, check, lengths
+        layers, records = self._run_plan(*run)
 
         def with_scores(rows: Any) -> Any:
             features = rows["features"]

@@ -148,10 +148,8 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
             return problem, solver, moments.shortened(on_rows(moved, records)), w0
 
         run = entry, problem, plan, records, start, check, lengths
-        answer = self._run_plan(*run, in_unit)
-        records = on_rows(moved, lengths.in_unit(records, self._unit))
-        run = problem, plan.solver, answer, moments.shortened(records)
-        model, covariance = moments.estimate(*run, key=last, owner=owner)
+        found = problem, plan.solver, *self._run_plan(*run, in_unit)
+        model, covariance = moments.estimate(*found, key=last, owner=owner)
         center, half = center + half * of_target[0], half * of_target[1]
         model = half * shorter * model[None].astype(float)
         weights, constant = split(model, self._constant)

@@ -165,7 +165,7 @@ class DPSourceReweighting(LinearClassifier):
         self.plan_ = self._plan(problem, entry.budget, sizes, start, check[0].releases)
         self.two_levels_ = getattr(self.plan_, "two_levels", None)
         data = Levels(above.records(upper), entry.people.records(lower))
-        found = self._run_plan(entry, problem, self.plan_, data, start, check)
+        found, _ = self._run_plan(entry, problem, self.plan_, data, start, check)
         self.source_weights_ = np.asarray(source_weights(found[0]))
         self._keep(found[1], entry.units)
         return self
