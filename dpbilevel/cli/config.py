@@ -319,8 +319,7 @@ def _mistakes(config: Config) -> Iterator[ValueError]:
             yield of_data.error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
         yield of_data.error('training must equal validation if people = "shared".')
-    counted = data.test is not None and data.test.accuracy == "counted"
-    if counted and privacy.neighbours is not Neighbours.REPLACE_ONE:
+    if data.counts_test and privacy.neighbours is not Neighbours.REPLACE_ONE:
         yield of_data.child("test").error(
             'accuracy = "counted" needs neighbours = "replace_one"; use "public".'
         )

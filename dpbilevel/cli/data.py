@@ -178,6 +178,11 @@ class CsvData:
         return Records(features, label[0].astype(np.float32), of_cells, source, group)
 
     @property
+    def counts_test(self) -> bool:
+        """Whether the accuracy on the test file is a counted release."""
+        return self.test is not None and self.test.accuracy == "counted"
+
+    @property
     def places(self) -> list[Places]:
         """The `Places` that are read from columns, if there are any."""
         return [place for place in (self.sources, self.groups) if place is not None]

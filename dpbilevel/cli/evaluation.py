@@ -143,7 +143,7 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         are charged for a counted accuracy, and for nothing else (parallel composition).
     """
     held_out, privacy = config.data.test, config.privacy
-    counted = held_out is not None and held_out.accuracy == "counted"
+    counted = config.data.counts_test
     assumed = [_UNLISTED, *reversed(config.check.assumptions)]
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))

@@ -183,9 +183,8 @@ class Prepared:
         By the whole privacy profile, which is below the bound by one epsilon and delta.
         People of a counted test file are charged by a ledger of their own.
         """
-        test = self.config.data.test
-        is_counted = test is not None and test.accuracy == "counted"
-        others = [evaluation.ledger_of(self.config)] if is_counted else []
+        config = self.config
+        others = [evaluation.ledger_of(config)] if config.data.counts_test else []
         return largest_powers(self.ledger, *others)
 
     @property

@@ -283,12 +283,10 @@ def _read(
     """Return the records by role, and those of the test file or `None`."""
     files = loading.find_files(config, options.data, options.validation)
     records, test = loading.load(config, *files), loading.load_test(config, *files)
-    held_out = config.data.test
-    if held_out is not None and held_out.accuracy == "counted":
-        ids = None if test is None else test.ids
+    if config.data.counts_test and test is not None:
         for level in records.values():  # their people are in no other file
             remedy = "Correct the test file, or its accuracy."
-            check_disjoint_ids(ids, level.ids, f"{loading.IN_BOTH} {remedy}")
+            check_disjoint_ids(test.ids, level.ids, f"{loading.IN_BOTH} {remedy}")
     return records, test
 
 

@@ -251,7 +251,19 @@ class Folder:
         """
         self.check()
         file = self._evaluation(step, number)
-        return _parse(file, point) if file.is_file() else None
+        if not file.is_file():
+            return None
+        content = io.BytesIO(file.read_bytes())
+        try:
+            with np.load(content, allow_pickle=False) as arrays:
+                stored, losses = arrays["point"], arrays["losses"]
+        except Exception:
+            what = f"{file} is damaged. Delete it to evaluate again."
+            raise ValueError(what) from None
+        if not np.array_equal(stored, point):  # bit for bit
+            what = f"{file} holds losses at another point"
+            raise ValueError(f"{what}. Continue on the machine of the run.")
+        return losses
 
     def keep_losses(self, step: int, number: int, point: Point, losses: Losses) -> None:
         """Store all records' losses at a point.
@@ -314,21 +326,6 @@ class Folder:
         spending.finish(self.path)
         for file in self.path.glob(f"{checkpoint.EVALUATIONS}*"):
             file.unlink()
-
-
-def _parse(file: Path, point: Point) -> Losses:
-    """Read a file of all records' losses, checked to be those at `point`."""
-    content = io.BytesIO(file.read_bytes())
-    try:
-        with np.load(content, allow_pickle=False) as arrays:
-            stored, losses = arrays["point"], arrays["losses"]
-    except Exception:
-        raise ValueError(f"{file} is damaged. Delete it to evaluate again.") from None
-    if not np.array_equal(stored, point):  # bit for bit
-        raise ValueError(
-            f"{file} holds losses at another point. Continue on the machine of the run."
-        )
-    return losses
 
 
 def fingerprint(
