@@ -8,7 +8,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.privacy.records.people import PersonUnit
+from dpbilevel.privacy.records.people import PersonUnit, combined
 from dpbilevel.sklearn import (
     DPLogisticRegression,
     DPMLPClassifier,
@@ -85,8 +85,7 @@ def test_eight_rows_move_a_first_release_no_more_than_one_row(name):
         rows = np.clip(RNG.normal(size=(64, FEATURES)) * scale, -1, 1) / FEATURES**0.5
         rows[::2] = rows[0]  # all rows of half of the people are the same
         people = Rows(np.arange(64) // 8, unit)
-        public = PublicSize(Neighbours.REPLACE_ONE, 8, unit)
-        means = public.combined(fun, people.records(rows))
+        means = combined(fun, people.records(rows), unit)
         norms = np.linalg.norm(means, axis=1)
         assert norms.max() <= clip_norm * (1 + 1e-6)
         # The control: the sum of the rows of a person is up to eight times as long.
