@@ -54,7 +54,11 @@ def figures(result: Result) -> dict[str, Figure]:
         height = max(_LEAST_HEIGHT, _AROUND + _BAR * min(MOST_NAMED, bars))
         with rc_context(_STYLE):
             figure = Figure((_NARROW, height), layout="constrained", facecolor="none")
-            draw(_axes(figure), result)
+            axes: Any = figure.subplots()
+            axes.set_facecolor("none")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize=_SMALL)
+            draw(axes, result)
         found[title] = figure
 
     task, model = result.task, result.model
@@ -67,14 +71,6 @@ def figures(result: Result) -> dict[str, Figure]:
         title = f"the {MOST_NAMED} largest of {model.size} coefficients"
     add(title, _draw_model, model.size)
     return found
-
-
-def _axes(figure: Figure) -> Any:
-    axes = figure.subplots()
-    axes.set_facecolor("none")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=_SMALL)
-    return axes
 
 
 def _draw_path(axes: Any, result: Result) -> None:

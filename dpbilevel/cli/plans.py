@@ -127,7 +127,7 @@ def plan(config: Config) -> AutoPlan:
             config.model.problem(config.data.blocks),
             privacy.budget,
             sizes=config.sizes,
-            w0=_start(config),
+            w0=config.model.start(config.data.blocks),
             neighbours=privacy.neighbours,
             precision=privacy.precision,
             progress=True,
@@ -209,12 +209,9 @@ def prepare(config: Config) -> Prepared:
     """
     plan = _calibrated(config, config.solver)
     report = evaluation.reported(plan.report, config)
-    report, w0 = report.with_generator(config.privacy.randomness), _start(config)
+    report = report.with_generator(config.privacy.randomness)
+    w0 = config.model.start(config.data.blocks)
     return Prepared(config, config.problem, plan.solver, w0, report, config.check)
-
-
-def _start(config: Config) -> PyTree:
-    return config.model.start(config.data.blocks)
 
 
 def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
@@ -224,7 +221,7 @@ def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
             solver,
             config.privacy.budget,
             sizes=config.sizes,
-            w0=_start(config),
+            w0=config.model.start(config.data.blocks),
             precision=config.privacy.precision,
             before=config.check.releases,
         )

@@ -171,8 +171,8 @@ def save(folder: Path, result: Result) -> None:
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
         "features": result.features,
-        "test": _plain(result.test),
-        checkpoint.CHECK: _plain(result.usability),
+        "test": result.test and dataclasses.asdict(result.test),
+        checkpoint.CHECK: result.usability and dataclasses.asdict(result.usability),
         "power": result.power,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
@@ -180,10 +180,6 @@ def save(folder: Path, result: Result) -> None:
         "config": result.config.tables,
     }
     checkpoint.replace_json(folder / RESULT, page)  # last: says that all is there
-
-
-def _plain(part: Any) -> dict[str, Any] | None:
-    return None if part is None else dataclasses.asdict(part)
 
 
 def set_aside(folder: Path, number: int) -> int:
@@ -218,8 +214,10 @@ def check_folder(out: Path, resume: bool, restart: bool) -> None:
     record = spending.read(out)
     finished = (out / RESULT).exists()
     interrupted = (out / checkpoint.NAME).exists()
-    if finished:
-        _settle(out)
+    if finished:  # a run may have been killed in its last moment
+        with contextlib.suppress(ValueError, KeyError):  # none, or damaged
+            spending.finish(out, checkpoint.read(out).fingerprint["run"])
+        checkpoint.remove(out)
     elif resume:
         checkpoint.read(out)
         return
@@ -274,13 +272,6 @@ def total(out: Path) -> tuple[int, float, float]:
     place = out.resolve()
     found = spending.spent(place.parent if spending.is_moved(place) else place)
     return len(found.runs), found.epsilon, found.delta
-
-
-def _settle(out: Path) -> None:
-    """End a finished run that was killed in its last moment."""
-    with contextlib.suppress(ValueError, KeyError):  # none, or damaged
-        spending.finish(out, checkpoint.read(out).fingerprint["run"])
-    checkpoint.remove(out)
 
 
 def load(folder: Path) -> Result:

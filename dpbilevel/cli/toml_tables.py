@@ -84,7 +84,8 @@ class Reader:
         hints = typing.get_type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         keys = [k for k in fields if self._is_key(k, hints[k])]
-        required = [k for k in keys if _is_required(fields[k])]
+        # Both are the same, dataclasses.MISSING, if there is neither.
+        required = [k for k in keys if fields[k].default is fields[k].default_factory]
         known = [k for k in table if k in keys]
         _, *values = collect_errors(
             (check_keys, table, place, [*keys, *beside], required),
@@ -247,11 +248,6 @@ def _plain(hint: Any) -> Any:
         members = [m for m in typing.get_args(hint) if m is not type(None)]
         return next((m for m in members if m in _WORDS), members[0])
     return hint
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    missing = dataclasses.MISSING
-    return field.default is missing and field.default_factory is missing
 
 
 def _close(word: str, options: Iterable[str]) -> str:

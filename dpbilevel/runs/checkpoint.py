@@ -180,7 +180,11 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
     with uninterruptible():
         try:
             temporary.unlink(missing_ok=True)  # of a crash
-            _create(temporary, content, mode)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # refuses a link at that name
+            with os.fdopen(os.open(temporary, flags, mode), "wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())  # the content before its name
             os.replace(temporary, file)  # at once, or not at all
             _sync_folder(file.parent)
         except OSError as error:
@@ -225,16 +229,6 @@ def hashed(values: Iterable[Any]) -> str:
     for value in values:
         found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
     return found.hexdigest()
-
-
-def _create(file: Path, content: bytes, mode: int) -> None:
-    """Write a new file, down to the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # refuses a link at that name
-    descriptor = os.open(file, flags, mode)
-    with os.fdopen(descriptor, "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())  # the content before its name
 
 
 def _sync_folder(folder: Path) -> None:
