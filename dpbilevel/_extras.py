@@ -47,11 +47,11 @@ def missing(what: str, *modules: str, extra: str = "cli") -> str:
     )
 
 
-def check_installed(what: str, *modules: str) -> None:
+def check_installed(what: str, *modules: str, extra: str = "cli") -> None:
     """Raise `ValueError` if an optional module that `what` needs is missing."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
-        raise ValueError(missing(what, *absent))
+        raise ValueError(missing(what, *absent, extra=extra))
 
 
 def stand_in(name: str, error: ImportError) -> type:

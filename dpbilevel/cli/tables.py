@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from .. import _extras
+from .._extras import check_installed
 
 Cells = Sequence[str]
 _DAY = datetime.timedelta(days=1)
@@ -326,9 +326,9 @@ def read_table(
 
 def _parquet(path: Path) -> Table:
     """Return the table in a Parquet file."""
+    found = _opened(path).read()
     import pyarrow as pa
 
-    found = _opened(path).read()
     columns = {}
     for name, column in zip(found.column_names, found.columns, strict=True):
         if pa.types.is_dictionary(column.type):
@@ -349,12 +349,10 @@ def _parquet(path: Path) -> Table:
 
 
 def _opened(path: Path) -> Any:
-    try:
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        text = _extras.missing(f"{path}, a Parquet file,", "pyarrow", extra="parquet")
-        raise ValueError(text) from error
+    check_installed(f"{path}, a Parquet file,", "pyarrow", extra="parquet")
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
     try:
         return ParquetFile(path)
     except pa.ArrowInvalid as error:

@@ -116,7 +116,12 @@ class FairClassifier(LinearClassifier):
         if groups is None:
             raise ValueError(f"{self._owner}.fit: give groups=, one for each record.")
         labels = self._read_labels(y, table)
-        self.groups_, shares = self._groups()
+        if not isinstance(self.shares, Mapping):
+            what = f"declare shares= from public knowledge, such as {EXAMPLE}."
+            raise ValueError(f"{self._owner}: {what}")
+        names = [*self.shares]
+        self.groups_ = declared(self._owner, "the groups of shares", names, EXAMPLE)
+        shares = tuple(float(self.shares[name]) for name in self.groups_.tolist())
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
         rows = units.rows(table)
@@ -143,14 +148,6 @@ class FairClassifier(LinearClassifier):
         self.n_iter_ = solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))
         return self
-
-    def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
-        """Return the declared groups, sorted, and their fractions of the records."""
-        if not isinstance(self.shares, Mapping):
-            what = f"declare shares= from public knowledge, such as {EXAMPLE}."
-            raise ValueError(f"{self._owner}: {what}")
-        names = declared(self._owner, "the groups of shares", [*self.shares], EXAMPLE)
-        return names, tuple(float(self.shares[name]) for name in names.tolist())
 
 
 @functools.lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ import csv
 import datetime
 import json
 import re
+import sys
 import tomllib
 
 import jax
@@ -282,6 +283,14 @@ def test_a_cell_that_is_no_text_does_not_raise(tmp_path):
     cells = pa.array([b"ok", b"\xff\xfe"]).view(pa.string())
     pq.write_table(pa.table({"a": cells}), tmp_path / "a.parquet")
     assert read_table(tmp_path / "a.parquet").column("a") == ["ok", "\ufffd\ufffd"]
+
+
+def test_a_parquet_file_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"a": ["x"]}), tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for read in (read_table, lambda file: read_names(file, ",")):
+        with pytest.raises(ValueError, match="a Parquet file, needs pyarrow"):
+            read(tmp_path / "a.parquet")
 
 
 def test_a_parquet_file_of_lists_or_a_damaged_one_is_refused(tmp_path):
