@@ -126,11 +126,6 @@ class Config:
         )
 
     @property
-    def folder(self) -> Path:
-        """Folder that relative paths start from."""
-        return Path(self.place.file).parent
-
-    @property
     def problem(self) -> Problem:
         """Problem of the task, on records of the config."""
         problem = self.model.problem(self.data.blocks)

@@ -61,7 +61,7 @@ def figures(result: Result) -> dict[str, Figure]:
             draw(axes, result)
         found[title] = figure
 
-    task, model = result.task, result.model
+    task, model = result.config.task, result.model
     if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
         add(f"{task.label} at every step", _draw_path, 0)
     if not task.shows_model and result.has_moved:
@@ -77,18 +77,18 @@ def _draw_path(axes: Any, result: Result) -> None:
     steps = np.arange(len(result.trajectory))
     for values, color in zip(result.trajectory.T, _colors(result), strict=True):
         axes.plot(steps, values, color=color, linewidth=1.6)
-    steps_are = "outer step" if result.task.two_levels else "step"
+    steps_are = "outer step" if result.config.task.two_levels else "step"
     if "refit" in result.config.tables:
         steps_are = "step (the last one refits the model)"
     _describe(axes, f"{steps_are}; colors as of the bars")
-    axes.set_ylabel(f"released {result.task.label}", fontsize=_LABEL)
+    axes.set_ylabel(f"released {result.config.task.label}", fontsize=_LABEL)
     axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis if there is no step
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=RULE)
 
 
 def _draw_bars(axes: Any, result: Result) -> None:
-    task, count = result.task, len(result.names)
+    task, count = result.config.task, len(result.names)
     settings = result.config.model
     low, high = 0.0, float(np.max([*result.shown, *settings.marks]))
     if settings.axis is not None:  # public, so that figures of two runs compare
@@ -117,7 +117,7 @@ def _draw_model(axes: Any, result: Result) -> None:
     """Draw the largest coefficients with their names."""
     model = np.ravel(result.model)
     kept, colors = largest(model), "#737373"
-    if result.task.shows_model:
+    if result.config.task.shows_model:
         colors = np.asarray(_colors(result))[kept]
     axes.barh(range(len(kept)), model[kept], color=colors, height=0.7)
     axes.axvline(0, color=INK, linewidth=1)

@@ -177,8 +177,7 @@ def header_of(file: Path) -> Header:
             row holds numbers or a name twice, and so is no header.
         OSError: It cannot be read.
     """
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}; give the path of a CSV file.")
+    existing(file, "records", "give the path of a CSV file")
     if file.suffix == ".toml":
         raise ValueError(f"{file} is a config; give the CSV file of the records.")
     first = ""

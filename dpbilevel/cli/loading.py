@@ -36,12 +36,12 @@ def find_files(
     Raises:
         ValueError: A file is missing, or the second one does not fit people or task.
     """
-    source, files = config.data, []
+    source, files, folder = config.data, [], Path(config.place.file).parent
     for option, given, path, what in (
         ("--data", data, source.path, "records"),
         ("--validation", validation, source.validation_path, "validation records"),
     ):
-        file = given or (config.folder / path if path else None)
+        file = given or (folder / path if path else None)
         files.append(file and existing(file, what, f"name another with {option} PATH"))
     file, other = files
     if file is None:
@@ -140,7 +140,7 @@ def test_file(config: Config) -> Path | None:
     """Return the path of the test file, checked to exist; `None` if there is none."""
     if config.data.test is None:
         return None
-    file = config.folder / config.data.test.path
+    file = Path(config.place.file).parent / config.data.test.path
     return existing(file, "test records", "correct path in [data.test]")
 
 

@@ -39,7 +39,7 @@ class RunCertificate(Certificate):
     def html(self) -> str:
         result = self.result
         coefficients = []
-        if not result.task.shows_model:
+        if not result.config.task.shows_model:
             coefficients = _rows(result.features, np.ravel(result.model))
         return self.render(
             "page.html",
@@ -67,7 +67,7 @@ def certificate_of(
         A function of released and public values: free. The page loads nothing from the
         network, so that no server learns who reads it.
     """
-    task, columns = result.task, ", ".join(result.features)
+    task, columns = result.config.task, ", ".join(result.features)
     facts = {
         "product": f"the {task.label} of each {task.of}, and a linear model of "
         f"{np.size(result.model)} coefficients; task {task.name}",

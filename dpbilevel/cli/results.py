@@ -16,7 +16,6 @@ from ..runs import checkpoint, lock, spending
 from ..runs.checkpoint import ARRAYS, RESULT
 from .config import Config, parse_config
 from .evaluation import Evaluation
-from .task import Task
 from .toml_tables import Location
 
 LEVELS = {
@@ -59,11 +58,6 @@ class Result:
     usability: Usability | None = None
 
     @property
-    def task(self) -> Task:
-        """Task of the config."""
-        return self.config.task
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Name of each shown value, such as a source."""
         return self.config.model.names(self.config.data)
@@ -76,7 +70,7 @@ class Result:
     @property
     def model(self) -> np.ndarray:
         """The released linear model; of a game that of the first player."""
-        return self.x if self.y is None or not self.task.two_levels else self.y
+        return self.x if self.y is None or not self.config.task.two_levels else self.y
 
     @property
     def has_moved(self) -> bool:
@@ -113,7 +107,7 @@ class Result:
 
     def __str__(self) -> str:
         """Return the released values, then the report, as a page of text."""
-        task = self.task
+        task = self.config.task
         stays = "" if self.has_moved else " (as at the start; no step moved them)"
         lines = [f"released {task.label} of each {task.of}{stays}:"]
         lines += _aligned(self.names, self.shown)
@@ -165,8 +159,8 @@ def save(folder: Path, result: Result) -> None:
     checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))
     page = {
         "format": _FORMAT,
-        "task": result.task.name,
-        "label": result.task.label,
+        "task": result.config.task.name,
+        "label": result.config.task.label,
         "released": dict(zip(result.names, result.shown.tolist(), strict=True)),
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),

@@ -41,36 +41,10 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
         file, timeout=0, mode=0o600, thread_local=False, on_acquired=sign
     )
 
-    def take() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except filelock.Timeout:
-            raise ValueError(
-                f"{folder} is in use by another run{_holder(file)}. Wait until that "
-                "run ends, or give a new folder. Nothing was spent."
-            ) from None
-        except OSError as error:
-            raise OSError(
-                f"cannot lock the folder {folder}: {error.strerror or error}. Give a "
-                "folder on a local disk that you can write to."
-            ) from error
-
     def is_held() -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return lock.is_locked and os.path.samestat(locked[0], file.stat())
         return False
-
-    def leave() -> None:
-        if not lock.is_locked:  # a forked process
-            return
-        with contextlib.suppress(OSError):
-            if is_held():
-                file.unlink()
-        lock.release()
-        for path in made:
-            with contextlib.suppress(OSError):  # not empty
-                path.rmdir()
 
     def check() -> None:
         if not is_held():
@@ -81,11 +55,30 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
 
     try:
         with uninterruptible():
-            take()
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            except filelock.Timeout:
+                raise ValueError(
+                    f"{folder} is in use by another run{_holder(file)}. Wait until "
+                    "that run ends, or give a new folder. Nothing was spent."
+                ) from None
+            except OSError as error:
+                raise OSError(
+                    f"cannot lock the folder {folder}: {error.strerror or error}. Give "
+                    "a folder on a local disk that you can write to."
+                ) from error
         yield check
     finally:
         with uninterruptible():
-            leave()
+            if lock.is_locked:  # not in a forked process
+                with contextlib.suppress(OSError):
+                    if is_held():
+                        file.unlink()
+                lock.release()
+                for path in made:
+                    with contextlib.suppress(OSError):  # not empty
+                        path.rmdir()
 
 
 def in_use(folder: Path) -> bool:

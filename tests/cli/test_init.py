@@ -292,7 +292,7 @@ def test_words_that_no_flag_has_are_refused_with_those_that_it_has(
         ("a,,b\n", "is a number or empty"),
         (f"a,{'9' * 400}\n", "is a number or empty"),
         ("a,a\n", "names a column twice"),
-        (None, "there is no file people.csv"),
+        (None, "no file of records at people.csv"),
     ],
 )
 def test_a_file_without_a_header_is_refused(folder, capsys, content, said):
