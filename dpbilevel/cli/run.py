@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,12 @@ def run(
             still_locked()
             checkpoint.write(out, saved)
 
-        def keep_and_show(saved):
-            keep(saved)
-            progress(saved.done)
-
         try:
-            saved = _checked(prepared, rows, saved, out, keep)
+            saved = checked = _checked(prepared, rows, saved, out, keep)
             progress(saved.done)  # a bar begins below the warnings
-            saved = _steps(prepared, levels, saved, keep_and_show)
+            for saved in _steps(prepared, levels, checked):
+                keep(saved)
+                progress(saved.done)
             result = _result(prepared, saved, test)
             with uninterruptible():
                 still_locked()
@@ -155,12 +153,9 @@ def _opened(out: Path, options: Options):
 
 
 def _steps(
-    prepared: Prepared, levels: PyTree, saved: Checkpoint, keep: Keep
-) -> Checkpoint:
-    """Run chunk after chunk, `keep` each, and return the last `Checkpoint`.
-
-    The bits do not depend on interruptions.
-    """
+    prepared: Prepared, levels: PyTree, saved: Checkpoint
+) -> Iterator[Checkpoint]:
+    """Yield the `Checkpoint` after each chunk; no bit depends on interruptions."""
     problem, solver = prepared.problem, prepared.solver
     while saved.done < solver.num_steps:
         count = min(saved.fingerprint["chunk"], solver.num_steps - saved.done)
@@ -170,8 +165,7 @@ def _steps(
             problem, solver, levels, saved.state, keys, trajectory=True
         )
         saved = checkpoint.after(saved, key, len(keys), state, rows)
-        keep(saved)
-    return saved
+        yield saved
 
 
 def _checked(
