@@ -72,7 +72,8 @@ def worst_case(
         return _SOURCES_OF_ARRAYS, (jnp.zeros(1), y)
     if solver.problem_type is PenaltyTuning:
         groups = jax.tree.map(lambda v: np.zeros(jnp.shape(v), int), zeros)
-        problem = penalty_tuning(_of_one_group, groups, bounds=(-80.0, -70.0))
+        # A group that is alone has scale 1 for every energy.
+        problem = penalty_tuning(_LINEAR.loss, groups, bounds=(-80.0, -70.0))
         return problem, (jnp.full(1, -80.0), zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
@@ -136,12 +137,8 @@ def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequalit
 
 @functools.cache
 def _constant(length: float, radius: float) -> VariationalInequality:
-    return VariationalInequality(
-        lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w),
-        w_set=Ball(radius),
-        lipschitz=0.0,
-        bound=length,
-    )
+    known: Any = {"w_set": Ball(radius), "lipschitz": 0.0, "bound": length}
+    return dataclasses.replace(_PULL, **known)
 
 
 @functools.cache
@@ -249,14 +246,6 @@ def _of_sources(y, z):
 def _of_array(y, z):
     """Return the loss `_of_sources` of one array whose last entry is the anchor."""
     return _of_sources((y[:-1], y[-1]), z)
-
-
-def _of_one_group(y, z):
-    """Return the loss z times the sum of y.
-
-    A group that is alone has scale 1 for every energy.
-    """
-    return z * optax.tree.sum(y)
 
 
 # One source, which is kept whatever its score; a record of zero is of no source.
