@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 from . import environment, plans
 from .columns import Value
 from .data import ids_of, is_id
-from .tables import (
-    SEPARATORS,
-    existing,
-    is_parquet,
-    opened,
-    read_names,
-    read_table,
-)
+from .tables import SEPARATORS, existing, is_parquet, opened, read_names, read_table
 from .tasks import TASKS
 
 MOST_ROWS = 8  # rows of a person that count, unless a flag gives another number
