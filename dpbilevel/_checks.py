@@ -335,7 +335,7 @@ _ELSEWHERE = {
 
 def check_names(cls: type, options: Iterable[str]) -> None:
     """Raise `TypeError` if a class has no argument of such a name."""
-    fields = sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)
+    fields = sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only))
     names = [field.name for field in fields if field.init]
     for name in options:
         if name in names:

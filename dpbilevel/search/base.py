@@ -153,7 +153,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         """
 
     @override
-    def released(self, state):
+    def released(self, state: Any) -> PyTree:
         return state.w  # the iterate
 
     def remark(self, state: State) -> str | None:
