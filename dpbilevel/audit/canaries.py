@@ -95,10 +95,9 @@ def canaries(
     everyone |= isinstance(solver, GradientInformativeBO)  # has a row for each of them
     # At the planned sizes if they cost nothing: a defect may depend on them.
     alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
-    # If upper records are clipped, a lower one moves the contributions of all of them.
-    clips = getattr(solver, "upper_clip_norm", None) is not None
     small = solver if alone else _reduce(solver)
-    everyone |= clips
+    # If upper records are clipped, a lower one moves the contributions of all of them.
+    everyone |= getattr(solver, "upper_clip_norm", None) is not None
     absent = -1.0 if solver.neighbours is Neighbours.REPLACE_ONE else 0.0
 
     def data(person: str, first: float) -> PyTree:

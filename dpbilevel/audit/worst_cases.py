@@ -243,15 +243,11 @@ def _of_sources(y, z):
     return z * (10 * optax.tree.sum(block) + anchor + jump)
 
 
-def _of_array(y, z):
-    """Return the loss `_of_sources` of one array whose last entry is the anchor."""
-    return _of_sources((y[:-1], y[-1]), z)
-
-
-# One source, which is kept whatever its score; a record of zero is of no source.
+# One source, which is kept whatever its score; a record of zero is of no source. The
+# anchor of one array is its last entry.
 _SOURCES, _SOURCES_OF_ARRAYS = (
     source_weighting(loss, 1, source=lambda z: -(z == 0).astype(int))
-    for loss in (_of_sources, _of_array)
+    for loss in (_of_sources, lambda y, z: _of_sources((y[:-1], y[-1]), z))
 )
 
 

@@ -179,7 +179,7 @@ class Places:
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return each cell's position in `values`, -1 for others, and the marks."""
         found = positions(table.column(self.column), self.values)
-        return found, {self.column: listed_marks(found)}
+        return found, {self.column: np.where(found < 0, UNUSABLE, FITS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Label(Standardized):
         found = positions(cells, self.values)
         counts = [len(values) for values in self.of_classes]
         labels = np.asarray([*np.repeat(self.numbers, counts), np.nan])[found]
-        return labels, {self.column: listed_marks(found)}
+        return labels, {self.column: np.where(found < 0, UNUSABLE, FITS)}
 
 
 def _empty(cells: Cells) -> np.ndarray:
@@ -303,11 +303,6 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
     index = {value: i for i, value in enumerate(values)}
     found = (index.get(cell, index.get(number(cell), -1)) for cell in cells)
     return np.fromiter(found, np.int32, len(cells))
-
-
-def listed_marks(found: np.ndarray) -> np.ndarray:
-    """Return the marks of cells at these positions: `UNUSABLE` for -1, else `FITS`."""
-    return np.where(found < 0, UNUSABLE, FITS)
 
 
 def check_values(name: str, values: tuple[Value, ...]) -> None:

@@ -199,12 +199,11 @@ def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run
     solver = plan.solver
     data = rows_of(solver, data, key, owner)
     state = solver.init(problem, w0)
-    path = None
-    if trajectory:
-        path = jax.tree.map(
-            lambda v: jnp.zeros((solver.num_steps, *v.shape), v.dtype),
-            solver.released(state),
-        )
+
+    def room(v):
+        return jnp.zeros((solver.num_steps, *v.shape), v.dtype)
+
+    path = jax.tree.map(room, solver.released(state)) if trajectory else None
     # It is as hard to invert as the keys of later steps, which a checkpoint holds.
     name = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes()).hexdigest()
     return Run(problem, plan, data, 0, state, key, path, leaves, name)
@@ -345,11 +344,8 @@ def _steps(problem, solver, data, state, path, key, done, count):
         key, (own,) = step_keys(key, 1)
         state = solver.step(problem, data, state, key=own)
         if path is not None:
-            path = jax.tree.map(
-                lambda rows, row: rows.at[done + i].set(row),
-                path,
-                solver.released(state),
-            )
+            new = solver.released(state)
+            path = jax.tree.map(lambda rows, row: rows.at[done + i].set(row), path, new)
         return state, path, key
 
     return jax.lax.fori_loop(0, count, one_step, (state, path, key))

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import numpy as np
+import scipy.special
 from jaxtyping import Float, Int
 from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
@@ -66,9 +67,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
         Args:
             X: Features, of shape `(n, d)`; not protected.
         """
-        scores = self._scores(X)
-        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return exponents / exponents.sum(axis=1, keepdims=True)
+        return scipy.special.softmax(self._scores(X), axis=1)
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
         """Return the logarithms of `predict_proba`'s probabilities.

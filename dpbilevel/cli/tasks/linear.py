@@ -73,8 +73,9 @@ class AbstractLinear(AbstractModel):
             where = place.child("label")
             yield where.error(f"describes {kind}; give {asked} in [model].")
 
-    def zeros(self, blocks: Blocks) -> Array:
-        """Return the coefficients of no model: a column for each of several classes."""
+    @override
+    def start(self, blocks: Blocks) -> PyTree:
+        # The coefficients of no model: a column for each of several classes.
         columns = (self.num_classes,) if self.num_classes else ()
         return jnp.zeros((dimension(blocks), *columns), jnp.float32)
 
@@ -101,10 +102,6 @@ class Training(AbstractLinear):
             return ridge * optax.tree.norm(w, squared=True)
 
         return FiniteSum(LOSSES[self.loss], public=public if ridge else None)
-
-    @override
-    def start(self, blocks: Blocks) -> Array:
-        return self.zeros(blocks)
 
     @override
     def names(self, data: CsvData) -> tuple[str, ...]:
@@ -196,7 +193,7 @@ class Penalties(AbstractLinear):
         count = 1 + int(np.max(self._groups(blocks)))
         low, high = self.bounds
         first = low if self.start_at == "low" else (low + high) / 2
-        return jnp.full(count, first, jnp.float32), self.zeros(blocks)
+        return jnp.full(count, first, jnp.float32), super().start(blocks)
 
     @override
     def names(self, data: CsvData) -> tuple[str, ...]:
@@ -272,7 +269,7 @@ class Weighting(AbstractLinear):
     def start(self, blocks: Blocks) -> Start:
         k = self.num_sources
         x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
-        return x.astype(jnp.float32), self.zeros(blocks)
+        return x.astype(jnp.float32), super().start(blocks)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
