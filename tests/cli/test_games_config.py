@@ -86,7 +86,7 @@ def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
     rng = np.random.default_rng(0)
     features, small = rng.standard_normal((4000, 3)), rng.random(4000) < 0.2
     label = 8 * features[:, 0] * np.where(small, -1, 1) + rng.logistic(size=4000) > 0
-    rows = zip(features.tolist(), small, label, strict=True)
+    rows = zip(features.tolist(), small.tolist(), label.tolist(), strict=True)
     lines = [f"{a},{b},{c},{'wm'[g]},{('no', 'yes')[y]}" for (a, b, c), g, y in rows]
     text = "\n".join(["age,pay,days,sex,rich", *lines])
     (tmp_path / "people.csv").write_text(text)
