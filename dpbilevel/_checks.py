@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import enum
 import functools
+import inspect
 import math
 import os
 import sys
@@ -333,10 +334,12 @@ _ELSEWHERE = {
 }
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def check_names(cls: type, options: Iterable[str]) -> None:
     """Raise `TypeError` if a class has no argument of such a name."""
-    fields = sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only))
-    names = [field.name for field in fields if field.init]
+    names = [*_signature(cls.__init__).parameters][1:]
     for name in options:
         if name in names:
             continue
