@@ -80,7 +80,8 @@ def _draw_path(axes: Any, result: Result) -> None:
     steps_are = "outer step" if result.config.task.two_levels else "step"
     if "refit" in result.config.tables:
         steps_are = "step (the last one refits the model)"
-    _describe(axes, f"{steps_are}; colors as of the bars")
+    text = textwrap.fill(f"{steps_are}; colors as of the bars", _NAME_WIDTH)
+    axes.set_xlabel(text, fontsize=_LABEL)
     axes.set_ylabel(f"released {result.config.task.label}", fontsize=_LABEL)
     axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis if there is no step
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -110,7 +111,7 @@ def _draw_bars(axes: Any, result: Result) -> None:
         axes.set_yticks([])
         axes.set_ylabel(f"each {task.of} ({count})", fontsize=_LABEL)
     axes.set_ylim(count - 0.4, -0.6)  # from top to bottom
-    _describe(axes, what)
+    axes.set_xlabel(textwrap.fill(what, _NAME_WIDTH), fontsize=_LABEL)
 
 
 def _draw_model(axes: Any, result: Result) -> None:
@@ -126,11 +127,6 @@ def _draw_model(axes: Any, result: Result) -> None:
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)
     axes.set_xlabel("released coefficient", fontsize=_LABEL)
-
-
-def _describe(axes: Any, text: str) -> None:
-    """Write a text below the axes, in lines that fit beside long names."""
-    axes.set_xlabel(textwrap.fill(text, _NAME_WIDTH), fontsize=_LABEL)
 
 
 def _name(axes: Any, names: list[str]) -> None:
