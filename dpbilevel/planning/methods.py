@@ -265,19 +265,19 @@ class Methods:
         # Gradients of the library's own model do not depend on the user's clip norm.
         clip = self.clip_norm if scoring is None else 1.0
 
-        def solver(first: float, then: float) -> SelectedSources:
+        def solver(then: float, first: float) -> SelectedSources:
             model = _fast(clip, 10, first, _CLIP_FIRST)
             return SelectedSources(model, self._fit(100, then), scoring=scoring)
 
-        def pooled(part: float, then: float) -> SelectedSources:
+        def pooled(then: float, part: float) -> SelectedSources:
             split = part, part, 1.0
-            lower = solver(1.0, then)
+            lower = solver(then, 1.0)
             return dataclasses.replace(lower, fit_reads="both", budget_split=split)
 
-        settings = itertools.product(first_sizes, sizes)
+        # Of large problems every second setting is tried: one of each size.
         solvers = (
-            *itertools.starmap(solver, settings),
-            *itertools.starmap(pooled, itertools.product((0.03, 0.1), sizes)),
+            *itertools.starmap(pooled, itertools.product(sizes, (0.03, 0.1))),
+            *itertools.starmap(solver, itertools.product(sizes, first_sizes)),
         )
         return Candidate("SelectedSources", solvers, 2)
 
