@@ -278,7 +278,7 @@ def _report(arguments: argparse.Namespace) -> None:
         from .page import certificate_of  # needs an extra
 
         title = f"Run in {arguments.folder.resolve().name}"
-        total = results.total(arguments.folder)
+        total = results.total(arguments.folder, result.report)
         found = certificate_of(result, spent, title, total)
         texts = {name: getattr(found, name)() for name in files}
         for name, file in files.items():

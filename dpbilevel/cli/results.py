@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..core.process_spending import guarantee_of
 from ..core.shares import LevelUsability, Usability
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
@@ -82,6 +84,14 @@ class Result:
         """Whether what is shown is the end of the trajectory, and no average of it."""
         end = self.trajectory[-1]
         return bool(np.allclose(self.shown, end, rtol=1e-4, atol=1e-6))
+
+    @property
+    def output_rule(self) -> str:
+        """Name of the rule by which the shown values follow from the trajectory."""
+        solver: Any = self.config.solver
+        while solver is not None and not hasattr(solver, "output"):
+            solver = getattr(solver, "then", getattr(solver, "search", None))
+        return "" if solver is None else type(solver.output).__name__
 
     @property
     def checked(self) -> list[str]:
@@ -258,14 +268,19 @@ def spent(out: Path, shown: Callable[[Path], str] = str) -> str:
     return "\n".join(lines)
 
 
-def total(out: Path) -> tuple[int, float, float]:
+def total(out: Path, report: PrivacyReport) -> tuple[int, float, float]:
     """Return the number of all runs of a folder, their epsilons' and deltas' sums.
 
-    Of a run that a later one moved, these are the runs of the folder above.
+    Of a run that a later one moved, these are the runs of the folder above. The sums
+    are infinite and 1 if some run protects another unit than the report, or has another
+    status, because they would promise the unit of the report too much.
     """
     place = out.resolve()
     found = spending.spent(place.parent if spending.is_moved(place) else place)
-    return len(found.runs), found.epsilon, found.delta
+    same = {run.guarantee for run in found.runs} == {guarantee_of(report)}
+    if same and found.epsilon >= report.epsilon:
+        return len(found.runs), found.epsilon, found.delta
+    return len(found.runs), math.inf, 1.0
 
 
 def load(folder: Path) -> Result:

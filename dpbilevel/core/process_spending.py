@@ -144,6 +144,11 @@ def planned(solver: Any, report: PrivacyReport) -> None:
     _remember(solver, solver.sizes, costs_by(report))
 
 
+def guarantee_of(report: PrivacyReport) -> str:
+    """Return what a report protects, and its status."""
+    return f"{report.unit}, {report.status.value}"
+
+
 def costs_by(report: PrivacyReport) -> Costs:
     """Return epsilon and delta of a report; epsilon is infinite if none is claimed."""
     claimed = report.status is not Status.HEURISTIC

@@ -271,7 +271,7 @@ class Methods:
 
         def pooled(then: float, part: float) -> SelectedSources:
             split = part, part, 1.0
-            lower = solver(then, 1.0)
+            lower = solver(then, first_sizes[0])
             return dataclasses.replace(lower, fit_reads="both", budget_split=split)
 
         # Of large problems every second setting is tried: one of each size.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _checks
-from ..core.process_spending import cost_of, costs_by, total, totals
+from ..core.process_spending import cost_of, costs_by, guarantee_of, total, totals
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from . import checkpoint
@@ -38,6 +38,7 @@ class Run:
         finished: Whether its result was written.
         number: Its number in the folder, as recorded.
         stopped: Released result of the check that stopped the run, if one did.
+        guarantee: What it protects and the status; empty if it is not on record.
     """
 
     started: str
@@ -50,9 +51,10 @@ class Run:
     finished: bool = False
     number: int = 1
     stopped: str = ""
+    guarantee: str = ""
 
     def __post_init__(self):
-        texts = self.started, self.relation, self.people, self.stopped
+        texts = self.started, self.relation, self.people, self.stopped, self.guarantee
         known = all(isinstance(text, str) for text in texts)
         if not (known and self.epsilon >= 0 and self.delta >= 0):
             raise ValueError("a field of a run is no text, or a cost is negative.")
@@ -278,6 +280,7 @@ def begin(
         "people": "" if report.people is None else str(report.people),
         "config": hashlib.sha256(text.encode()).hexdigest(),
     }
+    event["guarantee"] = guarantee_of(report)
     _record(folder, number, report, event)
 
 
@@ -296,10 +299,7 @@ def stop(folder: Path, number: int, why: str) -> None:
 
 
 def finish(folder: Path, number: int = 1) -> None:
-    """Record once that a run's result is written, then delete its checkpoint.
-
-    No time: how long a run took is covered by no guarantee. Errors are those of `stop`.
-    """
+    """Record once, without a time, that a result is written; delete the checkpoint."""
     if any(not run.finished for run in _runs(folder, number)):
         _append(folder, number, {"event": "finished", "finished": True})
     checkpoint.remove(folder)

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.applications import SelectedSources
 from dpbilevel.audit.certificate import environment, largest_powers, word_of
 from dpbilevel.cli import page, results, tasks
 from dpbilevel.cli.config import parse_config, public_classes, read_config
@@ -17,6 +18,7 @@ from dpbilevel.cli.evaluation import Evaluation
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.toml_tables import Location
+from dpbilevel.privacy import Status
 from dpbilevel.privacy.sampling.base import AbstractSampling
 from dpbilevel.runs import spending
 from tests import cases, chromium
@@ -188,6 +190,16 @@ def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
     assert f"{said} {means}" in text_of(page_of(mean))
 
 
+@pytest.mark.parametrize("task", ["training", "source_weighting"])
+def test_an_answer_of_any_solver_has_a_page(task):
+    result = result_of(task)
+    pipeline = SelectedSources(dpb.NoisyGD(1, 1.0, 1.0), dpb.NoisyGD(1, 1.0, 1.0))
+    config = dataclasses.replace(result.config, solver=pipeline)
+    for changed in result, dataclasses.replace(result, config=config):
+        other = dataclasses.replace(changed, shown=result.trajectory.mean(0))
+        assert "The answer is not the last point of the path" in text_of(page_of(other))
+
+
 def test_the_total_is_of_all_runs_of_a_folder_also_for_one_that_was_moved(tmp_path):
     report = result_of("training").report
     for number in (1, 2):
@@ -195,9 +207,14 @@ def test_the_total_is_of_all_runs_of_a_folder_also_for_one_that_was_moved(tmp_pa
     (tmp_path / "run-1").mkdir()
     expected = 2, pytest.approx(2 * report.epsilon), 2 * report.delta
     for folder in tmp_path, tmp_path / "run-1":
-        assert results.total(folder) == expected
+        assert results.total(folder, report) == expected
+    unknown = math.inf, 1.0
+    # Rows of a person may cost more than one row, and what is declared may not hold.
+    for change in {"unit": "one person"}, {"status": Status.CONDITIONAL}:
+        other = dataclasses.replace(report, **change)
+        assert results.total(tmp_path, other)[1:] == unknown
     (tmp_path / spending.NAME).write_text("damaged")  # no total that may be too small
-    assert results.total(tmp_path)[1:] == (math.inf, 1.0)
+    assert results.total(tmp_path, report)[1:] == unknown
 
 
 def test_the_power_of_a_run_is_below_that_of_its_budget(tmp_path):
