@@ -167,10 +167,10 @@ def _(problem: SourceWeighting, w0, clip_norm, records=None, intercept=None):
         # Mixtures of networks are no mixtures, and gradients of weights are mostly
         # noise. A linear model finds the sources from few validation records.
         scoring = Layout(records).linear() if isinstance(records, Mapping) else None
-        return (*found, methods.selection((1.0,), (2.0, 4.0, 8.0), scoring))
+        return (*found, methods.selection((2.0, 4.0, 8.0), scoring))
     if not is_vector(w0[1]):
-        return (*found, methods.selection((1.0,), (16.0, 8.0)), methods.mixture())
+        return (*found, methods.selection((16.0, 8.0)), methods.mixture())
     # Only models of two classes: a model of many classes is far from the answer after
     # a few steps.
-    chosen = methods.selection((1.0,), (8.0, 32.0, 64.0)), methods.mixture()
+    chosen = methods.selection((8.0, 32.0, 64.0)), methods.mixture()
     return (*found, *map(methods.recalibrate, chosen))

@@ -256,29 +256,25 @@ class Methods:
         return tuple(candidates)
 
     def selection(
-        self,
-        first_sizes: tuple[float, ...],
-        sizes: tuple[float, ...],
-        scoring: ScoringModel | None = None,
+        self, sizes: tuple[float, ...], scoring: ScoringModel | None = None
     ) -> Candidate:
-        """Return a `Candidate` that selects sources, with steps of these sizes."""
+        """Return a `Candidate` that selects sources, with fits of these step sizes."""
         # Gradients of the library's own model do not depend on the user's clip norm.
         clip = self.clip_norm if scoring is None else 1.0
+        model = _fast(clip, 10, 1.0, _CLIP_FIRST)
 
-        def solver(then: float, first: float) -> SelectedSources:
-            model = _fast(clip, 10, first, _CLIP_FIRST)
-            return SelectedSources(model, self._fit(100, then), scoring=scoring)
+        def lower(size: float) -> SelectedSources:
+            return SelectedSources(model, self._fit(100, size), scoring=scoring)
 
-        def pooled(then: float, part: float) -> SelectedSources:
+        def pooled(size: float, part: float) -> SelectedSources:
             split = part, part, 1.0
-            lower = solver(then, first_sizes[0])
-            return dataclasses.replace(lower, fit_reads="both", budget_split=split)
+            return dataclasses.replace(
+                lower(size), fit_reads="both", budget_split=split
+            )
 
         # Of large problems every second setting is tried: one of each size.
-        solvers = (
-            *itertools.starmap(pooled, itertools.product(sizes, (0.03, 0.1))),
-            *itertools.starmap(solver, itertools.product(sizes, first_sizes)),
-        )
+        pairs = itertools.product(sizes, (0.03, 0.1))
+        solvers = (*itertools.starmap(pooled, pairs), *map(lower, sizes))
         return Candidate("SelectedSources", solvers, 2)
 
     def mixture(self) -> Candidate:
