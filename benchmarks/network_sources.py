@@ -14,7 +14,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpbilevel as dpb
 from dpbilevel.applications import MixedSources, SelectedSources
@@ -22,6 +21,7 @@ from dpbilevel.bilevel import OneLevel
 from dpbilevel.core.outputs import TailMean
 
 from . import pages
+from .source_tasks import linear, loss_of, parts
 
 SOURCES, UPPER, KEYS = 6, 400, 2
 LOWER = {"labels": 6000, "rotated": 6000, "noise": 6000, "words": 5600}
@@ -46,9 +46,7 @@ def with_constant(rows):
 
 def images(kind, wrong, rng):
     """Return the features and the labels of images, in random order."""
-    with np.load(pages.MNIST) as file:
-        pixels = file["images"] / np.float32(255)
-        labels = file["labels"].astype("int32")
+    pixels, labels = pages.mnist()
     order = rng.permutation(len(pixels))
     pixels, labels = pixels[order], labels[order]
     wrong = np.pad(wrong, (0, len(pixels) - len(wrong)))
@@ -91,11 +89,8 @@ def task(kind, rng):
     source = rng.integers(0, SOURCES, LOWER[kind]).astype("int32")
     wrong = np.append(np.zeros(UPPER, bool), source >= SOURCES // 2)
     found = words(wrong, rng) if kind == "words" else images(kind, wrong, rng)
-    records = dict(zip(("features", "label"), map(jnp.asarray, found), strict=True))
-    upper, lower, test = (
-        jax.tree.map(lambda v, a=a, b=b: v[a:b], records)
-        for a, b in ((0, UPPER), (UPPER, last), (last, None))
-    )
+    rows = slice(UPPER), slice(UPPER, last), slice(last, None)
+    upper, lower, test = parts(*found, rows)
     return dpb.Levels(upper, lower | {"source": jnp.asarray(source)}), test
 
 
@@ -103,12 +98,6 @@ def is_there(kind):
     if kind != "words":
         return pages.MNIST.is_file()
     return all(map(importlib.util.find_spec, ("wordllama", "vaderSentiment")))
-
-
-def loss(y, record):
-    scores = record["features"] @ y
-    label = record["label"]
-    return optax.losses.softmax_cross_entropy_with_integer_labels(scores, label)
 
 
 def fit(steps, size, clip=0.7):
@@ -140,7 +129,7 @@ def accuracy(problem, solver, records, w0, test):
 
 
 def main():
-    problem = dpb.source_weighting(loss, SOURCES)
+    problem = dpb.source_weighting(loss_of(linear), SOURCES)
     print("| task | epsilon | method | accuracy | gap closed |")
     print("|---|---|---|---|---|")
     plans = {}  # they depend on sizes alone
