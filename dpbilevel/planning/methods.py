@@ -272,7 +272,7 @@ class Methods:
                 lower(size), fit_reads="both", budget_split=split
             )
 
-        # Of large problems every second setting is tried: one of each size.
+        # Every second setting of a large problem is tried: here one of each size.
         pairs = itertools.product(sizes, (0.03, 0.1))
         solvers = (*itertools.starmap(pooled, pairs), *map(lower, sizes))
         return Candidate("SelectedSources", solvers, 2)
