@@ -178,9 +178,8 @@ def auto(
             dpb.planning.Classes(10)}`. Public; without the source of a record.
         intercept: The index of a feature that is the same for all records, along the
             leading axis of a linear model; by default the last one, `None` if there is
-            no such feature. Methods are compared with the best constant answer, and two
-            candidates fit the constant anew on the upper records. Other models have no
-            such feature.
+            none, as in other models. Methods are compared with the best constant
+            answer, and two candidates fit the constant anew on the upper records.
         synthetic: Synthetic data from public knowledge alone, never from a statistic of
             the records; the more they are like the records, the better is the choice.
             Either `AbstractPopulation`s, by default those of
@@ -195,9 +194,8 @@ def auto(
             the noise is the same up to rounding.
         seed: The seed of the synthetic records and their noise, which protect nothing.
         time_limit: Seconds after which no further dry run begins; the best plan so far
-            is returned. Every method makes one dry run first, however long that takes,
-            and calibration comes in addition. An interrupt from the keyboard ends the
-            dry runs at once, if one is finished; `left_out` has the methods without.
+            is returned. Every method makes one first; calibration comes in addition. An
+            interrupt from the keyboard ends them at once, if one is finished.
         progress: `True` shows an estimate of the time and a bar, which needs tqdm. Or a
             function that is called after every dry run on all populations with the
             number of runs done and the number planned so far.
