@@ -288,6 +288,7 @@ def shrunk(squared: Square, second: Square, noise: float, beside: float) -> Squa
 
 
 class _Deviations:
+    # Apart from `Intervals`, whose annotations are parameters of estimators.
     coef_: Float[np.ndarray, "*k d"]
     intercept_: Any
     coef_std_: Float[np.ndarray, "*k d"]

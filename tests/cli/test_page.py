@@ -200,6 +200,15 @@ def test_an_answer_of_any_solver_has_a_page(task):
         assert "The answer is not the last point of the path" in text_of(page_of(other))
 
 
+@pytest.mark.parametrize("delta", [0.0, 2e-5])
+def test_a_page_of_several_runs_names_exceptions_if_there_are_any(delta):
+    found = certificate_of(result_of("training"))
+    text = text_of(dataclasses.replace(found, total=(2, 2.0, delta)).html())
+    assert "they cost epsilon 2" in text
+    assert ("delta 1 in 50,000 together" in text) is (delta > 0)
+    assert not re.search(r"at most 0\b|delta 0 together", text)
+
+
 def test_the_total_is_of_all_runs_of_a_folder_also_for_one_that_was_moved(tmp_path):
     report = result_of("training").report
     for number in (1, 2):

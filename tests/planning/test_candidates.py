@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
@@ -135,6 +136,21 @@ def test_step_sizes_are_in_units_of_the_clip_norm():
         planning.candidates(ONE, jnp.zeros(6), c)[0].solvers[0] for c in (1.0, 2.0)
     ]
     assert solvers[0].step_size == 4 * solvers[1].step_size
+
+
+@pytest.mark.parametrize(
+    "model", [jnp.zeros((6, 3)), {"in": jnp.zeros(2), "out": jnp.zeros(3)}]
+)
+def test_every_second_setting_for_sources_has_each_step_size(model):
+    found = planning.candidates(SOURCES, (jnp.zeros(5), model), 2.0)
+    (selected,) = (c for c in found if c.name == "SelectedSources")
+
+    def sizes(solvers):  # of fits that read both levels and leave most of the budget
+        both = (v for v in solvers if v.fit_reads == "both")
+        return {v.fit.step_size for v in both if v.budget_split[0] == 0.03}
+
+    assert sizes(selected.solvers[::2]) == sizes(selected.solvers)
+    assert sizes(selected.solvers[1::2]) != sizes(selected.solvers)  # the control
 
 
 def test_sources_of_a_network_are_scored_by_a_linear_model_of_its_records():
