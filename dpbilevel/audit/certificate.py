@@ -189,7 +189,7 @@ def certificate(
 
 
 def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return the largest belief after a belief of a half, and its exceptions' chance.
+    """Return the most that a belief of a half can become, and the chance of exceptions.
 
     Args:
         epsilon: Of all releases together.
