@@ -15,7 +15,7 @@ performance utility worst_runs redrawn utility_figure penalties meta_learning
 tuned_training tuned_estimators estimators real_tables natural_sources hypergradient
 data_cleaning implicit rates draws saddle games black_box dimensions
 out_of_core panels intervals correlated_noise step_sizes
-network_sources peer_accuracy
+network_sources peer_accuracy banded_noise
 """.split()
 # Commands that are a function of another benchmark's module.
 MODULES = {
@@ -23,6 +23,7 @@ MODULES = {
     "implicit": "penalties",
     "data_cleaning": "hypergradient",
     "correlated_noise": "step_sizes",
+    "banded_noise": "peer_accuracy",
     "tuned_training": "meta_learning",
 }
 

@@ -7,52 +7,51 @@ three by the first key. Needs `pip install opacus torch jax-privacy`.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from jax_privacy import noise_addition
+from jax_privacy.batch_selection import CyclicPoissonSampling
 from jax_privacy.clipping import clipped_grad
+from jax_privacy.matrix_factorization import toeplitz
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
-from torch import nn
 
 import dpbilevel as dpb
 
 from . import pages
-from .step_sizes import DELTA, TRAIN, accuracy, images, solve
+from .private_peers import torch_network
+from .step_sizes import (
+    DELTA,
+    TRAIN,
+    accuracy,
+    images,
+    logits,
+    shuffled_images,
+    small_network,
+    solve,
+)
+from .step_sizes import FEWER as SMALL_KEYS
+from .step_sizes import STEP_SIZES as SMALL_STEP_SIZES
+from .step_sizes import cross_entropy as small_loss
+from .workloads import CLASSIC, classic_loss, classic_scores
 
 STEPS, BATCH, ROOM, KEYS, STEP_SIZES = 160, 500, 640, 5, (0.25, 0.5, 1.0)
-SHAPES = (8, 8, 1, 16), (4, 4, 16, 32), (512, 32), (32, 10)
+BANDS = 4, 8
 
 
 def start(seed):
     rng = np.random.default_rng(seed)
-    pairs = [(shape, np.prod(shape[:-1]) ** -0.5) for shape in SHAPES]
+    pairs = [(shape, np.prod(shape[:-1]) ** -0.5) for shape in CLASSIC]
     shapes = [(s, bound) for shape, bound in pairs for s in (shape, shape[-1:])]
     return [rng.uniform(-b, b, s).astype(np.float32) for s, b in shapes]
 
 
-def scores(weights, image):
-    *convolved, first, shift, last, bias = weights
-    names, windows = ("NHWC", "HWIO", "NHWC"), ((1, 2, 2, 1), (1, 1, 1, 1), "VALID")
-    value = image[None, :, :, None]
-    for kernel, moved, pad in ((*convolved[:2], 3), (*convolved[2:], 0)):
-        sizes = (2, 2), [(pad, pad)] * 2
-        value = jax.lax.conv_general_dilated(
-            value, kernel, *sizes, dimension_numbers=names
-        )
-        value = jax.nn.relu(value + moved)
-        value = jax.lax.reduce_window(value, -jnp.inf, jax.lax.max, *windows)
-    return jax.nn.relu(value.ravel() @ first + shift) @ last + bias
-
-
-def loss(weights, record):
-    return -jax.nn.log_softmax(scores(weights, record[0]))[record[1]]
-
-
-PROBLEM = dpb.FiniteSum(loss)
+PROBLEM = dpb.FiniteSum(classic_loss)
 
 
 def ours(solver, size, seed):
@@ -67,34 +66,35 @@ def batches(seed):
         yield [v[rows] for v in images()[0]]
 
 
-@functools.partial(jax.jit, static_argnames="deviation")
-def step(w, records, padding, size, key, deviation):
+@functools.partial(jax.jit, static_argnames="loss")
+def clipped_sum(loss, w, records, padding):
     settings = {"batch_argnums": 1, "keep_batch_dim": False, "microbatch_size": 64}
-    clipped = clipped_grad(loss, l2_clip_norm=1.0, normalize_by=BATCH, **settings)
-    gradient = clipped(w, records, is_padding_example=padding)
-    noise = optax.tree.random_like(key, w, jax.random.normal)
-    noisy = optax.tree.add_scale(gradient, deviation, noise)
-    return optax.tree.add_scale(w, -size, noisy)
+    clipped = clipped_grad(loss, l2_clip_norm=1.0, **settings)
+    return clipped(w, records, is_padding_example=padding)
+
+
+def descent(loss, w, batches, size, privatizer):
+    state, update = privatizer.init(w), jax.jit(privatizer.update)
+    for image, label in batches:
+        more = ROOM - len(label)
+        records = np.pad(image, [(0, more), *[(0, 0)] * (image.ndim - 1)])
+        records = records, np.pad(label, (0, more))
+        total = clipped_sum(loss, w, records, np.arange(ROOM) >= len(label))
+        noisy, state = update(total, state)
+        w = optax.tree.add_scale(w, -size / BATCH, noisy)
+    return w
 
 
 def by_jax_privacy(solver, size, seed):
-    w, deviation = start(seed), float(solver.noise_multiplier) / BATCH
-    for t, (image, label) in enumerate(batches(seed)):
-        more = ROOM - len(label)
-        records = np.pad(image, [(0, more), (0, 0), (0, 0)]), np.pad(label, (0, more))
-        key = jax.random.fold_in(jax.random.key(seed), t)
-        w = step(w, records, np.arange(ROOM) >= len(label), size, key, deviation)
-    return w
+    noise = {"stddev": float(solver.noise_multiplier), "prng_key": seed}
+    privatizer = noise_addition.gaussian_privatizer(**noise)
+    return descent(classic_loss, start(seed), batches(seed), size, privatizer)
 
 
 def by_opacus(solver, size, seed):
     torch.manual_seed(seed)
-    parts = [nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    parts += [nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten()]
-    model = nn.Sequential(*parts, nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10))
-    weights = start(
-        seed
-    )  # 512 features are by place and then channel; PyTorch reverses
+    model, *_ = torch_network(torch, "classic", 1, "cpu")
+    weights = start(seed)  # 512 features by place, then channel; PyTorch reverses both
     first = weights[4].reshape(4, 4, 32, 32).transpose(3, 2, 0, 1).reshape(32, 512)
     with torch.no_grad():
         for place, parameter in enumerate(model.parameters()):
@@ -109,7 +109,7 @@ def by_opacus(solver, size, seed):
     for image, label in batches(seed):
         rule.zero_grad()
         found = private(torch.tensor(image[:, None]))
-        nn.functional.cross_entropy(found, torch.tensor(label).long()).backward()
+        torch.nn.functional.cross_entropy(found, torch.tensor(label).long()).backward()
         rule.step()
     found = [v.detach().numpy() for v in model.parameters()]
     found[4] = found[4].reshape(32, 32, 4, 4).transpose(2, 3, 1, 0).reshape(512, 32)
@@ -130,7 +130,7 @@ def main():
 
             @functools.cache
             def found(size, seed, run=run, solver=solver):
-                return float(accuracy(scores, run(solver, size, seed)))
+                return float(accuracy(classic_scores, run(solver, size, seed)))
 
             size = max(STEP_SIZES, key=lambda size: found(size, 0))
             values = [found(size, seed) for seed in range(KEYS)]
@@ -138,3 +138,36 @@ def main():
             print(cells, flush=True)
             rows.append(cells)
         print(pages.table(head, rows), flush=True)
+
+
+def banded_noise():
+    """Test accuracy of correlated noise of jax_privacy on the task `correlated_noise`.
+
+    A record has a group, one of as many as there are bands, and may be in the batches
+    of its group alone. It takes part in the steps of a run with Poisson batches of a
+    group, whose multiplier is that of the replace-one relation.
+    """
+    training, test = shuffled_images()
+    for epsilon, bands in itertools.product(pages.budgets("1,3,8"), BANDS):
+        sampling, found = dpb.Poisson(bands * BATCH / TRAIN), []
+        plain = dpb.NoisyGD(STEPS // bands, 1.0, 1.0, sampling=sampling)
+        budget, problem = dpb.PrivacyBudget(epsilon, DELTA), dpb.FiniteSum(small_loss)
+        solver = dpb.calibrate(problem, plain, budget, sizes=TRAIN).solver
+        coefficients = toeplitz.optimize_banded_toeplitz(STEPS, bands)
+        coefficients /= jnp.linalg.norm(coefficients)
+        matrix = toeplitz.inverse_as_streaming_matrix(coefficients, STEPS)
+        deviation = 2 * float(solver.noise_multiplier)  # replaced: two clip norms
+        selected = CyclicPoissonSampling(sampling.rate, STEPS, ROOM, bands)
+        for size in SMALL_STEP_SIZES:
+            right = []
+            for seed in range(SMALL_KEYS):
+                groups = selected.batch_iterator(TRAIN, np.random.default_rng(seed))
+                drawn = ([v[rows] for v in training] for rows in groups)
+                privatizer = noise_addition.matrix_factorization_privatizer(
+                    matrix, stddev=deviation, prng_key=seed
+                )
+                w = descent(small_loss, small_network(), drawn, size, privatizer)
+                right.append(np.mean(np.argmax(logits(w, test[0]), 1) == test[1]))
+            found.append(right)
+        best = pages.best_of(found, higher_is_better=True)
+        print(epsilon, bands, pages.spread(best, ".3f", (0, 1)), found, flush=True)

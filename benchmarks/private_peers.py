@@ -77,12 +77,16 @@ def torch_network(torch, layers, n, device):
     if layers == "cnn":
         convolutions = nn.Conv2d(1, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1)
         parts = [part for layer in convolutions for part in (layer, nn.ReLU())]
-        model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(7 * 7 * 32, 10))
-        inputs = torch.randn(n, 1, 28, 28)
+        parts += [nn.Flatten(), nn.Linear(7 * 7 * 32, 10)]
+    elif layers == "classic":
+        parts = [nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1)]
+        parts += [nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten()]
+        parts += [nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)]
     else:
         dense = [nn.Linear(*pair) for pair in itertools.pairwise(layers)]
-        parts = [part for layer in dense for part in (layer, nn.ReLU())]
-        model, inputs = nn.Sequential(*parts[:-1]), torch.randn(n, layers[0])
+        parts = [part for layer in dense for part in (layer, nn.ReLU())][:-1]
+    shape = (1, 28, 28) if isinstance(layers, str) else layers[:1]
+    model, inputs = nn.Sequential(*parts), torch.randn(n, *shape)
     target = torch.randint(0, 10, (n,))
     return model.to(device), inputs.to(device), target.to(device)
 

@@ -145,6 +145,13 @@ ROWS, HIDDEN, STEP_SIZES = 500, 64, (0.5, 1.0, 2.0)
 PASSES = 10 * TRAIN // ROWS  # steps of ten passes
 
 
+def shuffled_images():
+    x, y = pages.mnist()
+    order = np.random.default_rng(0).permutation(len(y))
+    x, y = x[order].reshape(-1, 784), y[order]
+    return (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])
+
+
 def logits(w, x):
     first, a, last, b = w
     return jnp.tanh(x @ first + a) @ last + b
@@ -196,10 +203,7 @@ def correlated_noise():
     A network 784-64-10 learns 8 000 images of MNIST, in about as many passes by all
     methods; each is shown at the best of its step sizes, in hindsight.
     """
-    x, y = pages.mnist()
-    order = np.random.default_rng(0).permutation(len(y))
-    x, y = x[order].reshape(-1, 784), y[order]
-    training, test = (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])
+    training, test = shuffled_images()
     made, epsilons, rows = correlated(), pages.budgets("1,3,8"), []
     for name in pages.chosen(made):
         found = [best_accuracies(made[name], e, training, test) for e in epsilons]

@@ -20,7 +20,7 @@ class Workload:
     loss: Callable[[Any, Any], Any]  # of parameters and a record
     parameters: Any  # float32
     records: Any  # inputs and targets, leading axis n
-    layers: tuple[int, ...] | str | None = None  # widths of dense layers, or "cnn"
+    layers: tuple[int, ...] | str | None = None  # widths of dense layers, or a name
 
     @property
     def size(self):
@@ -89,14 +89,18 @@ def mlp(n, *widths):
     return Workload(name, mlp_loss, layers, records, widths)
 
 
+def convolved_by(images, kernel, padding):
+    names = "NHWC", "HWIO", "NHWC"
+    return jax.lax.conv_general_dilated(
+        images, kernel, (2, 2), padding, dimension_numbers=names
+    )
+
+
 def cnn_loss(layers, record):
     images, label = record[0][None], record[1]
     *layers, (weights, bias) = layers
     for kernel, shift in layers:
-        images = jax.lax.conv_general_dilated(
-            images, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        images = jax.nn.relu(images + shift)
+        images = jax.nn.relu(convolved_by(images, kernel, "SAME") + shift)
     return cross_entropy(images.reshape(-1) @ weights + bias, label)
 
 
@@ -109,6 +113,30 @@ def cnn(n):
     records = normal(5, n, 28, 28, 1), classes(n)
     name = f"CNN 3x3x16, 3x3x32, dense, batch {n}"
     return Workload(name, cnn_loss, layers, records, "cnn")
+
+
+# The network of tutorials: two convolutions, each with a pooling, and two dense layers.
+CLASSIC = (8, 8, 1, 16), (4, 4, 16, 32), (512, 32), (32, CLASSES)
+
+
+def classic_scores(weights, image):
+    *layers, first, shift, last, bias = weights
+    windows, value = ((1, 2, 2, 1), (1, 1, 1, 1), "VALID"), image[None, :, :, None]
+    for kernel, moved, pad in ((*layers[:2], 3), (*layers[2:], 0)):
+        value = jax.nn.relu(convolved_by(value, kernel, [(pad, pad)] * 2) + moved)
+        value = jax.lax.reduce_window(value, -jnp.inf, jax.lax.max, *windows)
+    return jax.nn.relu(value.ravel() @ first + shift) @ last + bias
+
+
+def classic_loss(weights, record):
+    return cross_entropy(classic_scores(weights, record[0]), record[1])
+
+
+def classic(n):
+    kernels = [normal(k, *v) / np.prod(v[:-1]) ** 0.5 for k, v in enumerate(CLASSIC)]
+    layers = [v for kernel in kernels for v in (kernel, jnp.zeros(kernel.shape[-1]))]
+    name, records = f"classic CNN, batch {n}", (normal(5, n, 28, 28), classes(n))
+    return Workload(name, classic_loss, layers, records, "classic")
 
 
 def attention_loss(p, record):
