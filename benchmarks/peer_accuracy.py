@@ -23,21 +23,9 @@ from opacus.optimizers import DPOptimizer
 
 import dpbilevel as dpb
 
-from . import pages
+from . import pages, step_sizes
 from .private_peers import torch_network
-from .step_sizes import (
-    DELTA,
-    TRAIN,
-    accuracy,
-    images,
-    logits,
-    shuffled_images,
-    small_network,
-    solve,
-)
-from .step_sizes import FEWER as SMALL_KEYS
-from .step_sizes import STEP_SIZES as SMALL_STEP_SIZES
-from .step_sizes import cross_entropy as small_loss
+from .step_sizes import TRAIN, accuracy, images, solve
 from .workloads import CLASSIC, classic_loss, classic_scores
 
 STEPS, BATCH, ROOM, KEYS, STEP_SIZES = 160, 500, 640, 5, (0.25, 0.5, 1.0)
@@ -124,13 +112,13 @@ def main():
     plain = dpb.NoisyGD(STEPS, 1.0, 0.5, sampling=sampling, neighbours=relation)
     libraries = {"dpbilevel": ours, "Opacus": by_opacus, "jax_privacy": by_jax_privacy}
     for epsilon in pages.budgets("1,3"):
-        budget, rows = dpb.PrivacyBudget(epsilon, DELTA), []
-        solver = dpb.calibrate(PROBLEM, plain, budget, sizes=TRAIN).solver
+        solver, rows = step_sizes.calibrated(PROBLEM, plain, epsilon), []
         for name, run in libraries.items():
 
             @functools.cache
             def found(size, seed, run=run, solver=solver):
-                return float(accuracy(classic_scores, run(solver, size, seed)))
+                weights = run(solver, size, seed)
+                return float(accuracy(classic_scores, weights, images()[1]))
 
             size = max(STEP_SIZES, key=lambda size: found(size, 0))
             values = [found(size, seed) for seed in range(KEYS)]
@@ -140,6 +128,28 @@ def main():
         print(pages.table(head, rows), flush=True)
 
 
+def trained_by_bands(epsilon, bands):
+    sampling = dpb.Poisson(bands * BATCH / TRAIN)
+    plain = dpb.NoisyGD(STEPS // bands, 1.0, 1.0, sampling=sampling)
+    solver = step_sizes.calibrated(step_sizes.SMALL_PROBLEM, plain, epsilon)
+    coefficients = toeplitz.optimize_banded_toeplitz(STEPS, bands)
+    coefficients /= jnp.linalg.norm(coefficients)
+    matrix = toeplitz.inverse_as_streaming_matrix(coefficients, STEPS)
+    noise = {"stddev": 2 * float(solver.noise_multiplier)}  # replaced: two clip norms
+    selected = CyclicPoissonSampling(sampling.rate, STEPS, ROOM, bands)
+    training, start = images(shuffled_rows=True)[0], step_sizes.start("small", 1)
+
+    def train(size, seed):
+        groups = selected.batch_iterator(TRAIN, np.random.default_rng(seed))
+        drawn = ([v[rows] for v in training] for rows in groups)
+        privatizer = noise_addition.matrix_factorization_privatizer(
+            matrix, prng_key=seed, **noise
+        )
+        return descent(step_sizes.small_loss, start, drawn, size, privatizer)
+
+    return train
+
+
 def banded_noise():
     """Test accuracy of correlated noise of jax_privacy on the task `correlated_noise`.
 
@@ -147,27 +157,6 @@ def banded_noise():
     of its group alone. It takes part in the steps of a run with Poisson batches of a
     group, whose multiplier is that of the replace-one relation.
     """
-    training, test = shuffled_images()
     for epsilon, bands in itertools.product(pages.budgets("1,3,8"), BANDS):
-        sampling, found = dpb.Poisson(bands * BATCH / TRAIN), []
-        plain = dpb.NoisyGD(STEPS // bands, 1.0, 1.0, sampling=sampling)
-        budget, problem = dpb.PrivacyBudget(epsilon, DELTA), dpb.FiniteSum(small_loss)
-        solver = dpb.calibrate(problem, plain, budget, sizes=TRAIN).solver
-        coefficients = toeplitz.optimize_banded_toeplitz(STEPS, bands)
-        coefficients /= jnp.linalg.norm(coefficients)
-        matrix = toeplitz.inverse_as_streaming_matrix(coefficients, STEPS)
-        deviation = 2 * float(solver.noise_multiplier)  # replaced: two clip norms
-        selected = CyclicPoissonSampling(sampling.rate, STEPS, ROOM, bands)
-        for size in SMALL_STEP_SIZES:
-            right = []
-            for seed in range(SMALL_KEYS):
-                groups = selected.batch_iterator(TRAIN, np.random.default_rng(seed))
-                drawn = ([v[rows] for v in training] for rows in groups)
-                privatizer = noise_addition.matrix_factorization_privatizer(
-                    matrix, stddev=deviation, prng_key=seed
-                )
-                w = descent(small_loss, small_network(), drawn, size, privatizer)
-                right.append(np.mean(np.argmax(logits(w, test[0]), 1) == test[1]))
-            found.append(right)
-        best = pages.best_of(found, higher_is_better=True)
-        print(epsilon, bands, pages.spread(best, ".3f", (0, 1)), found, flush=True)
+        best = step_sizes.best_accuracies(trained_by_bands(epsilon, bands))
+        print(epsilon, bands, best, flush=True)

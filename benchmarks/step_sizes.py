@@ -11,13 +11,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpbilevel as dpb
 from dpbilevel.onelevel import AdaptiveGD, CorrelatedGD
 from dpbilevel.privacy import SinglePass, square_root_feedback
 
-from . import pages
+from . import pages, workloads
 
 TRAIN, BATCH, STEPS, DELTA = 8_000, 256, 150, 1e-5
 SEEDS, FEWER = 5, 3  # keys of the rows to compare, and of the others
@@ -27,8 +26,12 @@ STRIDES = (3, 2)  # of the two convolutions
 
 
 @functools.cache
-def images():
+def images(*, shuffled_rows=False):
+    """Return training and test images and labels, as rows of pixels if asked."""
     pixels, labels = pages.mnist()
+    if shuffled_rows:
+        order = np.random.default_rng(0).permutation(len(labels))
+        pixels, labels = pixels[order].reshape(-1, 784), labels[order]
     return (pixels[:TRAIN], labels[:TRAIN]), (pixels[TRAIN:], labels[TRAIN:])
 
 
@@ -41,33 +44,25 @@ def start(name, seed):
 
     if name == "mlp":
         return layer(784, 256, fan=784), layer(256, 10, fan=256, gain=1.0)
+    if name == "small":
+        return layer(784, 64, fan=784, gain=1.0), layer(64, 10, fan=64, gain=1.0)
     first, second = layer(5, 5, 1, 8, fan=25), layer(4, 4, 8, 16, fan=128)
     return first, second, layer(144, 10, fan=144, gain=1.0)
 
 
 def scores(weights, image):
-    *layers, (matrix, shift) = weights
-    value = image[None, :, :, None] if len(layers) == 2 else jnp.ravel(image)
-    names = ("NHWC", "HWIO", "NHWC")
-    for (kernel, bias), stride in zip(layers, STRIDES, strict=False):
-        if len(layers) == 2:
-            value = jax.lax.conv_general_dilated(
-                value, kernel, (stride, stride), "VALID", dimension_numbers=names
-            )
-        else:
-            value = value @ kernel
-        value = jax.nn.relu(value + bias)
-    return jnp.ravel(value) @ matrix + shift
+    if len(weights) == 2:
+        return workloads.dense_scores(weights, jnp.ravel(image))
+    return workloads.convolved_scores(weights, image[..., None], STRIDES, "VALID")
 
 
 def loss(weights, record):
-    image, label = record
-    return -jax.nn.log_softmax(scores(weights, image))[label]
+    return workloads.cross_entropy(scores(weights, record[0]), record[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def accuracy(scores, weights):
-    image, label = images()[1]
+def accuracy(scores, weights, test):
+    image, label = test
     found = jax.vmap(scores, (None, 0))(weights, image)
     return jnp.mean(jnp.argmax(found, 1) == label)
 
@@ -80,13 +75,16 @@ SAMPLING = {
 solve = jax.jit(dpb.solve)
 
 
+def calibrated(problem, solver, epsilon, **options):
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    return dpb.calibrate(problem, solver, budget, sizes=TRAIN, **options).solver
+
+
 @functools.cache
 def planned(kind, epsilon):
     settings = () if kind is AdaptiveGD else (1.0, 0.1)
     solver = kind(STEPS, *settings, **SAMPLING)
-    budget = dpb.PrivacyBudget(epsilon, DELTA)
-    plan = dpb.calibrate(PROBLEM, solver, budget, sizes=TRAIN, precision="float")
-    return plan.solver
+    return calibrated(PROBLEM, solver, epsilon, precision="float")
 
 
 def trained(name, epsilon, setting, seed):
@@ -101,7 +99,7 @@ def trained(name, epsilon, setting, seed):
     solver = dataclasses.replace(plan, **fields)
     key = jax.random.key(seed)
     answer = solve(PROBLEM, solver, images()[0], start(name, seed), key=key)
-    return float(accuracy(scores, answer.value))
+    return float(accuracy(scores, answer.value, images()[1]))
 
 
 @functools.cache
@@ -141,33 +139,16 @@ def main():
         print(pages.table(head, body, name), flush=True)
 
 
-ROWS, HIDDEN, STEP_SIZES = 500, 64, (0.5, 1.0, 2.0)
+ROWS, STEP_SIZES = 500, (0.5, 1.0, 2.0)
 PASSES = 10 * TRAIN // ROWS  # steps of ten passes
 
 
-def shuffled_images():
-    x, y = pages.mnist()
-    order = np.random.default_rng(0).permutation(len(y))
-    x, y = x[order].reshape(-1, 784), y[order]
-    return (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])
+def small_scores(weights, row):
+    return workloads.dense_scores(weights, row, jnp.tanh)
 
 
-def logits(w, x):
-    first, a, last, b = w
-    return jnp.tanh(x @ first + a) @ last + b
-
-
-def cross_entropy(w, record):
-    x, y = record
-    return optax.softmax_cross_entropy_with_integer_labels(logits(w, x), y)
-
-
-def small_network():
-    rng = np.random.default_rng(1)
-    first = rng.normal(size=(784, HIDDEN)) / 28
-    last = rng.normal(size=(HIDDEN, 10)) / 8
-    shapes = (first, np.zeros(HIDDEN), last, np.zeros(10))
-    return tuple(jnp.asarray(v, jnp.float32) for v in shapes)
+def small_loss(weights, record):
+    return workloads.cross_entropy(small_scores(weights, record[0]), record[1])
 
 
 def correlated():
@@ -185,16 +166,29 @@ def correlated():
     }
 
 
-def best_accuracies(solver, epsilon, training, test):
-    problem, budget = dpb.FiniteSum(cross_entropy), dpb.PrivacyBudget(epsilon, DELTA)
-    solver, found = dpb.calibrate(problem, solver, budget, sizes=TRAIN).solver, []
+SMALL_PROBLEM = dpb.FiniteSum(small_loss)
+
+
+def best_accuracies(train):
+    """Return accuracies at the best step size; `train` takes a step size and a seed."""
+    found, test = [], images(shuffled_rows=True)[1]
     for size in STEP_SIZES:
+        trained = [train(size, seed) for seed in range(FEWER)]
+        found.append([float(accuracy(small_scores, w, test)) for w in trained])
+        print(f"  step size {size:g}: {pages.spread(found[-1], '.3f', (0, 1))}")
+    return pages.spread(pages.best_of(found, higher_is_better=True), ".3f", (0, 1))
+
+
+def trained_small(solver, epsilon):
+    solver = calibrated(SMALL_PROBLEM, solver, epsilon)
+    training, weights = images(shuffled_rows=True)[0], start("small", 1)
+
+    def train(size, seed):
         sized = dataclasses.replace(solver, step_size=size)
-        given, keys = (problem, sized, training, small_network()), range(FEWER)
-        answers = [solve(*given, key=jax.random.key(k)).value for k in keys]
-        right = [np.argmax(logits(w, test[0]), 1) == test[1] for w in answers]
-        found.append(np.mean(right, axis=1))
-    return pages.best_of(found, higher_is_better=True)
+        key = jax.random.key(seed)
+        return solve(SMALL_PROBLEM, sized, training, weights, key=key).value
+
+    return train
 
 
 def correlated_noise():
@@ -203,11 +197,10 @@ def correlated_noise():
     A network 784-64-10 learns 8 000 images of MNIST, in about as many passes by all
     methods; each is shown at the best of its step sizes, in hindsight.
     """
-    training, test = shuffled_images()
     made, epsilons, rows = correlated(), pages.budgets("1,3,8"), []
     for name in pages.chosen(made):
-        found = [best_accuracies(made[name], e, training, test) for e in epsilons]
-        rows.append([name, *(pages.spread(v, ".3f", (0, 1)) for v in found)])
+        found = (best_accuracies(trained_small(made[name], e)) for e in epsilons)
+        rows.append([name, *found])
         print(*rows[-1], flush=True)
     table = pages.table(["method", *(f"epsilon {e:g}" for e in epsilons)], rows)
     print(table)

@@ -71,12 +71,15 @@ def cross_entropy(logits, label):
     return -jax.nn.log_softmax(logits)[label]
 
 
-def mlp_loss(layers, record):
-    hidden, label = record
+def dense_scores(layers, value, activation=jax.nn.relu):
     *layers, (weights, bias) = layers
     for inner, shift in layers:
-        hidden = jax.nn.relu(hidden @ inner + shift)
-    return cross_entropy(hidden @ weights + bias, label)
+        value = activation(value @ inner + shift)
+    return value @ weights + bias
+
+
+def mlp_loss(layers, record):
+    return cross_entropy(dense_scores(layers, record[0]), record[1])
 
 
 def mlp(n, *widths):
@@ -89,19 +92,23 @@ def mlp(n, *widths):
     return Workload(name, mlp_loss, layers, records, widths)
 
 
-def convolved_by(images, kernel, padding):
+def convolved_by(images, kernel, padding, stride=2):
     names = "NHWC", "HWIO", "NHWC"
     return jax.lax.conv_general_dilated(
-        images, kernel, (2, 2), padding, dimension_numbers=names
+        images, kernel, (stride, stride), padding, dimension_numbers=names
     )
 
 
-def cnn_loss(layers, record):
-    images, label = record[0][None], record[1]
+def convolved_scores(layers, image, strides=(2, 2), padding="SAME"):
     *layers, (weights, bias) = layers
-    for kernel, shift in layers:
-        images = jax.nn.relu(convolved_by(images, kernel, "SAME") + shift)
-    return cross_entropy(images.reshape(-1) @ weights + bias, label)
+    value = image[None]
+    for (kernel, shift), stride in zip(layers, strides, strict=True):
+        value = jax.nn.relu(convolved_by(value, kernel, padding, stride) + shift)
+    return value.reshape(-1) @ weights + bias
+
+
+def cnn_loss(layers, record):
+    return cross_entropy(convolved_scores(layers, record[0]), record[1])
 
 
 def cnn(n):
