@@ -66,14 +66,19 @@ def cleaning(features, label):
         logits = record["features"] @ y
         return jax.nn.logsumexp(logits) - record["label"] @ logits
 
-    problem = dpb.BilevelProblem(
-        lambda x, y, record: loss(y, record),
-        lambda x, y, record: jax.nn.sigmoid(x[record["index"]]) * loss(y, record),
-        lower_public=lambda x, y: 0.5e-3 * jnp.sum(y**2),
-    )
-    half = n // 2
+    problem, half = weighted_records(loss, 0.5e-3), n // 2
     data = dpb.Levels(jax.tree.map(lambda v: v[:half], rows), rows)
     return problem, data, jnp.zeros(n), jnp.zeros((d, classes))
+
+
+def weighted_records(loss, ridge, **facts):
+    """Return the problem of a weight for each record of the lower level."""
+    return dpb.BilevelProblem(
+        lambda _, y, record: loss(y, record),
+        lambda x, y, record: jax.nn.sigmoid(x[record["index"]]) * loss(y, record),
+        lower_public=lambda _, y: ridge * optax.tree.norm(y, squared=True),
+        **facts,
+    )
 
 
 def reference(problem, x, y0, data):
@@ -93,33 +98,26 @@ def reference(problem, x, y0, data):
         return np.asarray(y, np.float32), np.asarray(gradient)
 
 
-def mean_loss(loss, public, x, y, rows):
-    mean = jnp.mean(jax.vmap(lambda row: loss(x, y, row))(rows))
-    return mean if public is None else mean + public(x, y)
-
-
 def objectives(problem):
     """Return the mean losses of the lower and the upper level, y first."""
 
-    def lower(y, x, data):
-        return mean_loss(problem.lower, problem.lower_public, x, y, data.lower)
+    def mean_loss(level):
+        loss, public = getattr(problem, level), getattr(problem, f"{level}_public")
 
-    def upper(y, x, data):
-        return mean_loss(problem.upper, problem.upper_public, x, y, data.upper)
+        def value(y, x, data):
+            losses = jax.vmap(lambda row: loss(x, y, row))(getattr(data, level))
+            return jnp.mean(losses) + (public(x, y) if public else 0)
 
-    return lower, upper
+        return value
+
+    return mean_loss("lower"), mean_loss("upper")
 
 
 def jaxopt_at(problem, solve=None):
-    lower, upper = objectives(problem)
-    keywords = {} if solve is None else {"solve": solve}
-    root = jaxopt.implicit_diff.custom_root(jax.grad(lower), **keywords)
+    slope, keywords = jax.grad(objectives(problem)[0]), solve and {"solve": solve}
+    root = jaxopt.implicit_diff.custom_root(slope, **(keywords or {}))
     solution = root(lambda y, x, data: y)
-
-    def run(x, y, data):
-        return jax.grad(lambda x: upper(solution(y, x, data), x, data))(x)
-
-    return run
+    return through(problem, lambda x, y, data: solution(y, x, data))
 
 
 def conjugate_gradients(steps):
@@ -325,13 +323,7 @@ def data_cleaning(num_steps=40):
     if not pages.MNIST.is_file():
         return print(f"data_cleaning: left out, there is no {pages.MNIST.name}")
     data, test, wrong = noisy_digits()
-    loss = loss_of(linear)
-    problem = dpb.BilevelProblem(
-        lambda _, y, record: loss(y, record),
-        lambda x, y, record: jax.nn.sigmoid(x[record["index"]]) * loss(y, record),
-        lower_public=lambda _, y: RIDGE * optax.tree.norm(y, squared=True),
-        x_in_records=("lower",),
-    )
+    problem = weighted_records(loss_of(linear), RIDGE, x_in_records=("lower",))
 
     def scores(x, y):
         right = jnp.argmax(linear(y, test["features"]), 1) == test["label"]
