@@ -22,6 +22,7 @@ from tests.zoo import games as zoo
 from . import pages
 from .pages import ADULT, texts
 from .source_tasks import WORK, encoded, parts
+from .utility import widened
 
 TRAINING, KEYS, TRIALS = 26_000, 10, 2
 RADIUS = 20.0
@@ -116,12 +117,7 @@ def methods(shares, size):
 def models(problem, solver, data, start, count):
     double = isinstance(solver, dpb.games.InexactProximalPoint)  # or rounding is large
     with jax.enable_x64(double):
-        kind = jnp.float64 if double else jnp.float32
-
-        def cast(v):
-            return v.astype(kind) if jnp.issubdtype(v.dtype, jnp.floating) else v
-
-        data, start = jax.tree.map(cast, (data, start))
+        data, start = widened((data, start)) if double else (data, start)
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=TRAINING, w0=start)
         assert plan.report.status is dpb.privacy.Status.ENFORCED
         solver, run = plan.solver, jax.jit(dpb.solve)
@@ -132,20 +128,21 @@ def models(problem, solver, data, start, count):
             yield np.asarray(value[0] if isinstance(value, tuple) else value, "f4")
 
 
-def evaluate(task):
-    data, test, shares = TASKS[task]()
-    zeros = jnp.zeros(data["features"].shape[1])
+def worst_loss(test, shares):
+    """Return a function from a model to the largest mean loss of a group."""
+    groups, loss = len(shares), dpb.logistic_loss
+    return jax.jit(lambda x: jnp.max(dpb.debug.group_losses(loss, x, test, groups)))
 
-    @jax.jit
-    def losses(x):
-        return dpb.debug.group_losses(dpb.logistic_loss, x, test, len(shares))
+
+def evaluate(data, test, shares):
+    zeros, loss = jnp.zeros(data["features"].shape[1]), worst_loss(test, shares)
 
     def worst(problem, solver, count):
         start = zeros
         if isinstance(problem, dpb.games.GroupGame):
             start = dpb.games.group_start(problem, zeros, shares)
         found = models(problem, solver, data, start, count)
-        return [float(jnp.max(losses(x))) for x in found]
+        return [float(loss(x)) for x in found]
 
     rows = {}
     for name, pairs in methods(shares, len(zeros)).items():
@@ -157,17 +154,13 @@ def evaluate(task):
 
 
 def main():
-    tables = []
-    for task in pages.chosen(TASKS):
-        if task.startswith("census") and not ADULT.is_file():
-            print(f"{task}: left out, there is no {ADULT.name}")
-            continue
-        print(task, flush=True)
-        found, unit = evaluate(task), "loss of the worst group"
-        tables.append(pages.by_median(task, found, unit, higher_is_better=False))
-        print(tables[-1], flush=True)
-    if len(tables) == len(TASKS):
-        pages.write(pages.RESULTS / "games.md", tables)
+    names = pages.chosen(TASKS)
+    if not ADULT.is_file():
+        print(f"census: left out, there is no {ADULT.name}")
+        names = [name for name in names if not name.startswith("census")]
+    tasks = {name: TASKS[name]() for name in names}
+    settings = {"higher_is_better": False, "complete": len(tasks) == len(TASKS)}
+    pages.compare("games", tasks, evaluate, "loss of the worst group", **settings)
 
 
 @dataclasses.dataclass(frozen=True)

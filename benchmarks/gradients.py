@@ -10,7 +10,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.per_example import clipping
 
 from . import private_peers
-from .pages import ratios
+from .pages import memory, ratios
 
 PLAIN, GRID = "plain", "grid"
 OURS = (GRID, "grid, no noise", "float", "add or remove")
@@ -170,11 +170,8 @@ def torch_table(works, rows, seconds):
 
 def memory_row(work):
     functions = {n: released(work.loss, n) for n in (GRID, "float")}
-    taken = {}
-    for name, run in {PLAIN: plain(work.loss), **functions}.items():
-        compiled = jax.jit(run).lower(*arguments(work)).compile()
-        memory = compiled.memory_analysis()
-        taken[name] = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    functions[PLAIN] = plain(work.loss)
+    taken = {n: memory(run, *arguments(work)) for n, run in functions.items()}
     return {
         "task": work.name,
         "parameters": work.dimension,

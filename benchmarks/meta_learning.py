@@ -56,21 +56,15 @@ def evaluate(data, test):
 
 def main():
     tasks = {
-        f"generated, {count} training people": (example.generated, count + example.TEST)
+        f"generated, {count} training people": example.generated(count + example.TEST)
         for count in (3000, 1000, 400)  # those that a baseline wins first
     }
-    if pages.MNIST.is_file():
-        tasks["digits, nobody shares an image"] = example.digits, pages.MNIST
-    tables = []
-    for name, (make, given) in tasks.items():
-        data, test = make(given)
-        if make is example.digits:
-            name += f": {len(data['label'])} training people"
-        found = evaluate(data, test)
-        tables.append(pages.by_median(name, found, "accuracy", higher_is_better=True))
-        print(tables[-1], flush=True)
-    if pages.MNIST.is_file():
-        pages.write(pages.RESULTS / "meta_learning.md", tables)
+    if complete := pages.MNIST.is_file():
+        data, test = example.digits(pages.MNIST)
+        name = f"digits, nobody shares an image: {len(data['label'])} training people"
+        tasks[name] = data, test
+    settings = {"higher_is_better": True, "complete": complete}
+    pages.compare("meta_learning", tasks, evaluate, "accuracy", **settings)
 
 
 LOGISTIC = dpb.logistic_loss, tuning.error
@@ -83,6 +77,16 @@ def softmax_loss(model, record):
 
 def softmax_error(model, record):
     return 1.0 - SOFTMAX["correct"](model, record)
+
+
+def tuning_errors(features, label, classes=0):
+    """Return test errors of all methods; 0 `classes` is logistic regression."""
+    data, test = tuning.split(features, label, (2000, 6000))
+    width = data.lower["features"].shape[1]
+    functions = (softmax_loss, softmax_error) if classes else LOGISTIC
+    start = jnp.zeros((width, classes) if classes else width)
+    keys = jax.random.split(jax.random.key(0), KEYS)
+    return tuning.compare(data, test, *functions, start, keys)
 
 
 def tuned_training():
@@ -98,19 +102,7 @@ def tuned_training():
     if pages.ADULT.is_file():
         tasks["census"] = tuning.census(pages.ADULT)
     if pages.MNIST.is_file():
-        tasks["digits"] = mnist(pages.MNIST)
-    keys = jax.random.split(jax.random.key(0), KEYS)
-    tables = []
-    for name, records in tasks.items():
-        data, test = tuning.split(*records, (2000, 6000))
-        width, functions = data.lower["features"].shape[1], LOGISTIC
-        start = jnp.zeros(width)
-        if name == "digits":
-            functions, start = (softmax_loss, softmax_error), jnp.zeros((width, 10))
-        found = tuning.compare(data, test, *functions, start, keys)
-        tables.append(
-            pages.by_median(name, found, "test error", higher_is_better=False)
-        )
-        print(tables[-1], flush=True)
-    if pages.ADULT.is_file() and pages.MNIST.is_file():
-        pages.write(pages.RESULTS / "tuned_training.md", tables)
+        tasks["digits"] = *mnist(pages.MNIST), 10
+    complete = {"census", "digits"} <= set(tasks)
+    settings = {"higher_is_better": False, "complete": complete}
+    pages.compare("tuned_training", tasks, tuning_errors, "test error", **settings)

@@ -50,12 +50,20 @@ def spread(values, form=".4f", ends=(0.25, 0.75)):
     return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
 
 
-def by_median(title, found, unit, *, higher_is_better):
-    """Return a table of methods with medians and quartiles, the worst method first."""
-    rows = sorted(found.items(), key=lambda row: np.median(row[1]))
-    rows = [[method, spread(values)] for method, values in rows]
-    head = ["method", f"{unit} [quartiles]"]
-    return table(head, rows if higher_is_better else rows[::-1], title)
+def compare(name, tasks, measure, unit, *, higher_is_better, complete):
+    """Print a table for each task, the worst method first; write them if complete.
+
+    `tasks` has the arguments of `measure`, which returns the values of each method.
+    """
+    tables, head = [], ["method", f"{unit} [quartiles]"]
+    for title, task in tasks.items():
+        print(title, flush=True)
+        found = sorted(measure(*task).items(), key=lambda row: np.median(row[1]))
+        rows = [[method, spread(values)] for method, values in found]
+        tables.append(table(head, rows if higher_is_better else rows[::-1], title))
+        print(tables[-1], flush=True)
+    if complete:
+        write(RESULTS / f"{name}.md", tables)
 
 
 def best_of(settings, *, higher_is_better):
@@ -135,6 +143,12 @@ def ratios(candidates, *arguments, reference, builds=1, **settings):
     return {
         name: (*measured, np.median(built[name])) for name, measured in times.items()
     }
+
+
+def memory(fun, *arguments):
+    """Return the bytes of results and temporary values, by the compiler's account."""
+    found = jax.jit(fun).lower(*arguments).compile().memory_analysis()
+    return found.temp_size_in_bytes + found.output_size_in_bytes
 
 
 def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter):

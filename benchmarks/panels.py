@@ -19,7 +19,7 @@ from dpbilevel.privacy.accounting.closed_forms import gaussian_delta
 from dpbilevel.privacy.records.people import PerPerson, PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression
 
-from . import gradients, pages
+from . import gradients, pages, utility
 from .table_tasks import DELTA, declared, gaussian_mu, load
 
 KEYS, FEW = 10, 1  # FEW for a million rows
@@ -80,9 +80,8 @@ def losses(table, bounds, epsilon, most):
         models = methods([v[fitted] for v in table], bounds, epsilon, most, key)
         for name, model in models.items():
             found.setdefault(name, []).append(log_loss(model, X[~fitted], y[~fitted]))
-        share = y[fitted].mean()
-        constant = -share * np.log(share) - (1 - share) * np.log1p(-share)
-        found.setdefault("constant answer, not private", []).append(float(constant))
+        constant = utility.constant_answer({"label": y[fitted]})
+        found.setdefault("constant answer, not private", []).append(constant)
     return found
 
 
@@ -116,11 +115,8 @@ def step_costs():
             }
             given = w, rows, grouped, jax.random.key(0)
             found = pages.ratios(runs, *given, reference="plain", repeats=15)
-            taken = []
-            for run in runs.values():
-                memory = jax.jit(run).lower(*given).compile().memory_analysis()
-                taken.append(memory.temp_size_in_bytes + memory.output_size_in_bytes)
-            ratio = f"{found['people'][1]:.2f}", f"{taken[1] / taken[0]:.2f}"
+            plain, people = (pages.memory(run, *given) for run in runs.values())
+            ratio = f"{found['people'][1]:.2f}", f"{people / plain:.2f}"
             lines.append([name, f"{people} x {most}", *ratio])
     return pages.table(["loss", "people x rows", "time", "memory"], lines)
 

@@ -48,16 +48,20 @@ def of_two_levels(name, problem, solvers, data, test, w0, budget, loss=None):
     return name, found, [loss(y) for _, y in found], starts
 
 
-def planned(task, problem, w0, budget, **options):
-    plan = dpb.auto(problem, budget, sizes=task.sizes, w0=w0, **options).trials[0]
-    given = plan.method, problem, [plan.solver], task.data, task.test, w0, budget
+def of_task(task, name, problem, solver, w0, budget):
+    given = name, problem, [solver], task.data, task.test, w0, budget
     return of_two_levels(*given, task.loss)
+
+
+def planned(task, problem, w0, budget):
+    facts = {"sizes": task.sizes, "clip_norm": task.clip, "records": task.records}
+    plan = dpb.auto(problem, budget, w0=w0, **facts).trials[0]
+    return of_task(task, plan.method, problem, plan.solver, w0, budget)
 
 
 def sources(name, budget):
     task = source_tasks.TASKS[name]()
-    options = {"clip_norm": task.clip, "records": task.records}
-    return planned(task, task.problem, task.w0, budget, **options)
+    return planned(task, task.problem, task.w0, budget)
 
 
 def groups_of_features(make, bounds, start, by_hand, budget):
@@ -66,11 +70,10 @@ def groups_of_features(make, bounds, start, by_hand, budget):
     problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups, bounds=bounds)
     w0 = jnp.full_like(task.w0[0], start), task.model
     if not by_hand:
-        return planned(task, problem, w0, budget, clip_norm=task.clip)
+        return planned(task, problem, w0, budget)
     inner = dpb.NoisyGD(8, 1.0, 1.0)
-    solvers = [dpb.PenaltyBilevel(15, 10.0, step_size=5.0, inner=inner)]
-    given = "PenaltyBilevel", problem, solvers, task.data, task.test, w0, budget
-    return of_two_levels(*given, task.loss)
+    solver = dpb.PenaltyBilevel(15, 10.0, step_size=5.0, inner=inner)
+    return of_task(task, "PenaltyBilevel", problem, solver, w0, budget)
 
 
 def worst_group(name, budget):
@@ -80,12 +83,7 @@ def worst_group(name, budget):
     start = dpb.games.group_start(problem, zeros, shares)
     solver, size = dpb.games.GroupDescent(), len(data["label"])
     found = values(problem, solver, budget, size, data, start)
-
-    @jax.jit
-    def worst(x):
-        groups = len(shares)
-        return jnp.max(dpb.debug.group_losses(dpb.logistic_loss, x, test, groups))
-
+    worst = games.worst_loss(test, shares)
     return "GroupDescent", found, [worst(x) for x, _ in found], (worst(zeros),)
 
 
