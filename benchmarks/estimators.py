@@ -16,6 +16,7 @@ import numpy as np
 from sklearn import datasets
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import train_test_split
+from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from dpbilevel.sklearn import DPLogisticRegression, DPMLPClassifier, DPRidge
@@ -74,6 +75,7 @@ def splits(y, keys):
 
 
 def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
+    """Return scores by epsilon, and seconds; an epsilon of None is no privacy."""
     found, seconds = {}, []
     jax.clear_caches()
     for epsilon in epsilons:
@@ -81,8 +83,9 @@ def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
         found[epsilon] = []
         for seed, (fit, test) in enumerate(splits(y, keys)):
             key = jax.random.key(seed, impl="threefry4x32")
+            more = {"key": key} if epsilon else {}
             X_fit, y_fit, start = X[fit], y[fit], time.perf_counter()
-            model.fit(X_fit, y_fit, key=key)
+            model.fit(X_fit, y_fit, **more)
             seconds.append(time.perf_counter() - start)
             found[epsilon].append(model.score(X[test], y[test]))
     return found, seconds
@@ -90,14 +93,9 @@ def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
 
 def without_privacy(model, X, y, keys=KEYS):
     """NON-PRIVATE scores, the same for every epsilon, and seconds."""
-    values, seconds = [], []
-    for fit, test in splits(y, keys):
-        X_fit, start = X[fit], time.perf_counter()
-        scale = StandardScaler().fit(X_fit)
-        model.fit(scale.transform(X_fit), y[fit])
-        seconds.append(time.perf_counter() - start)
-        values.append(model.score(scale.transform(X[test]), y[test]))
-    return dict.fromkeys(EPSILONS, values), seconds
+    scaled = make_pipeline(StandardScaler(), model)
+    found, seconds = scores(lambda _: scaled, X, y, (None,), keys)
+    return dict.fromkeys(EPSILONS, found[None]), seconds
 
 
 def by_peer(kind, X, y, epsilons=EPSILONS, keys=KEYS, **options):

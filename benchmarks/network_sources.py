@@ -139,20 +139,19 @@ def main():
         w0 = jnp.zeros(SOURCES), jnp.zeros((test["features"].shape[1], classes))
         good = np.flatnonzero(np.asarray(data.lower["source"]) < SOURCES // 2)
         clean = dpb.Levels(data.upper, jax.tree.map(lambda v, g=good: v[g], data.lower))
-        sizes = dpb.Sizes(UPPER, LOWER[kind], "disjoint")
         for epsilon in EPSILONS:
             budget, found = dpb.PrivacyBudget(epsilon, 1e-5), {}
             for name, solver in methods().items():
                 records = clean if name == "oracle" else data
-                of = dpb.Sizes(UPPER, len(records.lower["label"]), "disjoint")
-                plan = dpb.calibrate(
-                    problem, solver, budget, sizes=of, precision="float"
-                )
+                sizes = problem.sizes_of(records, "disjoint")
+                options = {"sizes": sizes, "precision": "float"}
+                plan = dpb.calibrate(problem, solver, budget, **options)
                 found[name] = accuracy(problem, plan.solver, records, w0, test)
-            plan = plans.get((classes, epsilon)) or dpb.auto(
-                problem, budget, sizes=sizes, w0=w0, clip_norm=1.5
-            )
-            plans[classes, epsilon] = plan
+            if (classes, epsilon) not in plans:
+                sizes = problem.sizes_of(data, "disjoint")
+                options = {"sizes": sizes, "w0": w0, "clip_norm": 1.5}
+                plans[classes, epsilon] = dpb.auto(problem, budget, **options)
+            plan = plans[classes, epsilon]
             chosen = f"`auto`: {type(plan.solver).__name__}"
             found[chosen] = accuracy(problem, plan.solver, data, w0, test)
             pooled, oracle = found["one level, all records"], found["oracle"]
@@ -160,7 +159,3 @@ def main():
                 closed = (value - pooled) / (oracle - pooled)
                 row = kind, f"{epsilon:g}", name, f"{value:.3f}", f"{closed:.2f}"
                 print(f"| {' | '.join(row)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from dpbilevel.cli.tables import read_csv
 
 from . import pages
 from .source_tasks import classified, encoded, parts
-from .utility import TAIL, exact_search, judged, planned, table
+from .utility import TAIL, exact_search, judged, planned, table, widened
 
 TRAINING, VALIDATION, TEST = 6000, 2000, 12_000
 FEATURES, NOISE = 100, 2.7
@@ -36,25 +36,17 @@ class Task:
     test: dict
     groups: np.ndarray  # of each feature
     useful: np.ndarray  # 1 for features that are no noise
+    problem: dpb.BilevelProblem  # one penalty per group
+    w0: tuple  # least penalties and the model's start
     loss = staticmethod(dpb.logistic_loss)
     correct = staticmethod(classified)
     clip = float(np.hypot(1, NOISE))  # about the norm of a record
     records = None  # for `auto`: the model is linear
 
     @property
-    def problem(self):
-        """One penalty per group."""
-        return dpb.penalty_tuning(dpb.logistic_loss, self.groups, bounds=(LOW, HIGH))
-
-    @property
     def model(self):
         """The start of the model."""
-        return jnp.zeros(len(self.groups))
-
-    @property
-    def w0(self):
-        """Least penalties and the model's start."""
-        return jnp.full(int(self.groups.max()) + 1, LOW), self.model
+        return self.w0[1]
 
     @property
     def sizes(self):
@@ -92,7 +84,9 @@ def noisy(name, columns, noise_groups, seed=0):
     rows = np.split(order, np.cumsum([TRAINING, VALIDATION, TEST]))[:3]
     lower, upper, test = parts(features, label, rows)
     useful = (np.arange(len(groups)) < len(column)).astype("f4")
-    return Task(name, dpb.Levels(upper, lower), test, groups, useful)
+    problem = dpb.penalty_tuning(dpb.logistic_loss, groups, bounds=(LOW, HIGH))
+    w0 = jnp.full(int(groups.max()) + 1, LOW), jnp.zeros(len(groups))
+    return Task(name, dpb.Levels(upper, lower), test, groups, useful, problem, w0)
 
 
 def descent(steps, size, clip=1.0):
@@ -245,12 +239,9 @@ def implicit(count=11, upper=1000, lower=20_000):
         return print(f"implicit: left out, there is no {pages.ADULT.name}")
     jax.config.update("jax_enable_x64", True)
     features, label = encoded(read_csv(pages.ADULT))
-    records = {"features": features, "label": label}
     order = np.random.default_rng(0).permutation(len(label))
     rows = order[:upper], order[upper : upper + lower]
-    data = dpb.Levels(
-        *({k: jnp.asarray(v[i], jnp.float64) for k, v in records.items()} for i in rows)
-    )
+    data = widened(dpb.Levels(*parts(features, label, rows)))
     size = data.lower["features"].shape[1]
     groups = np.arange(size) * count // size
     problem = dpb.linear_tuning(dpb.Logistic(), groups, bounds=(-6.0, 1.0))

@@ -96,18 +96,20 @@ def bilevel_rows(n, d, seconds):
     single_loop = dpb.SingleLoopBilevel(1, **sizes)
     for counted, solver in ((inner_steps, penalty), ("1 gradient", single_loop)):
         solver = noisy(solver, problem.sizes_of(data, "disjoint"))
-        private = stepped(problem, solver)
-        arguments = solver.init(problem, start), start, data, jax.random.key(0)
-        name = type(solver).__name__
-        yield row(name, text, counted, private, public, arguments, seconds)
+        yield step_row(text, counted, problem, solver, public, (start, data), seconds)
+
+
+def step_row(text, counted, problem, solver, public, arguments, seconds):
+    def private(state, start, data, key):
+        return solver.step(problem, data, state, key=key)
+
+    arguments = solver.init(problem, arguments[0]), *arguments, jax.random.key(0)
+    name = type(solver).__name__
+    return row(name, text, counted, private, public, arguments, seconds)
 
 
 def noisy(solver, sizes):
     return solver.with_noise(1.0).with_precision("grid").with_sizes(sizes)
-
-
-def stepped(problem, solver):
-    return lambda state, start, data, key: solver.step(problem, data, state, key=key)
 
 
 def payoff(x, y, record):
@@ -129,11 +131,9 @@ def extragradient_row(n, d, seconds):
 
         return moved(moved(start))
 
-    name, text = "NoisyExtragradient", f"shifted features, n = {n}, d = {d}"
-    private, records = stepped(problem, solver), workloads.logistic(n, d).records
-    arguments = solver.init(problem, start), start, records, jax.random.key(0)
-    counted = "1 step (2 operators)"
-    return row(name, text, counted, private, public, arguments, seconds)
+    text, counted = f"shifted features, n = {n}, d = {d}", "1 step (2 operators)"
+    arguments = start, workloads.logistic(n, d).records
+    return step_row(text, counted, problem, solver, public, arguments, seconds)
 
 
 def epoch_row(n, batches, widths, seconds):

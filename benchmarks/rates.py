@@ -134,8 +134,7 @@ def solvers(setting, problem):
     noise_y = min(1.0, setting.noise(min(setting.dimension_x, setting.dimension_y)))
     penalty = 2 * min(1.0, setting.noise(setting.dimension_y)) ** (-1 / 3)
     large, last = 4 / noise_x / STEPS, dpb.outputs.Last()
-    implicit = dpb.ImplicitBilevel(STEPS, step_size=large, output=last)
-    yield "implicit", proved, implicit
+    yield "implicit", proved, dpb.ImplicitBilevel(STEPS, step_size=large, output=last)
     single = {"step_size": 1 / noise_y / STEPS, "lower_step_size": 0.5}
     loop = dpb.SingleLoopBilevel(STEPS, linear_step_size=0.5, **single)
     yield "single loop", proved, loop
@@ -146,8 +145,7 @@ def solvers(setting, problem):
     yield "F2SA", problem, first_order
     difference = dpb.bilevel.FiniteDifferenceBilevel(STEPS, **single)
     yield "finite difference", problem, difference
-    tuned = localized(setting, problem)
-    yield "Algorithms 1 + 2, tuned", problem, tuned
+    yield "Algorithms 1 + 2, tuned", problem, localized(setting, problem)
     if setting != Setting(setting.records):
         return
     if setting.records <= DRAWN:

@@ -234,7 +234,7 @@ def best(task, budget, candidates):
     losses, accuracies = np.transpose(rows)
     return {
         "loss": float(np.median(losses)),
-        "quartiles": tuple(np.quantile(losses, (0.25, 0.75))),
+        "losses": pages.spread(losses),
         "accuracy": float(np.median(accuracies)),
     }
 
@@ -270,10 +270,8 @@ def table(result, *, worst_first=False):
     rows = sorted(result["rows"].items(), key=lambda item: item[1]["loss"])
     cells = []
     for method, values in reversed(rows) if worst_first else rows:
-        low, high = values["quartiles"]
-        loss = f"{values['loss']:.4f} [{low:.4f}, {high:.4f}]"
         last = f"{values['accuracy']:.3f}", f"{values['gap']:.2f}"
-        cells.append([method, loss, *last])
+        cells.append([method, values["losses"], *last])
     head = ["method", "test loss [quartiles]", "accuracy", "gap closed"]
     title = f"{result['task']}, epsilon {result['epsilon']:g}"
     return pages.table(head, cells, title)
