@@ -1,7 +1,7 @@
 """Clipped gradients: rows of their time and memory over those of a plain gradient."""
 
 import functools
-import time
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +88,12 @@ def hardware():
 
 
 def best(fun, *arguments):
-    fun, times = jax.jit(fun), []
-    for _ in range(31):
-        start = time.perf_counter()
-        jax.block_until_ready(fun(*arguments))
-        times.append(time.perf_counter() - start)
-    return min(times)
+    compiled = jax.jit(fun)
+
+    def run():
+        jax.block_until_ready(compiled(*arguments))
+
+    return min(timeit.repeat(run, repeat=31, number=1))
 
 
 def least_time(work):

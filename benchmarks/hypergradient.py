@@ -35,10 +35,9 @@ def logistic(n, d):
     features = rng.normal(size=(n, d)) * np.exp(-np.arange(d) / d * 4)
     signal = features @ rng.normal(size=d)
     label = np.sign(signal + 0.5 * rng.normal(size=n))
-    rows = {"features": features, "label": label}
-    rows = jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), rows)
+    records = features.astype("f4"), label.astype("f4")
     problem = dpb.penalty_tuning(dpb.logistic_loss, jnp.arange(d))
-    data = dpb.Levels(jax.tree.map(lambda v: v[: n // 4], rows), rows)
+    data = dpb.Levels(*parts(*records, (slice(n // 4), slice(n))))
     return problem, data, jnp.full(d, -6.0), jnp.zeros(d)
 
 
@@ -106,7 +105,7 @@ def objectives(problem):
 
         def value(y, x, data):
             losses = jax.vmap(lambda row: loss(x, y, row))(getattr(data, level))
-            return jnp.mean(losses) + (public(x, y) if public else 0)
+            return jnp.mean(losses) + (public(x, y) if public else 0.0)
 
         return value
 
@@ -114,8 +113,9 @@ def objectives(problem):
 
 
 def jaxopt_at(problem, solve=None):
-    slope, keywords = jax.grad(objectives(problem)[0]), solve and {"solve": solve}
-    root = jaxopt.implicit_diff.custom_root(slope, **(keywords or {}))
+    slope = jax.grad(objectives(problem)[0])
+    keywords = {} if solve is None else {"solve": solve}
+    root = jaxopt.implicit_diff.custom_root(slope, **keywords)
     solution = root(lambda y, x, data: y)
     return through(problem, lambda x, y, data: solution(y, x, data))
 

@@ -20,6 +20,7 @@ from dpbilevel.privacy.records.people import PerPerson, PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression
 
 from . import gradients, pages, utility
+from .real_tables import LABELS
 from .table_tasks import DELTA, declared, gaussian_mu, load
 
 KEYS, FEW = 10, 1  # FEW for a million rows
@@ -66,8 +67,7 @@ def methods(table, bounds, epsilon, most, key):
 
 
 def log_loss(model, X, y):
-    chances = np.clip(model.predict_proba(X)[:, 1], 1e-12, 1 - 1e-12)
-    return float(-np.mean(np.where(y, np.log(chances), np.log1p(-chances))))
+    return float(LABELS.measures["log loss"](y, model.decision_function(X)))
 
 
 def losses(table, bounds, epsilon, most):

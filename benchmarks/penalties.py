@@ -216,11 +216,8 @@ def contributions(problem, x, data, size):
     def lower(y):
         return dpb.debug.lower_objective(problem, x, y, data)
 
-    def newton(y, _):
-        step = jnp.linalg.solve(jax.hessian(lower)(y), jax.grad(lower)(y))
-        return y - step, None
-
-    y, _ = jax.lax.scan(newton, jnp.zeros(size), length=12)
+    newton = dpb.oracles.NewtonCG(tolerance=1e-11)
+    y, _ = dpb.oracles.lower_solve(problem, x, data, y0=jnp.zeros(size), solver=newton)
 
     def slope(x):
         return jax.grad(lambda y: dpb.debug.lower_objective(problem, x, y, data))(y)

@@ -20,9 +20,10 @@ import numpy as np
 import dpbilevel as dpb
 
 from . import gradients, pages, workloads
+from .source_tasks import parts
 
 PAGE = pages.RESULTS / "performance.md"
-SIZES = pages.ROOT / "benchmarks/performance.toml"
+FILE = pages.ROOT / "benchmarks/performance.toml"
 INNER = 10  # steps of the lower level
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
 
@@ -57,10 +58,9 @@ def weighting(n, d):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(n, d))
     features /= np.linalg.norm(features, axis=1, keepdims=True)
-    lower = {"features": features, "label": np.sign(rng.normal(size=n))}
-    lower = {name: jnp.asarray(v, jnp.float32) for name, v in lower.items()}
+    records = features.astype("f4"), np.sign(rng.normal(size=n)).astype("f4")
+    upper, lower = parts(*records, (slice(n // 4), slice(n)))
     lower["source"] = jnp.asarray(rng.integers(0, 8, n), jnp.int32)
-    upper = {key: lower[key][: n // 4] for key in ("features", "label")}
     return dpb.source_weighting(dpb.logistic_loss, 8), dpb.Levels(upper, lower)
 
 
@@ -160,7 +160,8 @@ def epoch_row(n, batches, widths, seconds):
     return row(name, text, "1 epoch", private, public, arguments, seconds)
 
 
-def gradient_tables(sizes):
+def gradient_rows(sizes):
+    """Return the workloads without their records, and the row of each."""
     works, rows = [], []
     for name in sizes["gradients"]:
         work = workloads.named(name)
@@ -168,58 +169,25 @@ def gradient_tables(sizes):
         # Without their records, which would fill the memory of all later rows.
         works.append(dataclasses.replace(work, records=(None, range(work.size))))
         print("|", *(f"{cell(v)} |" for v in rows[-1].values()), flush=True)
-    bandwidth, rate = gradients.hardware()
-    yield Table(
-        "Clipped gradients",
-        "Clipped, summed and released with noise, over the plain gradient of the mean "
-        "loss. `grid` and `float` are the precisions of `clipped_mean` under "
-        "replace-one, `add or remove` is `grid` under the other relation. Rows where "
-        "another library is faster than `grid` stand first, with its name. "
-        f"Left out (-): a library that is not installed, or more than "
-        f"{gradients.memory_limit() / 1e9:.0f} GB of per-record gradients. `% of "
-        f"hardware` compares with reading the records once at {bandwidth / 1e9:.1f} "
-        f"GB/s or the plain gradient's operations at {rate / 1e9:.0f} GFLOP/s, what "
-        "takes longer; a long sum and a matrix product are that fast here.",
-        gradients.losses_first(rows),
-    )
-    peers = gradients.torch_table(works, rows, sizes["seconds"])
-    yield Table(
-        "Beside PyTorch",
-        "Opacus and PyTorch on the same shapes, in a process of their own: a private "
-        "step (per-sample gradients, or ghost clipping) over PyTorch's plain gradient."
-        if peers
-        else "PyTorch or Opacus is not installed.",
-        gradients.losses_first(peers),
-    )
-
-
-def memory_table(sizes):
-    return Table(
-        "Memory",
-        "Temporary memory and results of the compiled step, by the compiler's account, "
-        "without the records; `grid` and `float` over plain.",
-        [gradients.memory_row(workloads.named(name)) for name in sizes["memory"]],
-    )
-
-
-def solver_table(sizes):
-    rows = [
-        *bilevel_rows(*sizes["bilevel"], sizes["seconds"]),
-        extragradient_row(*sizes["saddle"], sizes["seconds"]),
-        epoch_row(*sizes["epoch"], sizes["seconds"]),
-    ]
-    return Table(
-        "Solvers",
-        "A step in precision `grid`, noise and projections included, over a public one "
-        "of the same problem.",
-        rows,
-    )
+    return works, rows
 
 
 def tables(sizes):
-    yield from gradient_tables(sizes)
-    yield memory_table(sizes)
-    yield solver_table(sizes)
+    texts = tomllib.loads(FILE.read_text())["texts"]
+    works, rows = gradient_rows(sizes)
+    bandwidth, rate = (value / 1e9 for value in gradients.hardware())
+    facts = {"memory": gradients.memory_limit() / 1e9, "rate": rate}
+    text = texts["gradients"].format(bandwidth=bandwidth, **facts)
+    yield Table("Clipped gradients", text, gradients.losses_first(rows))
+    peers = gradients.torch_table(works, rows, sizes["seconds"])
+    text = texts["peers" if peers else "no peers"]
+    yield Table("Beside PyTorch", text, gradients.losses_first(peers))
+    rows = [gradients.memory_row(workloads.named(name)) for name in sizes["memory"]]
+    yield Table("Memory", texts["memory"], rows)
+    rows = [*bilevel_rows(*sizes["bilevel"], sizes["seconds"])]
+    rows.append(extragradient_row(*sizes["saddle"], sizes["seconds"]))
+    rows.append(epoch_row(*sizes["epoch"], sizes["seconds"]))
+    yield Table("Solvers", texts["solvers"], rows)
 
 
 def machine():
@@ -249,7 +217,7 @@ def main():
     page = PAGE if on_cpu else PAGE.with_name("performance_gpu.md")
     parts = [machine()]
     print(parts[0], flush=True)
-    sizes = tomllib.loads(SIZES.read_text())
+    sizes = tomllib.loads(FILE.read_text())
     for table in tables(sizes["quick" if quick else "full" if on_cpu else "gpu"]):
         parts.append(str(table))
         print(f"\n{table}", flush=True)
