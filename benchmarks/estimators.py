@@ -22,7 +22,6 @@ from sklearn.preprocessing import StandardScaler
 from dpbilevel.sklearn import DPLogisticRegression, DPMLPClassifier, DPRidge
 
 from . import pages
-from .pages import ADULT, MNIST
 from .source_tasks import mnist
 from .table_tasks import EPSILONS, declared, in_other_process
 
@@ -33,7 +32,7 @@ TIMES = "Seconds of one fit"
 
 def census(categories):
     """Features, incomes and public bounds; the numbers of the notebook, or all."""
-    names, *rows = (line.strip().split(",") for line in ADULT.open())
+    names, *rows = (line.strip().split(",") for line in pages.ADULT.open())
     columns = dict(zip(names, np.asarray(rows).T, strict=True))
     table = declared()["census"]
     parts = [columns[name].astype(float)[:, None] for name in table.numbers]
@@ -54,7 +53,7 @@ def rounded(X):
 
 def tasks():
     found = {}
-    if ADULT.is_file():
+    if pages.ADULT.is_file():
         found["census, 5 numbers (its notebook)"] = (*census(False), 2.0)
         found["census, all columns"] = (*census(True), 3.0)
     X, y = datasets.load_iris(return_X_y=True)
@@ -63,8 +62,8 @@ def tasks():
     found["breast cancer"] = X, y, rounded(X), 3.0
     X, y = datasets.load_digits(return_X_y=True)
     found["digits"] = X, y, np.asarray([[0.0] * 64, [16.0] * 64]), 4.0
-    if MNIST.is_file():
-        X, y = mnist(MNIST)
+    if pages.MNIST.is_file():
+        X, y = mnist(pages.MNIST)
         found["MNIST, 14 x 14 (held out)"] = X, y, np.asarray([[0.0], [1.0]]), 10.0
     return found
 
@@ -193,8 +192,9 @@ def main():
     wanted = {TIMES: times}  # first, while nothing is compiled or planned
     for given in listed():
         wanted[given[0]] = functools.partial(of_task, *given)
+    found = pages.ADULT.is_file() and pages.MNIST.is_file()
     for name in pages.chosen(wanted):
         measured = wanted[name]()
         print(measured, flush=True)
-        if os.environ.get("DIFFPRIVLIB") and ADULT.is_file() and MNIST.is_file():
+        if os.environ.get("DIFFPRIVLIB") and found:
             keep(measured)

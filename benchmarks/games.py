@@ -20,7 +20,6 @@ from dpbilevel.games.base import TheoremConstants
 from tests.zoo import games as zoo
 
 from . import pages
-from .pages import ADULT, texts
 from .source_tasks import WORK, encoded, parts
 from .utility import widened
 
@@ -44,11 +43,11 @@ def split(features, label, group, shares):
 
 
 def census(groups, columns=None):
-    table = read_csv(ADULT)
+    table = read_csv(pages.ADULT)
     features, label = encoded(table, columns)
-    male = (texts(table, "sex") == "Male").astype(int)
+    male = (pages.texts(table, "sex") == "Male").astype(int)
     races = ["White", "Black", "Asian-Pac-Islander"]
-    race = [races.index(r) if r in races else 3 for r in texts(table, "race")]
+    race = [races.index(r) if r in races else 3 for r in pages.texts(table, "race")]
     race = np.array(race)
     group, shares = {
         "sex and income": (2 * male + (label > 0), (0.29, 0.04, 0.47, 0.20)),
@@ -155,8 +154,8 @@ def evaluate(data, test, shares):
 
 def main():
     names = pages.chosen(TASKS)
-    if not ADULT.is_file():
-        print(f"census: left out, there is no {ADULT.name}")
+    if not pages.ADULT.is_file():
+        print(f"census: left out, there is no {pages.ADULT.name}")
         names = [name for name in names if not name.startswith("census")]
     tasks = {name: TASKS[name]() for name in names}
     settings = {"higher_is_better": False, "complete": len(tasks) == len(TASKS)}
