@@ -257,7 +257,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
         References:
             Gopi, Lee and Liu, Theorem 29; Lowy and Liu, Theorem B.8, whose $G$ is not
-            the sensitivity (docs/mathematics.md).
+            the sensitivity (docs/errata.md).
         """
         owner = "RegularizedExponentialMechanism.from_theorem"
         _checks.instance(owner, (FiniteSum, BilevelProblem), problem=problem)

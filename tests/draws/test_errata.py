@@ -1,4 +1,4 @@
-"""Counter-examples of docs/mathematics.md to printed statements about draws."""
+"""Counter-examples of docs/errata.md to printed statements about draws."""
 
 import numpy as np
 
