@@ -94,7 +94,12 @@ class Resolvent:
         return self._largest * diameter * self.contraction**self.steps
 
     def step_rounding(self, dtype: DTypeLike) -> Number:
-        r"""Return $\omega$, the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$."""
+        r"""Return $\omega$, the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
+
+        To first order in the unit roundoff it bounds how far one computed step is from
+        the exact one. It counts the operators of records, exact to 32 units, the margin
+        of the clip, sums, the public operator, the step and the projection.
+        """
         moved = self._largest / self.strength
         operator = self._operator_rounding(dtype) / self.strength
         return operator + self._projection_rounding(dtype, moved)

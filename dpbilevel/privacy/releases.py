@@ -179,10 +179,12 @@ class AbstractNoisyRelease(AbstractRelease):
 
     @property
     def deviation(self) -> Any:
-        """Bound on the standard deviation of a released value in any direction.
+        r"""Bound on the standard deviation of a released value in any direction.
 
-        Of the noise and of the choice of a batch: the square of a clipped value along a
-        direction is at most that of the clip norm. Numbers may be traced.
+        It is $s$ with $s^2 = \sigma^2 + (\sum_j C_j / \sqrt{m_j})^2$: $\sigma$ is the
+        noise of a coordinate, and the sum is over the levels $j$ whose batches are
+        drawn. A mean of $m_j$ records that are clipped at $C_j$ deviates by at most
+        $C_j / \sqrt{m_j}$ along a direction. Numbers may be traced.
         """
         factor = self.mechanism.deviation * self.neighbours.contributions
         noise = batches = 0.0
