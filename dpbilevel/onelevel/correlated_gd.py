@@ -31,7 +31,9 @@ class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
     It is for batches that come in a fixed order. If batches can be drawn at random,
     `NoisyGD` with `Poisson` was better at equal budget (the page "Correlated noise"
     of the results). On full batches no correlation makes the noise in the sum of all
-    steps smaller.
+    steps smaller. A record of sensitivity $S$ moves the sum of $T$ steps by up to $T
+    S$. So under $\mu$-GDP an unbiased estimate of the sum has a deviation of at least
+    $T S / \mu$, which independent noise attains.
 
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
     \tilde g_t = \frac{1}{m} \sum_{i \in B_t} \mathrm{clip}_C(\nabla \ell(w_t, z_i)) +

@@ -130,6 +130,13 @@ class Moments(AbstractBeforehand):
     @property
     @override
     def terms(self) -> Terms:
+        r"""`Terms` of the release; noise that hides a typical eigenvalue is too much.
+
+        For $p$ parameters a matrix of noise $\sigma$ has a norm of about $\sigma
+        \sqrt{2 p}$. For $d$ features a typical eigenvalue of $H$ is $.85 \max \phi'' /
+        d$. The norm may be at most half of the eigenvalue at a fifth of the squared
+        budget. Both follow from public numbers.
+        """
         typical = self.curvature * FEATURES**2 / self.width
         unit = typical / math.sqrt(2 * self.parameters)
         norm = self.curvature * math.sqrt(1 + _SQUARES**2)
