@@ -93,7 +93,7 @@ class AbstractSum(abc.ABC):
         $\Lambda = 1$, others `STRETCH`. If all others keep their rows it is $R$, the
         root of the sum, over both kinds, of the squares of
         $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$; where a
-        record joins them, $2 R + \sqrt d \, 2^{-24}$ with $d$ numbers in all leaves;
+        record joins them, $2 R + \sqrt d \, 2^{-24}$ with $d$ numbers in these leaves;
         else $2 n (\sum \Lambda^2 \max_l \gamma_l^2)^{1/2} + \sqrt{\sum_l g_l^2 d_l}
         2^{-23}$ with $g_l$ groups in all. The derivation is in docs/mathematics.md.
         """
