@@ -16,8 +16,7 @@ from jaxtyping import Array, PyTree
 from typing_extensions import override
 
 from .._checks import Number
-from ..core.curvature import float_array, overshooting_row
-from ..core.descent import Descent
+from ..core.descent import Descent, float_array, overshooting_row
 from ..core.proximal import operator, smooth_part
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People

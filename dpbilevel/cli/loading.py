@@ -13,7 +13,7 @@ from ..core.levels import check_disjoint_ids
 from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
 from ..privacy.queries import RECORDS
-from ..privacy.records.copies import copies
+from ..privacy.records.disk import copies
 from ..privacy.records.people import PersonUnit
 from .columns import CUT, UNUSABLE, Label, Records
 from .config import Config

@@ -1,5 +1,6 @@
-"""Steps along released gradients: optax rules, projected onto a set."""
+"""Steps along released gradients, and forecasts of steps that are too long."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -7,9 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
+from ..privacy.rows import ForecastRow
 from ..sets import AbstractSet
 
 
@@ -70,8 +73,9 @@ class SkippedUpdates(eqx.Module):
 
 def rejected_updates(state: PyTree) -> Int[Array, ""]:
     """Return the number of updates skipped in a run so far, as counted in its state."""
-    nodes = jax.tree.leaves(state, is_leaf=_counts)
-    return SkippedUpdates.none().plus(*(v.count for v in nodes if _counts(v))).count
+    nodes = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, SkippedUpdates))
+    counts = (v.count for v in nodes if isinstance(v, SkippedUpdates))
+    return SkippedUpdates.none().plus(*counts).count
 
 
 class Memory(eqx.Module):
@@ -84,6 +88,8 @@ class Memory(eqx.Module):
 # A step was too long if the gradient after it points back along it by more than this
 # fraction of the slope before it, plus this number of standard deviations.
 _OVERSHOT, _SURELY = 0.5, 3.0
+# Of a power iteration.
+_ITERATIONS, _ACCURACY = 100, 1e-4
 
 
 class Descent(eqx.Module):
@@ -291,5 +297,115 @@ def _fits(new: Array, old: Array) -> Bool[Array, ""]:
     return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))  # as norms need
 
 
-def _counts(node: object) -> bool:
-    return isinstance(node, SkippedUpdates)
+def overshooting_row(
+    step_size: Any, public_gradient: Callable[[PyTree], PyTree], w0: PyTree
+) -> tuple[ForecastRow, ...]:
+    """Return a tuple: a `ForecastRow` if steps overshoot the public terms, or empty.
+
+    Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
+    `Descent.curvature_limited` prevents that while a solver runs, at the cost of
+    shorter steps in all coordinates.
+
+    Args:
+        step_size: A number, or a `Rule`, about whose steps nothing is known.
+        public_gradient: The gradient of the public terms.
+        w0: The point at which they are evaluated.
+
+    Returns:
+        No row if step size times curvature is at most 2.
+    """
+    if isinstance(step_size, Rule):
+        return ()
+    w0 = jax.tree.map(float_array, w0)
+    curvature, step_size = largest_curvature(public_gradient, w0), float(step_size)
+    if step_size * curvature <= 2:
+        return ()
+    known: Any = {"step_size": step_size, "public_curvature": curvature}
+    return (ForecastRow("steps", from_start=True, **known),)
+
+
+def unstable_row(
+    step_size: Any, smoothness: float | None, momentum: float | None = None
+) -> tuple[ForecastRow, ...]:
+    r"""Return a tuple: a `ForecastRow` if steps are too long for the losses, or empty.
+
+    Args:
+        step_size: A number, or a `Rule`, about whose steps nothing is known.
+        smoothness: $\beta$, a bound on the curvature of every record's loss, such as
+            $R^2 / 4$ for a logistic, $R^2$ for a squared and $R^2 / 2$ for a softmax
+            loss of rows of norm at most $R$; `None` if none is declared.
+        momentum: $\mu$ of Nesterov's steps, or `None` for plain ones.
+
+    Returns:
+        No row if step size times $\beta$ is at most 2, or $(2 + 2 \mu) / (1 + 2 \mu)$
+        with momentum.
+    """
+    if isinstance(step_size, Rule) or smoothness is None:
+        return ()
+    most = 2 if momentum is None else (2 + 2 * momentum) / (1 + 2 * momentum)
+    if step_size * smoothness <= most:
+        return ()
+    known: Any = {"step_size": float(step_size), "record_curvature": float(smoothness)}
+    return (ForecastRow("steps", stable_product=float(most), from_start=True, **known),)
+
+
+def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
+    """Estimate the largest eigenvalue of a Hessian from below, by power iteration.
+
+    Args:
+        gradient: The gradient of a function without data.
+        w: The point, of floats.
+
+    Returns:
+        Infinity if the Hessian is not finite, or too large for the floats.
+    """
+    if not jax.tree.leaves(w):
+        return 0.0
+    found = _eigenvalue(gradient, w, 0.0)
+    if found < 0:  # the largest in absolute value; a shift finds the largest one
+        found = _eigenvalue(gradient, w, -found)
+    return found if math.isfinite(found) else math.inf
+
+
+def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
+    """Return the eigenvalue of a Hessian that is farthest from `-shift`."""
+
+    # Compiled, as the steps of the solver are.
+    @jax.jit
+    def iterated(w: PyTree, shift: Float[Array, ""]) -> Float[Array, ""]:
+        flat, unravel = ravel_pytree(w)
+
+        def product(v):
+            return ravel_pytree(jax.jvp(gradient, (w,), (unravel(v),))[1])[0]
+
+        def unit(v):
+            # The largest entry divides first: squares would overflow.
+            largest = jnp.max(jnp.abs(v))
+            v = v / jnp.where(largest > 0, largest, 1)
+            return v / jnp.where(largest > 0, jnp.linalg.norm(v), 1)
+
+        def moves(state):
+            count, _, before, found = state
+            moved = jnp.abs(found - before) > _ACCURACY * jnp.abs(found)
+            return (count < 2) | ((count < _ITERATIONS) & moved)  # stops at NaN
+
+        def iterate(state):
+            count, v, _, before = state
+            along = product(v)
+            v_next = unit(along + shift.astype(v.dtype) * v)
+            return count + 1, v_next, before, v @ along
+
+        # Entries of different sizes and signs in every leaf.
+        start = unit(jnp.cos(jnp.arange(flat.size, dtype=flat.dtype)))
+        zero = jnp.zeros((), flat.dtype)
+        return jax.lax.while_loop(moves, iterate, (0, start, zero, zero))[-1]
+
+    with jax.numpy_dtype_promotion("standard"):  # leaves may be of several dtypes
+        return float(iterated(w, jnp.asarray(shift)))
+
+
+def float_array(value: Any) -> jax.Array:
+    """Convert a value to a JAX array of floats, so that derivatives exist."""
+    value = jnp.asarray(value)
+    floating = jnp.issubdtype(value.dtype, jnp.inexact)
+    return value if floating else value.astype(jnp.result_type(float))

@@ -11,8 +11,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import People
-from ..privacy.records.copies import copies
-from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.disk import OnDisk, copies, shapes_of
 from ..privacy.records.people import words
 from ..privacy.records.stores import AbstractStore
 

@@ -13,8 +13,17 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive, ProperFraction
-from ..core.curvature import overshooting_row, unstable_row
-from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule, scaled
+from ..core.descent import (
+    Descent,
+    LastStep,
+    Memory,
+    Rule,
+    StepSize,
+    as_rule,
+    overshooting_row,
+    scaled,
+    unstable_row,
+)
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.noise import PRNGKey, derive, step_keys

@@ -1,14 +1,18 @@
-"""Linear models on a row of features and a constant, and plans of their descents."""
+"""Classifiers, linear models on features and a constant, plans of their descents."""
 
+import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.special
 from jaxtyping import Array, Bool, Float, Int
+from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 from typing_extensions import override
 
@@ -24,9 +28,9 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import AbstractRelease
+from .base import PrivateEstimator
 from .beforehand import PublicSize, with_nan
-from .classifier import PrivateClassifier
-from .declared import Frame
+from .declared import Frame, declared, index_of
 
 # Length of a row at the unit and of the constant, together 1. A longer constant leaves
 # less clip norm to the features; a shorter one is learned more slowly.
@@ -97,6 +101,71 @@ def ridge_on(
         return weight * jnp.sum(weights * weights)
 
     return penalty
+
+
+class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
+    """A private estimator of declared classes.
+
+    Attributes:
+        classes_: The declared classes, sorted.
+        constant_accuracy_: The released accuracy of the best constant answer.
+    """
+
+    classes: Any
+
+    classes_: np.ndarray
+
+    @property
+    def constant_accuracy_(self) -> float:
+        """Released fraction of the most frequent class; NaN if it was not released.
+
+        It is the accuracy of the best constant answer on records like those of `fit`.
+        """
+        check_is_fitted(self, "records_check_")
+        found = self.records_check_.constant_accuracy
+        return math.nan if found is None else found
+
+    def _read_labels(
+        self, y: Any, table: Float[np.ndarray, "n d"], name: str = "y"
+    ) -> Int[np.ndarray, " n"]:
+        """Set the declared classes; return the number of each record's class.
+
+        It is -1 for a label that is not declared.
+        """
+        column = self._column(y, table, name)
+        example = 'classes=["no", "yes"]'
+        self.classes_ = declared(self._owner, "classes", self.classes, example)
+        return index_of(self._owner, "classes", self.classes_, column)
+
+    @abc.abstractmethod
+    def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """Return the scores of each row, one for each class."""
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the class with the largest score, for each row.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        scores = self._scores(X)  # refuses an estimator that is not fitted
+        return self.classes_[np.argmax(scores, axis=1)]
+
+    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """Return the probabilities of the classes of each row, ordered as `classes_`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        return scipy.special.softmax(self._scores(X), axis=1)
+
+    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """Return the logarithms of `predict_proba`'s probabilities.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
 
 
 class LinearClassifier(PrivateClassifier):

@@ -27,9 +27,8 @@ from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson
 from .base import compiled_run
 from .beforehand import PublicSize, with_nan
-from .classifier import PrivateClassifier
 from .declared import weights_of
-from .linear import plan_of
+from .linear import PrivateClassifier, plan_of
 
 _cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
 _adam = functools.lru_cache(maxsize=64)(optax.adam)  # one program for each step size

@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 import dpbilevel as dpb
-from dpbilevel.audit import refutation
+from dpbilevel.audit import debug
 from tests.cases import found, slow
 from tests.zoo import two_levels as zoo
 
@@ -109,8 +109,6 @@ def test_the_search_for_violated_constants_never_waits_for_itself():
     rows = jnp.ones((2, 4, 3))
     problem = zoo.quadratic_bilevel(rows[0], rows[1], radius=1.0).problem
     points = (rows[0], rows[0]), (rows[1], rows[1])
-    jaxpr = jax.make_jaxpr(lambda *at: refutation._measure(problem, at))(
-        *points, *points
-    )
+    jaxpr = jax.make_jaxpr(lambda *at: debug._measure(problem, at))(*points, *points)
     assert "svd" in str(jaxpr)
     assert not at_once(jaxpr)

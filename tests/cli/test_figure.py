@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
 
-from dpbilevel.cli import figure
+from dpbilevel.cli import page
 from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.results import Result
@@ -140,12 +140,12 @@ NAMES = [
 @pytest.mark.parametrize(("name", "count"), NAMES)
 @pytest.mark.parametrize("task", ["source_weighting", "group_fair", "training"])
 def test_no_text_of_a_figure_touches_another(task, name, count):
-    for drawn in figure.figures(result_of(task, name, count)).values():
+    for drawn in page.figures(result_of(task, name, count)).values():
         assert touching(drawn) == []
 
 
 def test_texts_that_touch_are_seen():
-    *_, drawn = figure.figures(result_of("training", LONG, 2)).values()
+    *_, drawn = page.figures(result_of("training", LONG, 2)).values()
     axes = drawn.findobj(lambda a: hasattr(a, "xaxis"))[-1]
     axes.set_yticks([0, 0.05], ["one", "another"])
     assert len(touching(drawn)) == 1
@@ -155,14 +155,14 @@ def test_texts_that_touch_are_seen():
 
 
 def test_more_answers_than_can_be_named_are_counted():
-    drawn = figure.figures(result_of("group_fair", LONG, 40))["the released answer"]
+    drawn = page.figures(result_of("group_fair", LONG, 40))["the released answer"]
     assert touching(drawn) == []
     texts = [text.get_text() for text in drawn.findobj(Text)]
     assert "each group (40)" in texts
 
 
 def test_long_names_stay_apart_where_they_are_broken():
-    labels = [figure._wrapped(name) for name in ("a b", LONG, ONE_WORD, "$x$")]
+    labels = [page._wrapped(name) for name in ("a b", LONG, ONE_WORD, "$x$")]
     assert labels[0] == "a b"
     assert [len(text.split("\n")) for text in labels] == [1, 2, 2, 1]
     assert all(len(line) <= 24 for text in labels for line in text.split("\n"))
@@ -170,28 +170,28 @@ def test_long_names_stay_apart_where_they_are_broken():
 
 
 def test_drawings_of_a_page_are_the_panels_in_colors_that_can_change():
-    drawn = figure.drawings(result_of("source_weighting", "<b>{}", 3))
+    drawn = page.drawings(result_of("source_weighting", "<b>{}", 3))
     assert [*drawn] == [
         "weight at every step",
         "the released answer",
         "coefficients of the released model",
     ]
-    allowed = {figure.INK, figure.SOFT, figure.RULE, "#737373"}
+    allowed = {page.INK, page.RULE, "#737373"}
     for text in drawn.values():
         assert text.startswith("<svg")
         assert text.rstrip().endswith("</svg>")
         assert "<b>" not in text
         colors = set(re.findall(r"#[0-9a-f]{6}\b", text))
-        assert colors <= allowed | {color.lower() for color in figure._COLORS}
+        assert colors <= allowed | {color.lower() for color in page._COLORS}
 
 
 def test_drawings_are_the_same_every_time():
     result = result_of("training", "{}", 2)
-    assert figure.drawings(result) == figure.drawings(result)
+    assert page.drawings(result) == page.drawings(result)
 
 
 def test_a_result_that_did_not_move_has_the_model_alone():
     result = result_of("source_weighting", "{}", 2)
     still = np.full_like(result.trajectory, 0.5)
     result = dataclasses.replace(result, trajectory=still, shown=still[0])
-    assert [*figure.drawings(result)] == ["coefficients of the released model"]
+    assert [*page.drawings(result)] == ["coefficients of the released model"]

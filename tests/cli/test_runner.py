@@ -13,10 +13,11 @@ import pytest
 import sklearn.datasets
 
 import dpbilevel as dpb
-from dpbilevel.cli import figure, results
+from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.loading import as_levels, find_files, load
+from dpbilevel.cli.page import figures
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.toml_tables import Location
@@ -392,7 +393,7 @@ def test_names_with_signs_of_formulas_are_drawn_as_they_are(tmp_path):
     write_csv(tmp_path, rows_of(60), header="$_{$,town,clinic,rich")
     result = run(prepare(config_of(tmp_path, data=data)), tmp_path / "out")
     assert result.names == ("$^{$", "B")
-    assert len(figure.figures(result)) == 3
+    assert len(figures(result)) == 3
 
 
 def test_result_is_json_with_the_config_as_given(prepared, tmp_path):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.core.curvature import largest_curvature, overshooting_row
+from dpbilevel.core.descent import largest_curvature, overshooting_row
 from tests.cases import slow
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)

@@ -11,8 +11,7 @@ import pytest
 from dpbilevel import Levels
 from dpbilevel.core.levels import check_disjoint
 from dpbilevel.privacy.records import stores
-from dpbilevel.privacy.records.copies import copies
-from dpbilevel.privacy.records.disk import OnDisk, reader
+from dpbilevel.privacy.records.disk import OnDisk, copies, reader
 
 
 @pytest.fixture(autouse=True)

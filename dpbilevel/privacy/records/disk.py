@@ -2,8 +2,12 @@
 
 import concurrent.futures
 import dataclasses
+import hashlib
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import equinox as eqx
@@ -23,6 +27,7 @@ Progress = Callable[[int, int], None]
 Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
 Chunk = tuple[list[np.ndarray], np.ndarray]  # the same on the host
 _MOST_PASSES = 4  # at a time, by one compiled program
+_END = 2**16  # bytes at either end of files that are compared first
 
 
 class OnDisk(_checks.AbstractStored):
@@ -119,6 +124,10 @@ class OnDisk(_checks.AbstractStored):
             such = '{"features": ["age", "income"], "label": "paid"}'
             raise TypeError(f"OnDisk.parquet: columns must be like {such}, got {got}.")
         store = ParquetStore(paths, dict(sorted(columns.items())))
+        for first, second, *_ in copies(store.tables):
+            raise ValueError(
+                f"OnDisk: {first} and {second} have the same bytes; drop or merge them."
+            )
         structure = jax.tree.structure(dict.fromkeys(columns, 0))
         return cls._of(store, structure, progress)
 
@@ -347,3 +356,41 @@ def _soon(fun: Callable[..., Chunk], *arguments: Any) -> concurrent.futures.Futu
         return pool.submit(fun, *arguments)
     finally:
         pool.shutdown(wait=False)
+
+
+def copies(files: Iterable[Path]) -> list[list[Path]]:
+    """Return a list of groups of two or more files that have the same bytes.
+
+    A file is read to its end only if another one has the same size and the same bytes
+    at both ends.
+
+    Raises:
+        OSError: A file cannot be read.
+
+    Privacy:
+        Reads the records, so an error that tells of a copy is not protected.
+    """
+    groups = [[file for file in files if file.is_file()]]  # pipes are left out
+    for read in (os.path.getsize, _ends, _digest):
+        groups = [some for group in groups for some in _grouped(group, read)]
+    return groups
+
+
+def _grouped(files: list[Path], read: Callable[[Path], object]) -> list[list[Path]]:
+    """Return a list of groups of files for which `read` returns the same."""
+    found = defaultdict(list)
+    for file in files:
+        found[read(file)].append(file)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _ends(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        first = opened.read(_END)
+        opened.seek(-min(_END, os.fstat(opened.fileno()).st_size), os.SEEK_END)
+        return hashlib.sha256(first + opened.read(_END)).digest()
+
+
+def _digest(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from ... import _checks
 from ..._extras import missing
-from .copies import copies
 
 _PART = 2048  # rows that are converted at once, so that they stay in a cache
 _BATCH = 2**15  # rows of Parquet files that are decoded at once
@@ -200,7 +199,7 @@ class ParquetStore(AbstractStore):
         OSError: A file is missing, or no Parquet file.
         TypeError: Columns are not given by names.
         ValueError: A column is missing or not numeric, has nulls, or differs between
-            files; a file or a copy of it is given twice.
+            files; a file is given twice.
     """
 
     order = "F"  # as columns are stored
@@ -234,10 +233,6 @@ class ParquetStore(AbstractStore):
         self.count = sum(sizes)
         pairs = zip(self.files, sizes, strict=True)
         self.tables = [path for path, rows in pairs if rows]
-        for first, second, *_ in copies(self.tables):
-            raise ValueError(
-                f"OnDisk: {first} and {second} have the same bytes; drop or merge them."
-            )
 
     @override
     def reader(self, start: int) -> Fill:
