@@ -12,37 +12,18 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..core.plan import least_multiplier
 from ..core.shares import Usability
-from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.records.people import PersonUnit
 from ..privacy.releases import Release
-from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
 from .data import mean_of, rows_of_people, values
 
-PEOPLE = "person of the test file"
 _HALF = 0.5  # scores are in [0, 1]: minus one half, they are at most this large
-_UNLISTED = (
-    "Records with an unlisted label or source are ignored in every file. Their number "
-    "is private, except for the released check. Compare the spellings with the files."
-)
-_ASSUMED = {
-    "public": "the records of the test file {} are public",
-    "counted": "nobody with a record in the test file {} has one in another file",
-    "non_private": "NOT protected: the people of the test file {}, on whom the exact "
-    "accuracy is computed",
-}
-# Assumptions about ids.
-_SAME_IDS = (
-    "an id is no secret: neighbours differ in what the rows of one id say, because the "
-    "id decides the level of a person"
-)
-_APART = "that no id is in two files is checked, and a refusal is protected by nothing"
 _LEFT_OUT = "a label that the config does not list, or text in the place of a number"
 _NO_BETTER = (
     "; no better than that answer: the cells of a file may differ from the config "
@@ -133,39 +114,6 @@ class Evaluation:
             return False
         sign = 1 if self.metric == "accuracy" else -1  # small errors are better
         return sign * self.value <= sign * self.trivial
-
-
-def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
-    """Return the report of a run, completed by its check and its test file.
-
-    Privacy:
-        Touches no data. Only the people of the test file, who are in no other file,
-        are charged for a counted accuracy, and for nothing else (parallel composition).
-    """
-    held_out, privacy = config.data.test, config.privacy
-    counted = config.data.counts_test
-    assumed = [_UNLISTED, *reversed(config.check.assumptions)]
-    if held_out is not None:
-        assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
-    if privacy.person:  # assumptions about ids of people who have several rows
-        disjoint = privacy.people is People.DISJOINT
-        by_id = disjoint and privacy.neighbours is Neighbours.REPLACE_ONE
-        assumed += [_SAME_IDS] * (by_id and not config.data.validation_path)
-        assumed += [_APART] * (disjoint or counted)
-    assumed = (*assumed, *report.assumptions)
-    report = dataclasses.replace(report, assumptions=assumed)
-    if not counted:
-        return report
-    tested = describe(ledger_of(config), config.privacy.budget, levels=False)
-    a, b = report.mu, tested.mu
-    return dataclasses.replace(
-        report,
-        epsilon=max(report.epsilon, tested.epsilon),
-        epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
-        ledger=report.ledger + tested.ledger,
-        forecast=report.forecast + tested.forecast,
-        mu=None if None in (a, b) else max(a or 0.0, b or 0.0),
-    )
 
 
 def ledger_of(config: Config) -> Ledger:

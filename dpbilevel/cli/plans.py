@@ -18,6 +18,7 @@ from ..core.solver import AbstractSolver
 from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
 from ..planning.candidates import toml_value
+from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import root_key
 from ..privacy.report import PrivacyReport, describe
@@ -28,7 +29,23 @@ from .task import Problem
 from .tasks import TASKS
 from .toml_tables import Location
 
-FALSE_ALARMS = 0.05
+PEOPLE = "person of the test file"
+_UNLISTED = (
+    "Records with an unlisted label or source are ignored in every file. Their number "
+    "is private, except for the released check. Compare the spellings with the files."
+)
+_ASSUMED = {
+    "public": "the records of the test file {} are public",
+    "counted": "nobody with a record in the test file {} has one in another file",
+    "non_private": "NOT protected: the people of the test file {}, on whom the exact "
+    "accuracy is computed",
+}
+# Assumptions about ids.
+_SAME_IDS = (
+    "an id is no secret: neighbours differ in what the rows of one id say, because the "
+    "id decides the level of a person"
+)
+_APART = "that no id is in two files is checked, and a refusal is protected by nothing"
 # Last lines of a config without settings.
 UNPLANNED = (
     "# There is no table [solver]: settings are chosen by dry runs on synthetic",
@@ -208,7 +225,7 @@ def prepare(config: Config) -> Prepared:
         Touches no data.
     """
     plan = _calibrated(config, config.solver)
-    report = evaluation.reported(plan.report, config)
+    report = _reported(plan.report, config)
     report = report.with_generator(config.privacy.randomness)
     w0 = config.model.start(config.data.blocks)
     return Prepared(config, config.problem, plan.solver, w0, report, config.check)
@@ -225,6 +242,39 @@ def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
             precision=config.privacy.precision,
             before=config.check.releases,
         )
+
+
+def _reported(report: PrivacyReport, config: Config) -> PrivacyReport:
+    """Return the report of a run, completed by its check and its test file.
+
+    Privacy:
+        Touches no data. Only the people of the test file, who are in no other file,
+        are charged for a counted accuracy, and for nothing else (parallel composition).
+    """
+    held_out, privacy = config.data.test, config.privacy
+    counted = config.data.counts_test
+    assumed = [_UNLISTED, *reversed(config.check.assumptions)]
+    if held_out is not None:
+        assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
+    if privacy.person:  # assumptions about ids of people who have several rows
+        disjoint = privacy.people is People.DISJOINT
+        by_id = disjoint and privacy.neighbours is Neighbours.REPLACE_ONE
+        assumed += [_SAME_IDS] * (by_id and not config.data.validation_path)
+        assumed += [_APART] * (disjoint or counted)
+    assumed = (*assumed, *report.assumptions)
+    report = dataclasses.replace(report, assumptions=assumed)
+    if not counted:
+        return report
+    tested = describe(evaluation.ledger_of(config), config.privacy.budget, levels=False)
+    a, b = report.mu, tested.mu
+    return dataclasses.replace(
+        report,
+        epsilon=max(report.epsilon, tested.epsilon),
+        epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
+        ledger=report.ledger + tested.ledger,
+        forecast=report.forecast + tested.forecast,
+        mu=None if None in (a, b) else max(a or 0.0, b or 0.0),
+    )
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:

@@ -15,7 +15,7 @@ from dpbilevel.audit.claims import ledger_claims
 from dpbilevel.cli import evaluation, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.plans import prepare
+from dpbilevel.cli.plans import PEOPLE, prepare
 from dpbilevel.cli.run import run
 from tests.cli.test_cli import failure
 from tests.cli.test_csv_files import SETTINGS, TRAINING
@@ -106,7 +106,7 @@ def test_a_counted_accuracy_is_in_the_ledger_and_within_the_budget(folder):
     assert row.release == "test accuracy"
     assert row.roles["records"].sensitivity == pytest.approx(1 / 40)
     assert report.epsilon <= 1.0
-    assert report.epsilon_by_person[evaluation.PEOPLE] == pytest.approx(1.0, rel=1e-6)
+    assert report.epsilon_by_person[PEOPLE] == pytest.approx(1.0, rel=1e-6)
     assert any("has one in another file" in text for text in report.assumptions)
     assert any("Compare the spellings" in text for text in report.assumptions)
     found = run(prepared, folder / "out")
