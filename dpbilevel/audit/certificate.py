@@ -23,12 +23,11 @@ from ..privacy.report import (
     Status,
     rounded_up,
 )
-from .claims import TradeOffCurve, ledger_claims
+from .claims import FALSE_ALARMS, largest_powers
 
 if TYPE_CHECKING:  # an extra
     from jinja2 import Environment
 
-FALSE_ALARMS = (0.01, 0.05)
 # Assumptions that the library answers for; its documentation has the proofs.
 _OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
 # If S are the outcomes of a log ratio above e = epsilon + log(_SLACK), P(S) is at most
@@ -37,25 +36,6 @@ _OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
 # exchanged.
 _SLACK, _TIMES = 1.1, 11
 _NORMAL = statistics.NormalDist()
-
-
-def largest_powers(*ledgers: Ledger) -> dict[str, float]:
-    """Return the largest detection rate of any attack, by its rate of false alarms.
-
-    Args:
-        ledgers: Ledgers of different people; the worst-off person decides.
-
-    Returns:
-        A dict with the keys "0.01" and "0.05", by the exact trade-off curves.
-
-    Privacy:
-        Public: a function of ledgers.
-    """
-    claims = (claim for led in ledgers for claim in ledger_claims(led).values())
-    alarms = np.asarray(FALSE_ALARMS)
-    curves = [TradeOffCurve(claim)(alarms) for claim in claims]
-    worst = np.max(np.stack([alarms, *curves]), axis=0)
-    return dict(zip(map(str, FALSE_ALARMS), worst.tolist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

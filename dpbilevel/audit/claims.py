@@ -23,6 +23,7 @@ Claim: TypeAlias = Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
 
 # Any set of epsilons gives valid bounds; a dense one gives tight ones.
 _EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 1600)])
+FALSE_ALARMS = (0.01, 0.05)
 
 
 def gaussian_claim(mu: float) -> Claim:
@@ -130,6 +131,25 @@ class TradeOffCurve:
         direct = np.exp(-_EPSILONS) * (true_positives - self._deltas)
         mirrored = 1 - self._deltas - np.exp(_EPSILONS) * (1 - true_positives)
         return float(max(0.0, direct.max(), mirrored.max()))
+
+
+def largest_powers(*ledgers: Ledger) -> dict[str, float]:
+    """Return the largest detection rate of any attack, by its rate of false alarms.
+
+    Args:
+        ledgers: Ledgers of different people; the worst-off person decides.
+
+    Returns:
+        A dict with the keys "0.01" and "0.05", by the exact trade-off curves.
+
+    Privacy:
+        Public: a function of ledgers.
+    """
+    claims = (claim for led in ledgers for claim in ledger_claims(led).values())
+    alarms = np.asarray(FALSE_ALARMS)
+    curves = [TradeOffCurve(claim)(alarms) for claim in claims]
+    worst = np.max(np.stack([alarms, *curves]), axis=0)
+    return dict(zip(map(str, FALSE_ALARMS), worst.tolist(), strict=True))
 
 
 def refutes(

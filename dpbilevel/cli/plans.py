@@ -10,7 +10,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ..audit.canaries import Canary, canaries
-from ..audit.certificate import largest_powers
+from ..audit.claims import largest_powers
 from ..audit.tradeoff import TradeOff, audit_canaries
 from ..core.plan import calibrate
 from ..core.solution import Plan

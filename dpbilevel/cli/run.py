@@ -14,10 +14,8 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..core.levels import check_disjoint_ids
-from ..core.loop import all_steps, bound_to, planned_rows
-from ..privacy.exact.matmul_check import check_products
+from ..core.loop import all_steps, bound_to, check_device, planned_rows
 from ..privacy.noise import derive, root_key, step_keys
-from ..privacy.per_example.mixing import check_jax
 from ..privacy.report import rounded_up
 from ..runs import checkpoint, lock, spending
 from ..runs.checkpoint import Checkpoint, hashed
@@ -130,8 +128,7 @@ def refuse(config: Config, out: Path, **options: Any) -> None:
             matrix products too coarsely.
         OSError: The folder cannot be made or written to.
     """
-    check_products("run")
-    check_jax("run")
+    check_device("run")
     config.check_delta()
     given = Options(**options)
     with _opened(out, given), config.place.child("data").named_in_errors():

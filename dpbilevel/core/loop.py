@@ -1,6 +1,8 @@
 """The one loop that runs every solver."""
 
+import functools
 import typing
+import warnings
 from typing import Any
 
 import jax
@@ -9,10 +11,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
+from .._version import TESTED_JAX, __version__
 from ..privacy.budget import Neighbours
 from ..privacy.exact.matmul_check import check_products
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
-from ..privacy.per_example.mixing import check_jax
+from ..privacy.per_example import mixing
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
 from . import process_spending
@@ -20,7 +23,6 @@ from .columns import arrays
 from .descent import Rule, rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem, arrays_of, lifted, lowered
-from .proximal import has_proximal
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver
 
@@ -116,7 +118,7 @@ def check_run(owner: str, problem, solver, data, w0, key) -> AbstractSolver:
     return bound_to(problem, solver, data, owner)
 
 
-def check_method(owner: str, problem: object, solver: Any, key: PRNGKey) -> None:
+def check_method(owner: str, problem: Any, solver: Any, key: PRNGKey) -> None:
     """Check what a run needs besides records: key, solver, device and software.
 
     Raises:
@@ -125,8 +127,38 @@ def check_method(owner: str, problem: object, solver: Any, key: PRNGKey) -> None
     """
     check_key(key)
     solver_for(problem, solver, owner)
+    check_device(owner)
+
+
+def check_device(owner: str) -> None:
+    """Check that the default device computes products well and keeps records apart.
+
+    The latter is tested if JAX is newer than the tested releases; a warning then says
+    so, once in a process.
+
+    Args:
+        owner: The function that an error names.
+
+    Raises:
+        ValueError: As `check_products` and `check_rows`.
+
+    Privacy:
+        Touches no data.
+    """
     check_products(owner)
-    check_jax(owner)
+    if jax.__version_info__ > tuple(map(int, TESTED_JAX.split("."))):
+        mixing.check_rows(owner)
+        _warn()
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        f"dpbilevel {__version__} was tested with JAX up to {TESTED_JAX}, and this is "
+        f"JAX {jax.__version__}. A short test on this device passed. Run `dpbilevel "
+        f"device` for a longer one, or install jax=={TESTED_JAX}.",
+        stacklevel=4,
+    )
 
 
 def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
@@ -272,7 +304,7 @@ def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
     return padded(records, rows + -rows % (BLOCK * shards.known))
 
 
-def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
+def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
     """Return `solver`, checked to be a solver of problems of this kind.
 
     Raises:
@@ -291,7 +323,7 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
             f"{owner}: {type(solver).__name__} solves a {names}, got "
             f"{type(problem).__name__} as problem.{_checks.such_as(*kinds)}"
         )
-    if has_proximal(problem):
+    if problem.has_proximal:
         _check_proximal(owner, solver)
     return solver
 

@@ -97,6 +97,12 @@ class AbstractProblem(eqx.Module):
             return problem
         return problem.per_person(self.unit.most_rows, self.unit.combine)
 
+    @property
+    def has_proximal(self) -> bool:
+        """Whether a public term of the problem has a proximal operator."""
+        terms = (getattr(self, name) for name in getattr(self, "terms", ()))
+        return any(isinstance(term, Proximal) for term in terms)
+
     def check_unit(self, data: Any) -> None:
         """Refuse rows of people for a problem on records, and the reverse.
 

@@ -195,15 +195,9 @@ def smooth_entries(term: Any, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     return jax.tree.map(lambda s, u: jnp.where(s, u, 0), term.is_smooth(x, y), v)
 
 
-def has_proximal(problem: object) -> bool:
-    """Return whether a public term of the problem has a proximal operator."""
-    terms = (getattr(problem, name) for name in getattr(problem, "terms", ()))
-    return any(isinstance(term, Proximal) for term in terms)
-
-
-def check_smooth(owner: str, problem: object) -> None:
+def check_smooth(owner: str, problem: Any) -> None:
     """Raise `ValueError` if the problem has a proximal term."""
-    if has_proximal(problem):
+    if problem.has_proximal:
         raise ValueError(
             f"{owner}: proximal terms are not planned for. Give all fields."
         )

@@ -15,7 +15,8 @@ from scipy.stats import norm
 
 import dpbilevel as dpb
 from dpbilevel.audit import certificate as certificate_module
-from dpbilevel.audit.certificate import Certificate, belief_of, largest_powers
+from dpbilevel.audit.certificate import Certificate, belief_of
+from dpbilevel.audit.claims import largest_powers
 from dpbilevel.privacy.accounting.closed_forms import gaussian_delta, gaussian_epsilon
 from dpbilevel.privacy.releases import Release
 from dpbilevel.privacy.report import PrivacyReport, Status

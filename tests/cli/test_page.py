@@ -11,7 +11,8 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.applications import SelectedSources
-from dpbilevel.audit.certificate import environment, largest_powers, word_of
+from dpbilevel.audit.certificate import environment, word_of
+from dpbilevel.audit.claims import largest_powers
 from dpbilevel.cli import page, results, tasks
 from dpbilevel.cli.config import parse_config, public_classes, read_config
 from dpbilevel.cli.evaluation import Evaluation

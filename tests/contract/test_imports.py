@@ -14,6 +14,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel._version import TESTED_JAX
+from dpbilevel.core import loop
 from dpbilevel.privacy.per_example import mixing
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +166,7 @@ def test_a_run_with_a_newer_jax_is_checked_and_warns_once(monkeypatch):
 
     def said(*version):
         monkeypatch.setattr(jax, "__version_info__", version)
-        mixing._warn.cache_clear()
+        loop._warn.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for seed in range(2):
@@ -179,7 +180,7 @@ def test_a_run_with_a_newer_jax_is_checked_and_warns_once(monkeypatch):
     for newer in ((major, minor, *rest, 1), (major, minor + 1, 0)):
         assert len(said(*newer)) == 1
     assert checked == ["solve"] * 4
-    mixing._warn.cache_clear()
+    loop._warn.cache_clear()
 
 
 def test_the_citation_names_the_version():

@@ -8,7 +8,6 @@ The test is finite: it can refute the assumption and does not prove it.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ import numpy as np
 from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float, PyTree
 
-from ..._version import TESTED_JAX, __version__
 from ..exact.matmul_check import apart
 from ..records.rows import BLOCK
 from .structure import rowwise
@@ -160,32 +158,3 @@ def check_rows(owner: str) -> None:
 def _mixed(device: Any) -> tuple[str, ...]:
     """Return `mixed_rows` of a device, computed without the caller's contexts."""
     return apart(device, mixed_rows)
-
-
-def check_jax(owner: str) -> None:
-    """Check that the device keeps records apart, if JAX is newer than those tested.
-
-    A warning says so, once in a process.
-
-    Args:
-        owner: The function that an error names.
-
-    Raises:
-        ValueError: As `check_rows`.
-
-    Privacy:
-        Touches no data.
-    """
-    if jax.__version_info__ > tuple(map(int, TESTED_JAX.split("."))):
-        check_rows(owner)
-        _warn()
-
-
-@functools.cache
-def _warn() -> None:
-    warnings.warn(
-        f"dpbilevel {__version__} was tested with JAX up to {TESTED_JAX}, and this is "
-        f"JAX {jax.__version__}. A short test on this device passed. Run `dpbilevel "
-        f"device` for a longer one, or install jax=={TESTED_JAX}.",
-        stacklevel=4,
-    )
