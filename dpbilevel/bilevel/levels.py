@@ -67,9 +67,6 @@ def queries_of(reads: Reads) -> Queries:
 def equal_weights(sizes: Sizes | None) -> float:
     """Return the penalty n_g / n_f, which weighs all records of both levels equally.
 
-    Args:
-        sizes: The planned sizes.
-
     Raises:
         ValueError: The sizes are not known yet.
     """

@@ -158,12 +158,7 @@ def plan(config: Config) -> AutoPlan:
 
 
 def written(text: str, found: AutoPlan) -> str:
-    """Return the text of a config with planned settings instead of its own.
-
-    Args:
-        text: The config.
-        found: The plan.
-    """
+    """Return the text of a config with planned settings instead of its own."""
     lines, kept = [], True
     for line in text.splitlines():
         table = re.match(r"\s*\[+\s*([A-Za-z_-]+)", line)

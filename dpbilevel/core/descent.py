@@ -285,16 +285,16 @@ def finite_or(
     state of an optimizer may start at infinity: only values that were finite must stay
     finite.
     """
+
+    def fits_one(new: Array, old: Array) -> Bool[Array, ""]:
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return jnp.asarray(True)
+        return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))
+
     pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
-    fits = jnp.stack([_fits(a, b) for a, b in pairs]).all()
+    fits = jnp.stack([fits_one(a, b) for a, b in pairs]).all()
     kept = jax.tree.map(lambda a, b: jnp.where(fits, a, b), new, old)
     return kept, rejections.plus((~fits).astype(jnp.int32))
-
-
-def _fits(new: Array, old: Array) -> Bool[Array, ""]:
-    if not jnp.issubdtype(new.dtype, jnp.inexact):
-        return jnp.asarray(True)
-    return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))  # as norms need
 
 
 def overshooting_row(

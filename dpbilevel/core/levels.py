@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import People
-from ..privacy.records.disk import OnDisk, copies, shapes_of
+from ..privacy.records.disk import OnDisk, copies
 from ..privacy.records.people import words
 from ..privacy.records.stores import AbstractStore
 
@@ -159,15 +159,3 @@ def _share_memory(first: object, second: object) -> bool:
         return np.shares_memory(first, second, max_work=most)
     except np.exceptions.TooHardError:
         return False
-
-
-def one_level(data: PyTree) -> int:
-    """Return the number of records of a problem of one level.
-
-    Raises:
-        TypeError: The records are `Levels`.
-        ValueError: Leading axes differ.
-    """
-    if isinstance(data, Levels):
-        raise TypeError("data must be of one level, got Levels; give data.upper.")
-    return _checks.leading_axis("data", shapes_of(data))

@@ -112,6 +112,11 @@ def calibrated(
     _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
     planned = solver.with_sizes(sizes).with_precision(precision)
 
+    def point(leaf: Any) -> Any:  # zeros that take no memory, for a shape
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
     def ledger(scale: float) -> Ledger:
         return _after(before, planned.with_noise(scale).ledger(problem, sizes))
 
@@ -123,7 +128,7 @@ def calibrated(
     found = planned.with_noise(scale).with_counts(problem)
     if w0 is not None and people_of(sizes) is not None:
         check_pair("calibrate", w0)
-    w0 = jax.tree.map(_shaped, w0)
+    w0 = jax.tree.map(point, w0)
     problem, w0, _ = arrays_of("calibrate", problem, w0, trainable)
     dimensions = {} if w0 is None else found.dimensions(w0)
     counted = _after(before, found.ledger(problem, sizes))
@@ -136,16 +141,10 @@ def calibrated(
         dimensions=dimensions,
         forecast=forecast,
     )
-    process_spending.planned(found, report)
+    costs = process_spending.costs_by(report)
+    process_spending.remember(found, found.sizes, costs)
     too_long = (str(row) for row in forecast if row.from_start)
     return Plan(found, report, remarks=(*large_delta(counted, budget), *too_long))
-
-
-def _shaped(leaf: Any) -> Any:
-    """Return NumPy zeros, which take no memory, for a shape; other leaves as is."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:

@@ -14,7 +14,7 @@ from .. import _checks
 from ..privacy.budget import People
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.people import PerPerson, PersonRows, PersonUnit
-from .levels import Sizes, one_level
+from .levels import Levels, Sizes
 from .proximal import Proximal
 
 Problem = TypeVar("Problem", bound="AbstractProblem")
@@ -69,10 +69,6 @@ class AbstractProblem(eqx.Module):
     ) -> Self:
         """Return the problem with functions of another unit.
 
-        Args:
-            functions: The functions, by field.
-            unit: The unit.
-
         Raises:
             ValueError: A declared constant might not hold for people.
         """
@@ -106,9 +102,6 @@ class AbstractProblem(eqx.Module):
     def check_unit(self, data: Any) -> None:
         """Refuse rows of people for a problem on records, and the reverse.
 
-        Args:
-            data: The records.
-
         Raises:
             TypeError: They are of the other kind.
             ValueError: Of a person there are more or fewer places than declared.
@@ -140,12 +133,7 @@ class AbstractProblem(eqx.Module):
 
     @abc.abstractmethod
     def check_sizes(self, owner: str, sizes: object) -> None:
-        """Refuse sizes of another kind than `sizes_of` returns.
-
-        Args:
-            owner: The caller, for an error.
-            sizes: The planned sizes.
-        """
+        """Refuse sizes of another kind than `sizes_of` returns; `owner` is named."""
 
     @abc.abstractmethod
     def check_people(self, data: PyTree, people: People) -> None:
@@ -181,7 +169,9 @@ class AbstractOneLevel(AbstractProblem):
         """
         if people is not None:
             raise TypeError(f"people={people} is for the problems of two levels.")
-        return one_level(data)
+        if isinstance(data, Levels):
+            raise TypeError("data must be of one level, got Levels; give data.upper.")
+        return _checks.leading_axis("data", shapes_of(data))
 
     @override
     def check_sizes(self, owner: str, sizes: object) -> None:

@@ -139,11 +139,6 @@ def spent() -> ProcessSpending:
         return ProcessSpending(tuple(_process.runs))
 
 
-def planned(solver: Any, report: PrivacyReport) -> None:
-    """Remember what a run of this solver object costs, as long as it exists."""
-    _remember(solver, solver.sizes, costs_by(report))
-
-
 def guarantee_of(report: PrivacyReport) -> str:
     """Return what a report protects, and its status."""
     return f"{report.unit}, {report.status.value}"
@@ -270,11 +265,12 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> Costs:
         'and sets precision="grid".',
         file=sys.stderr,
     )
-    _remember(solver, sizes, (epsilon, delta))
+    remember(solver, sizes, (epsilon, delta))
     return epsilon, delta
 
 
-def _remember(solver: Any, sizes: Any, costs: Costs) -> None:
+def remember(solver: Any, sizes: Any, costs: Costs) -> None:
+    """Remember what a run of this solver object costs, as long as it exists."""
     place = id(solver)
 
     def forget(_):

@@ -18,7 +18,7 @@ from ..privacy.ledger import AbstractRelease
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.rows import ForecastRow
-from ..privacy.sampling.base import AbstractSampling, not_by_pass, unnumbered
+from ..privacy.sampling.base import AbstractSampling, check_sampling
 from .levels import people_of
 from .outputs import AbstractOutput, Last, check_output
 
@@ -304,7 +304,7 @@ class AbstractIterative(AbstractSolver[Problem, State]):
 
     def __check_init__(self):
         owner = type(self).__name__
-        (not_by_pass if self.numbers_batches else unnumbered)(owner, self.sampling)
+        check_sampling(owner, self.sampling, self.numbers_batches)
         check_output(owner, self.output)
 
     def remembered(

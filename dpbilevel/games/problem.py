@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .._checks import Checked, NonNegative, Positive
-from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.per_example.clipping import one_record
@@ -136,7 +135,7 @@ class AbstractSaddleProblem(AbstractVariationalInequality):
         """Refuse what is no pair of initial points, and functions of no scalar."""
         if not isinstance(w0, tuple) or len(w0) != 2:
             raise ValueError(f"w0 must be a tuple (x, y), got {type(w0).__name__}.")
-        one_level(data)
+        self.sizes_of(data)
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
         check_set("y_set", self.y_set, w0[1])
@@ -222,7 +221,7 @@ class VariationalInequality(AbstractVariationalInequality):
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Refuse operators whose values are not like `w0`, and shapes that differ."""
-        one_level(data)
+        self.sizes_of(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
         operator = self.of_record(self.operator)

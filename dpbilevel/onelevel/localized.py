@@ -16,7 +16,7 @@ from .._checks import Count, Positive
 from ..core.descent import SkippedUpdates, add_scaled, finite_or
 from ..core.outputs import running_mean
 from ..privacy import FullBatch, PrivacyBudget
-from ..privacy.sampling.base import AbstractSampling, unnumbered
+from ..privacy.sampling.base import AbstractSampling, check_sampling
 from ..sets import Ball
 from .noisy_gd import AbstractGradientSolver
 from .problem import FiniteSum
@@ -72,7 +72,7 @@ class LocalizedGD(AbstractGradientSolver[_State]):
     proximal: ClassVar = ()
 
     def __check_init__(self):
-        unnumbered("LocalizedGD", self.sampling)
+        check_sampling("LocalizedGD", self.sampling, numbers=False)
         if not isinstance(self.radii, tuple) or not self.radii:
             raise ValueError(
                 f"LocalizedGD: radii must be one number per round, got {self.radii!r}."

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Positive
-from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..core.proximal import Proximal, check_proximal
 from ..privacy.per_example.clipping import one_record
@@ -129,7 +128,7 @@ class FiniteSum(AbstractFiniteSum):
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Raise `ValueError` if leading axes differ or the loss is no scalar."""
-        one_level(data)
+        self.sizes_of(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
         check_scalar("loss", with_zero_key(self.loss), w0, one_record(data))

@@ -169,12 +169,6 @@ def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) ->
     add-or-remove-one the number of records is private and what is released depends on
     the number of rows, so records are padded to the rows of the plan.
 
-    Args:
-        role: The role of the records.
-        records: The records of that role.
-        size: The planned number of records.
-        neighbours: The relation of the release.
-
     Raises:
         ValueError: The rows do not fit the plan.
     """

@@ -256,10 +256,8 @@ class Release(AbstractNoisyRelease):
         if self.value_norm is not None:
             _checks.positive("Release", value_norm=self.value_norm)
         known = all(_checks.concrete(query.clip_norm) for query in self.queries)
-        if self.mechanism.precision == "grid" and self.queries and known:
-            self._check_range()
-
-    def _check_range(self) -> None:
+        if self.mechanism.precision != "grid" or not self.queries or not known:
+            return
         shares = [query.contribution for query in self.queries]
         least, most = min(shares), max(shares)
         largest = max(q.contribution * q.size for q in self.queries)

@@ -111,7 +111,11 @@ class PrivacyReport:
     def to_json(self) -> str:
         """Return the report as JSON text; `from_json` restores it exactly."""
         plain = dataclasses.replace(self, source=None)
-        fields = dataclasses.asdict(plain, dict_factory=_known)
+
+        def known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value for name, value in pairs if value is not None}
+
+        fields = dataclasses.asdict(plain, dict_factory=known)
         fields["status"] = self.status.value
         return json.dumps(_replaced(fields, _INFINITE), indent=2)
 
@@ -331,11 +335,6 @@ def rounded_up(value: float, digits: int = 6) -> str:
     """Return the value as text in few digits, rounded up: no claim is too small."""
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
-
-
-def _known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the fields that are not `None`."""
-    return {name: value for name, value in pairs if value is not None}
 
 
 def _replaced(value: Any, table: dict[Any, Any]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
+from .._extras import check_installed
 from ..core.columns import arrays
 from ..core.levels import Sizes
 from ..core.loop import bound_to, check_method, run_checked
@@ -33,7 +34,6 @@ from .checkpoint import SOLUTION, Checkpoint, hashed
 from .interrupts import uninterruptible
 from .run import (
     Run,
-    check_watched,
     checkpoint_of,
     facts_of,
     first_run,
@@ -126,7 +126,7 @@ def fit(
     """
     check_method("fit", problem, solver, key)
     watched: Any = {"progress": progress, "callback": callback, "every": every}
-    check_watched(**watched)
+    _check_watched(**watched)
     if sizes is None and solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ValueError("fit: add-or-remove-one needs public numbers; give sizes=.")
     if sizes is not None and people is not None:
@@ -164,6 +164,21 @@ def fit(
     if remark is not None:
         _checks.warn(f"fit: {remark}", RuntimeWarning)
     return solution
+
+
+def _check_watched(*, progress, callback, every) -> None:
+    """Check arguments of `fit`.
+
+    Raises:
+        TypeError: `callback` cannot be called.
+        ValueError: `every` is not a positive integer, or tqdm is missing.
+    """
+    if callback is not None:
+        _checks.function("fit", callback=callback)
+    if every is not None:
+        _checks.count("fit", every=every)
+    if progress:
+        check_installed("fit: progress=True", "tqdm")
 
 
 def run_in_folder(

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from .._extras import check_installed
 from ..core import process_spending
 from ..core.columns import arrays
 from ..core.descent import rejected_updates
@@ -235,21 +234,6 @@ def advance(run: Run, steps: int | None = None) -> Run:
     state, path, key = _steps(*_arguments(run), count)
     done = run.done + count
     return dataclasses.replace(run, state=state, path=path, key=key, done=done)
-
-
-def check_watched(*, progress, callback, every) -> None:
-    """Check arguments of `fit`.
-
-    Raises:
-        TypeError: `callback` cannot be called.
-        ValueError: `every` is not a positive integer, or tqdm is missing.
-    """
-    if callback is not None:
-        _checks.function("fit", callback=callback)
-    if every is not None:
-        _checks.count("fit", every=every)
-    if progress:
-        check_installed("fit: progress=True", "tqdm")
 
 
 def is_true(answer: object) -> bool:

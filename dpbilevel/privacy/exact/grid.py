@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -68,7 +67,7 @@ class Grid(eqx.Module):
         self, counts: PyTree, exponent: Int[Array, ""], numerator: Int32[Array, ""]
     ) -> PyTree:
         """Return float leaves: counts times 2**exponent * 2**15 / numerator."""
-        leaves, treedef = _flatten(counts)
+        leaves, treedef = jax.tree.flatten(counts, is_leaf=is_limbs)
 
         def value(leaf, dtype):
             inverse = 2.0**FRACTION_BITS / numerator.astype(dtype)
@@ -105,7 +104,7 @@ class Grid(eqx.Module):
             steps. Noise too small for a step of 2^-30 of the sum's is drawn as large as
             that step allows, at most $2^{-43}$ of the contribution.
         """
-        leaves, treedef = _flatten(self.counts)
+        leaves, treedef = jax.tree.flatten(self.counts, is_leaf=is_limbs)
         sizes = [v.size for v in leaves]
         std, contribution = map(
             jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
@@ -123,7 +122,9 @@ class Grid(eqx.Module):
         passes &= is_finite(contribution) & is_finite(std)
         passes &= contribution >= jnp.finfo(contribution.dtype).tiny
         passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
-        numerator = jnp.where(whole, 2**FRACTION_BITS, _inverse_mantissa(std))
+        # From 2^14 to 2^15, and times `std` at most 2^15 times its power of two.
+        inverse = 2 ** (2 * FRACTION_BITS) // upper_mantissa(std, FRACTION_BITS)
+        numerator = jnp.where(whole, 2**FRACTION_BITS, inverse)
         shift = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
 
         def release(counts, noise):
@@ -165,10 +166,6 @@ def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
     return Grid(counts, exponent, sensitivity / 2, dtypes)
 
 
-def _flatten(counts: PyTree) -> tuple[list[Limbs], Any]:
-    return jax.tree.flatten(counts, is_leaf=is_limbs)
-
-
 def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
     """Return the value times 2**exponent, by two powers that do not overflow."""
     half = exponent >> 1
@@ -176,8 +173,3 @@ def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
     # Constants would be multiplied first.
     first, second = jax.lax.optimization_barrier(powers)
     return value * first * second
-
-
-def _inverse_mantissa(value: Float[Array, ""]) -> Int32[Array, ""]:
-    r"""Return an integer $m \in [2^{14}, 2^{15}]$ with $m v \le 2^{15 + e}$."""
-    return 2 ** (2 * FRACTION_BITS) // upper_mantissa(value, FRACTION_BITS)

@@ -121,9 +121,8 @@ class ProductError:
         )
 
 
-def highest(subscripts: str, left: Array, right: Array) -> Array:
-    """Return the einsum of two arrays in highest precision, whatever the default."""
-    return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST)
+# The einsum of two arrays in highest precision, whatever the default.
+highest = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def product_errors(

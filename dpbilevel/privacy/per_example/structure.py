@@ -99,11 +99,11 @@ def _output(value: Any, products: bool | None) -> Any:
     return form.cheapest(products)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Run:
     """Evaluation of a jaxpr that forms no product before it is used."""
 
-    def __init__(self, record: list[Any]):
-        self.record = record
+    record: list[Any]
 
     def __call__(self, jaxpr, args: Sequence[Any]) -> list[Any]:
         return evaluated(jaxpr, args, self._equation)
@@ -178,13 +178,14 @@ def _product(run: _Run, eqn, operands: list[Any]):
                 return lambda: made.multiplied(_array(operands[1 - i]), *options)
 
     def form():
-        sides, widths = [], []
+        sides, widths, dtype = [], [], eqn.outvars[0].aval.dtype
         for operand, axes in zip(operands, contracted, strict=True):
             array = _array(operand)
             free = [i for i in range(array.ndim) if i not in axes]
             places = math.prod(array.shape[i] for i in axes)
             side = jnp.transpose(array, [*axes, *free]).reshape(places, -1)
-            sides.append(_at_least(side, eqn.outvars[0].aval.dtype))
+            more_bits = jnp.finfo(side).bits < jnp.finfo(dtype).bits
+            sides.append(side.astype(dtype) if more_bits else side)
             widths.append(len(free))
         axes = tuple(range(sum(widths)))
         split = axes[: widths[0]], axes[widths[0] :]
@@ -193,11 +194,6 @@ def _product(run: _Run, eqn, operands: list[Any]):
         return _oriented(made, *map(run.given, operands))
 
     return form
-
-
-def _at_least(side: Array, dtype: Any) -> Array:
-    """Return a factor in a dtype, but never in one of fewer bits."""
-    return side.astype(dtype) if jnp.finfo(side).bits < jnp.finfo(dtype).bits else side
 
 
 def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:

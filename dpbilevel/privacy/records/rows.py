@@ -113,7 +113,12 @@ class Shards:
         Its variables, constants first, are for what the function closes over, which
         follows, and for the record. Last are the shapes of the value.
         """
-        with self._context():
+        context = contextlib.nullcontext()
+        if self.is_typed:  # functions of arrays of the mesh are traced in it
+            mesh = self.mesh
+            abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+            context = jax.sharding.use_abstract_mesh(abstract)
+        with context:
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(record)
         if self.mesh is None:
             return closed.jaxpr, closed.consts, shapes
@@ -123,14 +128,6 @@ class Shards:
                 lambda *args: evaluated(closed.jaxpr, args, _local), variables
             )
         return local.jaxpr, [*local.consts, *closed.consts], shapes
-
-    def _context(self) -> contextlib.AbstractContextManager:
-        """Return a context in which functions of arrays of the mesh can be traced."""
-        if not self.is_typed:
-            return contextlib.nullcontext()
-        mesh = self.mesh
-        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        return jax.sharding.use_abstract_mesh(abstract)
 
     def summed(
         self,

@@ -293,31 +293,28 @@ def masked_batch(
     return Batch(batch, mask, denominator, False, most, shards, key)
 
 
-def unnumbered(owner: str, sampling: AbstractSampling) -> None:
-    """Check that any solver, `owner`, can draw from a sampling scheme.
+def check_sampling(owner: str, sampling: AbstractSampling, numbers: bool) -> None:
+    """Check that a solver, `owner`, can draw its batches by a sampling scheme.
+
+    Args:
+        owner: The solver.
+        sampling: The scheme.
+        numbers: Whether the solver numbers its batches.
 
     Raises:
         TypeError: It is no sampling scheme.
-        ValueError: It needs the number of the batch, which the solver does not give.
-    """
-    not_by_pass(owner, sampling)
-    if sampling.numbered:
-        raise ValueError(
-            f"{owner}: {type(sampling).__name__} needs a solver that numbers its "
-            "batches, as NoisyExtragradient does. Use Poisson, FixedSize or FullBatch."
-        )
-
-
-def not_by_pass(owner: str, sampling: AbstractSampling) -> None:
-    """Check that the batches of a sampling scheme are drawn one by one.
-
-    Raises:
-        TypeError: It is no sampling scheme.
-        ValueError: Its batches are drawn for whole passes.
+        ValueError: Its batches are drawn for whole passes, or it needs the number of
+            the batch, which the solver does not give.
     """
     _checks.instance(owner, AbstractSampling, sampling=sampling)
+    name = type(sampling).__name__
     if sampling.per_epoch:
         raise ValueError(
-            f"{owner}: {type(sampling).__name__} needs a solver that draws whole "
-            "passes, AllocatedGD. Use Poisson, FixedSize or FullBatch."
+            f"{owner}: {name} needs a solver that draws whole passes, AllocatedGD. Use "
+            "Poisson, FixedSize or FullBatch."
+        )
+    if sampling.numbered and not numbers:
+        raise ValueError(
+            f"{owner}: {name} needs a solver that numbers its batches, as "
+            "NoisyExtragradient does. Use Poisson, FixedSize or FullBatch."
         )
