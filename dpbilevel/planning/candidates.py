@@ -19,7 +19,7 @@ from ..core.problem import AbstractProblem
 from ..core.solver import MECHANISM_FIELDS, AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.mechanisms import Gaussian
-from .methods import Candidate, Methods, is_linear, is_vector
+from .methods import Candidate, Methods, is_binary, is_linear
 from .synthetic import Layout
 
 
@@ -121,7 +121,8 @@ def candidates(
         problem: The problem.
         w0: The initial point.
         clip_norm: The largest norm of a record's gradient in a linear model, at 0.7 of
-            which descent clips; the clip norm of a network. Step sizes are in units of
+            which descent clips, or at 0.4 with three classes and more; the clip norm of
+            a network. Step sizes are in units of
             its inverse square: features of norm $C$ have gradients of norm $C$ and
             curvatures of $C^2$.
         records: The description of a record, as for `auto`; `None` for linear models.
@@ -168,8 +169,8 @@ def _(problem: SourceWeighting, w0, clip_norm, records=None, intercept=None):
         # noise. A linear model finds the sources from few validation records.
         scoring = Layout(records).linear() if isinstance(records, Mapping) else None
         return (*found, methods.selection((2.0, 4.0, 8.0), scoring))
-    if not is_vector(w0[1]):
-        return (*found, methods.selection((16.0, 8.0)), methods.mixture())
+    if not is_binary(w0[1]):
+        return (*found, methods.selection((64.0, 32.0)), methods.mixture())
     # Only models of two classes: a model of many classes is far from the answer after
     # a few steps.
     chosen = methods.selection((8.0, 32.0, 64.0)), methods.mixture()

@@ -41,9 +41,9 @@ def is_linear(model: PyTree) -> bool:
     return len(jax.tree.leaves(model)) == 1
 
 
-def is_vector(model: PyTree) -> bool:
-    """Return whether a model is one vector, and so has one score."""
-    return is_array(model) and jnp.ndim(model) == 1
+def is_binary(model: PyTree) -> bool:
+    """Return whether a model is a vector, or a matrix of two columns: one score."""
+    return is_array(model) and (jnp.ndim(model) == 1 or jnp.shape(model)[1:] == (2,))
 
 
 def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
@@ -119,8 +119,9 @@ def _fitted_constant_loss(
 _BOTH_MODELS = 1.118
 # Clip norms in largest norms of a gradient, which only records far on the wrong side
 # have: a logistic gradient at 0 has half of it. A model for the signs of losses alone
-# may be biased more. Gradients of a network have no largest norm.
-_CLIP, _CLIP_FIRST, _CLIP_NETWORK = 0.7, 0.5, 1.0
+# may be biased more. Gradients of several classes are sums over more parameters, so
+# that noise costs more than bias. Gradients of a network have no largest norm.
+_CLIP, _CLIP_FIRST, _CLIP_CLASSES, _CLIP_NETWORK = 0.7, 0.5, 0.4, 1.0
 # Step sizes in inverse squares of the largest norm of a gradient. A logistic loss has a
 # curvature of at most a quarter of that square, so that accelerated steps above 5.3
 # diverge. Momentum makes longer moves.
@@ -173,7 +174,8 @@ class Methods:
 
     def one_level(self) -> tuple[Candidate, ...]:
         """Return a tuple of `Candidate`s that read one level, or pool the records."""
-        many = [self._fit(100, size) for size in (1.0, 4.0, 16.0, 64.0)]
+        # Of large problems the first and the third are tried.
+        many = [self._fit(100, size) for size in (64.0, 16.0, 4.0, 1.0)]
         # From a few hundred validation records, where noise admits few steps, to many.
         upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
         upper += [self._fit(100, s) for s in (2.0, 8.0)]
@@ -261,26 +263,29 @@ class Methods:
         """Return a `Candidate` that selects sources, with fits of these step sizes."""
         # Gradients of the library's own model do not depend on the user's clip norm.
         clip = self.clip_norm if scoring is None else 1.0
-        model = _fast(clip, 10, 1.0, _CLIP_FIRST)
 
-        def lower(size: float) -> SelectedSources:
+        def lower(first: float, size: float) -> SelectedSources:
+            model = _fast(clip, 10, first, _CLIP_FIRST)
             return SelectedSources(model, self._fit(100, size), scoring=scoring)
 
         def pooled(size: float, part: float) -> SelectedSources:
-            split = part, part, 1.0
             return dataclasses.replace(
-                lower(size), fit_reads="both", budget_split=split
+                lower(1.0, size), fit_reads="both", budget_split=(part, part, 1.0)
             )
 
+        firsts = [(1.0, size) for size in sizes]
+        if scoring is None and not is_binary(self.model):
+            # A first model of many classes needs longer steps if there is little noise.
+            firsts = [(4.0, sizes[0]), *firsts]
         # Every second setting of a large problem is tried: here one of each size.
         pairs = itertools.product(sizes, (0.03, 0.1))
-        solvers = (*itertools.starmap(pooled, pairs), *map(lower, sizes))
-        return Candidate("SelectedSources", solvers, 2)
+        settings = itertools.starmap(pooled, pairs), itertools.starmap(lower, firsts)
+        return Candidate("SelectedSources", (*itertools.chain(*settings),), 2)
 
     def mixture(self) -> Candidate:
         """Return a `Candidate` that mixes the models of the sources."""
-        clip, vector = self.clip_norm, is_vector(self.model)
-        descent = _fast if vector else _plain
+        clip, binary = self.clip_norm, is_binary(self.model)
+        descent = _fast if binary else _plain
 
         def solver(
             first: float, then: float, clipped: float, size: float
@@ -289,14 +294,15 @@ class Methods:
             mixture = _plain(clip, 10, size, clipped)
             # A step reads every record with every source's model: half as many steps.
             models = descent(_BOTH_MODELS * clip, 50, _BOTH_MODELS**2 * first)
-            return MixedSources(models, mixture, descent(clip, 100, then), mixture)
+            return MixedSources(models, mixture, self._fit(100, then), mixture)
 
         # Shorter steps for large noise, longer ones for little noise.
         longer, shorter = (20.0, 24.0, 0.5, 3.0), (15.0, 4.0, 0.2, 4.0)
         settings = [longer, (15.0, 4.0, 0.1, 4.0), shorter, (15.0, 4.0, 0.35, 2.0)]
-        if not vector:
-            # A mixture moves few of many parameters: its gradients are short.
-            settings = [(30.0, 16.0, 0.1, 1024.0), longer, shorter]
+        if not binary:
+            # A mixture moves few of many parameters: its gradients are short. Shorter
+            # steps keep sources of other features, such as turned images.
+            settings = [(30.0, 64.0, 0.1, 4096.0), (30.0, 32.0, 0.1, 1024.0)]
         return Candidate("MixedSources", (*itertools.starmap(solver, settings),), 2)
 
     def recalibrate(self, method: Candidate) -> Candidate:
@@ -326,11 +332,11 @@ class Methods:
 
     def _fit(self, steps: int, size: float) -> NoisyGD:
         """Return a `NoisyGD` that fits the model, with steps of this size."""
-        if is_vector(self.model):
+        if is_binary(self.model):
             return _fast(self.clip_norm, steps, size)
         # The curvature of several classes or a network is mostly far below any bound:
         # long steps are plain, and descent undoes those that are too long.
-        clip = _CLIP if is_linear(self.model) else _CLIP_NETWORK
+        clip = _CLIP_CLASSES if is_linear(self.model) else _CLIP_NETWORK
         return _plain(self.clip_norm, steps, size, clip)
 
     @functools.cached_property

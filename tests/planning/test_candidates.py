@@ -138,6 +138,15 @@ def test_step_sizes_are_in_units_of_the_clip_norm():
     assert solvers[0].step_size == 4 * solvers[1].step_size
 
 
+def test_a_matrix_of_two_columns_has_the_candidates_of_a_vector():
+    vector, two, three = (
+        [str(c) for c in planning.candidates(SOURCES, (jnp.zeros(5), model), 2.0)]
+        for model in map(jnp.zeros, (6, (6, 2), (6, 3)))
+    )
+    assert two == vector
+    assert three != vector  # the control
+
+
 @pytest.mark.parametrize(
     "model", [jnp.zeros((6, 3)), {"in": jnp.zeros(2), "out": jnp.zeros(3)}]
 )
