@@ -88,7 +88,7 @@ class Memory(eqx.Module):
 # A step was too long if the gradient after it points back along it by more than this
 # fraction of the slope before it, plus this number of standard deviations.
 _OVERSHOT, _SURELY = 0.5, 3.0
-# Of a power iteration.
+# Most steps and accuracy of a power iteration.
 _ITERATIONS, _ACCURACY = 100, 1e-4
 
 

@@ -68,8 +68,8 @@ step_size = 4.0
 @pytest.mark.parametrize(
     ("traced", "functions", "files"),
     [
-        pytest.param(RUN, 520, 65, id="run", marks=pytest.mark.slow),
-        pytest.param(FIT, 356, 47, id="fit"),
+        pytest.param(RUN, 504, 60, id="run", marks=pytest.mark.slow),
+        pytest.param(FIT, 341, 43, id="fit"),
     ],
 )
 def test_a_run_enters_few_functions_in_few_files(traced, functions, files, tmp_path):

@@ -122,7 +122,7 @@ class Grid(eqx.Module):
         passes &= is_finite(contribution) & is_finite(std)
         passes &= contribution >= jnp.finfo(contribution.dtype).tiny
         passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
-        # From 2^14 to 2^15, and times `std` at most 2^15 times its power of two.
+        # It is from 2^14 to 2^15, and at most 2^15 over the mantissa of `std`.
         inverse = 2 ** (2 * FRACTION_BITS) // upper_mantissa(std, FRACTION_BITS)
         numerator = jnp.where(whole, 2**FRACTION_BITS, inverse)
         shift = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
