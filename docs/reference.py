@@ -41,8 +41,8 @@ PACKAGES = {
 MODULES = {
     "audit.debug": "NON-PRIVATE views of a run",
 }
-# Functions that have the names of parameters or methods of estimators, which stand
-# alone as `code` more often.
+# Functions that have the names of parameters or methods, which stand alone as `code`
+# more often.
 OF_PARAMETERS = "delta", "epsilon", "noise_multiplier", "fit", "start"
 MADE = ".. This page is made by docs/reference.py.\n"
 
