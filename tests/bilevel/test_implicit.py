@@ -38,7 +38,6 @@ CONTRACT = {
         LEVELS,
         (jnp.zeros(2), Y0),
         "disjoint",
-        fitted=True,
         adaptive=True,
     ),
     "implicit": Case(EXACT.problem, implicit(), EXACT.data, EXACT.w0, "disjoint"),

@@ -19,6 +19,7 @@ from dpbilevel.privacy.mechanisms import Gaussian
 from tests.contract.recorded import (
     CASES,
     KEY,
+    RUN,
     SHORT,
     at_once,
     calibrated,
@@ -30,11 +31,14 @@ from tests.contract.recorded import (
 solvers = pytest.mark.parametrize("name", CASES)
 # One of each class; the slow suite has the others, which differ in problem or sampling.
 distinct_solvers = at_once(lambda name: name in SHORT)
+# One of each family, where a program is compiled.
+run_solvers = at_once(lambda name: name in RUN)
+OF_PEOPLE = {"noisy_gd_adam_of_people", "penalty_both_levels_of_people"}
 # `fit` plans and solves; one of each family of problems, and one adaptive.
 fitted_solvers = at_once(lambda name: CASES[name].fitted)
 
 
-@distinct_solvers
+@run_solvers
 def test_numbers_change_without_retracing(name):
     problem, solver, data, w0 = calibrated(name)
     other = jax.tree.map(lambda v: v * 1.5 if isinstance(v, float) else v, solver)
@@ -121,7 +125,7 @@ def test_vmap_over_one_of_solvers_and_keys_equals_a_loop(name, over):
     chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
 
 
-@distinct_solvers
+@run_solvers
 def test_float64_in_float64_out(name):
     problem, solver, data, w0 = calibrated(name)
     with jax.enable_x64(True):
@@ -181,18 +185,19 @@ def test_records_on_disk_release_the_same_bits_or_are_refused(name):
 @distinct_solvers
 def test_no_key_is_used_twice(name):
     problem, solver, data, w0 = calibrated(name)
-    with jax.debug_key_reuse(True):
-        solve(problem, solver, data, w0, key=jax.random.key(KEY))
+    run = jax.jit(lambda key: dpb.solve(problem, solver, data, w0, key=key).value)
+    with jax.debug_key_reuse(True):  # which tracing checks
+        run.trace(jax.random.key(KEY))
 
 
-@distinct_solvers
+@run_solvers
 def test_uncalibrated_solver_raises_with_the_remedy(name):
     case, key = CASES[name], jax.random.key(KEY)
     with pytest.raises(ValueError, match=r"calibrate\(problem, solver, budget"):
         dpb.solve(case.problem, case.solver, case.data, case.w0, key=key)
 
 
-@distinct_solvers
+@run_solvers
 def test_a_nan_record_leaves_the_answer_finite(name):
     problem, solver, data, w0 = calibrated(name)
     sick = jax.tree.map(first_row_to_nan, data)
@@ -212,7 +217,7 @@ def test_a_raw_key_is_refused(name):
         dpb.solve(problem, solver, data, w0, key=jax.random.PRNGKey(KEY))
 
 
-@distinct_solvers
+@run_solvers
 def test_trajectory_has_one_released_iterate_per_step(name):
     _, solver, _, _ = calibrated(name)
     trajectory = run(name, jax.random.key(KEY)).trajectory
@@ -250,7 +255,7 @@ def test_fit_reports_the_ledger_of_what_it_ran(name):
     assert restored == result.report
 
 
-@distinct_solvers
+@run_solvers
 def test_the_answer_is_feasible(name):
     problem, solver, data, w0 = calibrated(name)
     value = run(name, jax.random.key(KEY)).value
@@ -320,7 +325,7 @@ def reads(name, kind=None):
     return traced(name, kind)[0]
 
 
-@solvers
+@at_once(lambda name: name in {*SHORT, *OF_PEOPLE})
 def test_records_are_read_by_releases_alone(name):
     assert not reads(name)
 

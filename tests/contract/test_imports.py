@@ -1,5 +1,6 @@
 """What `import dpbilevel` costs, and what reading its names may raise."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -40,79 +41,96 @@ def output(code):
     return done.stdout
 
 
-def loaded(code):
-    """The modules that `code` has imported."""
-    return set(output(f"{code}\nimport sys; print(*sys.modules)").split())
+# A process for several tests, because starting JAX takes the time. It prints a line
+# after the import, one after a module, two after all names, one after the estimators.
+FIRST_READS = f"""import dpbilevel, gc, sys
+print(*sys.modules)
+dpbilevel.fit
+print(dpbilevel.privacy.accounting.profiles.__name__)
+import jax
+def program(x):
+    {READ_ALL.format("PrivateSearch")}
+    return x
+jax.jit(program)(1.0)
+print(*sys.modules)
+gc.collect()
+print(sum(isinstance(v, jax.core.Tracer) for v in gc.get_objects()))
+import dpbilevel.sklearn
+print(*sys.modules)"""
+
+
+@functools.cache
+def first_reads():
+    imported, module, read, tracers, estimators = output(FIRST_READS).splitlines()
+    loaded = [set(line.split()) for line in (imported, read, estimators)]
+    return *loaded, module, int(tracers)
 
 
 def test_import_loads_no_module_that_takes_long():
-    modules = loaded("import dpbilevel")
+    modules, *_ = first_reads()
     assert not modules & (SLOW | {"optax", "equinox", "scipy.special"})
 
 
 def test_reading_the_public_names_loads_no_module_that_only_some_calls_need():
-    code = "import dpbilevel\n" + READ_ALL.format("PrivateSearch")
-    modules = loaded(code)
+    _, modules, *_ = first_reads()
     assert "dpbilevel.bilevel.penalty" in modules
     assert not modules & SLOW
 
 
 def test_first_read_inside_a_program_keeps_no_tracer():
-    code = f"""import gc, jax, dpbilevel
-def program(x):
-    {READ_ALL.format("PrivateSearch")}
-    return x
-jax.jit(program)(1.0)
-gc.collect()
-print(sum(isinstance(v, jax.core.Tracer) for v in gc.get_objects()))"""
-    assert output(code) == "0\n"
+    *_, tracers = first_reads()
+    assert tracers == 0
 
 
-def test_names_are_readable_without_scikit_learn():
-    code = f"""{WITHOUT_SKLEARN}
+def test_estimators_are_not_imported_with_the_library():
+    _, before, after, *_ = first_reads()
+    assert "dpbilevel.sklearn" not in before
+    assert "dpbilevel.sklearn.logistic" in after
+
+
+def test_modules_are_readable_without_their_import():
+    *_, module, _ = first_reads()
+    assert module == "dpbilevel.privacy.accounting.profiles"
+
+
+# The same without scikit-learn, whose import is said to fail.
+WITHOUT = f"""{WITHOUT_SKLEARN}
 import inspect, pydoc, dpbilevel
+def refused(use):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+refused(lambda: __import__("dpbilevel.sklearn"))
+refused(lambda: __import__("dpbilevel.search.estimator"))
 assert hasattr(dpbilevel, "PrivateSearch")
 assert dpbilevel.search.Range(0.1, 1.0).high == 1.0
 assert "PrivateSearch" in dict(inspect.getmembers(dpbilevel))
 assert "PrivateSearch" in pydoc.render_doc(dpbilevel)
 from dpbilevel import *
+refused(lambda: PrivateSearch(None, space={{}}, budget=None))
 print(PrivateSearch.__name__, NoisyGD.__name__)"""
-    assert output(code) == "PrivateSearch NoisyGD\n"
+
+
+@functools.cache
+def without_scikit_learn():
+    return output(WITHOUT).splitlines()
+
+
+def test_names_are_readable_without_scikit_learn():
+    *_, names = without_scikit_learn()
+    assert names == "PrivateSearch NoisyGD"
 
 
 def test_use_without_scikit_learn_says_what_to_install():
-    code = f"""{WITHOUT_SKLEARN}
-from dpbilevel import PrivateSearch
-try:
-    PrivateSearch(None, space={{}}, budget=None)
-except ImportError as error:
-    print(error)
-try:
-    import dpbilevel.search.estimator
-except ImportError as error:
-    print(error)"""
-    said = output(code).splitlines()
-    assert said == 2 * [
+    estimators, module, search, _ = without_scikit_learn()
+    assert [module, search] == 2 * [
         "dpbilevel.PrivateSearch needs scikit-learn: run pip install -e '.[cli]' in a "
         "clone of dpbilevel, or pip install scikit-learn"
     ]
-
-
-def test_estimators_are_not_imported_with_the_library():
-    code = "import dpbilevel\n" + READ_ALL.format("PrivateSearch")
-    assert "dpbilevel.sklearn" not in loaded(code)
-    assert "dpbilevel.sklearn.logistic" in loaded("import dpbilevel.sklearn")
-
-
-def test_estimators_without_scikit_learn_say_what_to_install():
-    code = f"""{WITHOUT_SKLEARN}
-try:
-    import dpbilevel.sklearn
-except ImportError as error:
-    print(error)"""
-    assert output(code) == (
+    assert estimators == (
         "dpbilevel.sklearn needs scikit-learn: run pip install -e '.[sklearn]' in a "
-        "clone of dpbilevel, or pip install scikit-learn\n"
+        "clone of dpbilevel, or pip install scikit-learn"
     )
 
 
@@ -130,12 +148,6 @@ def test_a_name_of_a_package_is_found_there():
             assert str(error.value).endswith(f"; it is dpbilevel.{place}.{name}")
     with pytest.raises(AttributeError, match=r"has no attribute 'NoisyGradient'$"):
         dpb.NoisyGradient  # noqa: B018
-
-
-def test_modules_are_readable_without_their_import():
-    code = "import dpbilevel; print(dpbilevel.privacy.accounting.profiles.__name__)"
-    code = code.replace("import dpbilevel;", "import dpbilevel; dpbilevel.fit;")
-    assert output(code) == "dpbilevel.privacy.accounting.profiles\n"
 
 
 def test_no_public_name_is_hidden_by_a_module():

@@ -24,6 +24,7 @@ from dpbilevel.search.repeat_and_select import Selection
 from tests.contract.recorded import (
     CASES,
     KEY,
+    RUN,
     SHORT,
     at_once,
     ledger_of,
@@ -32,8 +33,8 @@ from tests.contract.recorded import (
     strength,
 )
 
-# The slow suite has the others, which differ in problem or sampling.
-solvers = at_once(lambda name: name in SHORT)
+# The slow suite has the others.
+solvers = at_once(lambda name: name in RUN)
 
 
 @functools.cache
@@ -150,7 +151,7 @@ NOISY = [
     for name, case in CASES.items()
     if case.package != "draws" and not isinstance(case.solver, dpb.search.RandomSearch)
 ]
-noisy_solvers = at_once(lambda name: name in SHORT, NOISY)
+noisy_solvers = at_once(lambda name: name in RUN, NOISY)
 SEEDS = range(KEY, KEY + 20)
 SLIPS = {
     "no noise": lambda noises: [0 * z for z in noises],

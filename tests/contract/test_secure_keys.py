@@ -14,7 +14,8 @@ from tests.cases import slow
 from tests.contract.recorded import CASES, KEY, ledger_of, notes_of
 from tests.contract.test_releases import SEEDS, matches, noises_of, sound
 
-SECURE = ["noisy_gd_adam", "noisy_payoff", "localized", *slow("f2sa", "extragradient")]
+SECURE = ["localized"]
+SECURE += slow("noisy_gd_adam", "noisy_payoff", "f2sa", "extragradient")
 
 
 @pytest.fixture(autouse=True)

@@ -36,9 +36,7 @@ CONTRACT = {
         keeps_x=True,
         adaptive=2.0,
     ),
-    "adaptive_clip": Case(
-        ONE_LEVEL, adaptive(clip_norm=1.0), LOWER, Y0, fitted=True, adaptive=2.0
-    ),
+    "adaptive_clip": Case(ONE_LEVEL, adaptive(clip_norm=1.0), LOWER, Y0, adaptive=2.0),
 }
 
 

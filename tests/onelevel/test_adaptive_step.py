@@ -31,9 +31,7 @@ CONTRACT = {
         keeps_x=True,
         adaptive=2.0,
     ),
-    "adaptive_step": Case(
-        ONE_LEVEL, AdaptiveGD(4), LOWER, Y0, fitted=True, adaptive=2.0
-    ),
+    "adaptive_step": Case(ONE_LEVEL, AdaptiveGD(4), LOWER, Y0, adaptive=2.0),
 }
 
 

@@ -23,7 +23,7 @@ PROBLEM = dpb.FiniteSum(
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 CONTRACT = {
-    "allocated": Case(ONE_LEVEL, AllocatedGD(2, 2, 1.0, 0.5), LOWER, Y0, fitted=True),
+    "allocated": Case(ONE_LEVEL, AllocatedGD(2, 2, 1.0, 0.5), LOWER, Y0),
     "allocated_adam": Case(
         ONE_LEVEL,
         AllocatedGD(3, 2, 1.0, optax.adam(0.1), output=dpb.outputs.Mean()),

@@ -22,9 +22,7 @@ PROBLEM = dpb.FiniteSum(
 )
 
 CONTRACT = {
-    "correlated": Case(
-        ONE_LEVEL, CorrelatedGD(3, 1.0, 0.3, (0.5,)), LOWER, Y0, fitted=True
-    ),
+    "correlated": Case(ONE_LEVEL, CorrelatedGD(3, 1.0, 0.3, (0.5,)), LOWER, Y0),
     "correlated_in_passes": Case(
         ONE_LEVEL,
         CorrelatedGD(

@@ -65,7 +65,10 @@ def fits():
     }
 
 
-estimators = pytest.mark.parametrize("name", list(fits()))
+# A network and groups in the slow suite, which take longest to compile.
+estimators = pytest.mark.parametrize(
+    "name", ["logistic", "ridge", "sources", *slow("network", "fair")]
+)
 
 
 @pytest.fixture
@@ -132,7 +135,7 @@ def test_no_record_raises_warns_or_moves_another(name, runs, getkey):
     assert same_but_for_one_row(name, runs, getkey)
 
 
-@pytest.mark.parametrize("name", ["logistic", "ridge"])
+@pytest.mark.parametrize("name", ["logistic", *slow("ridge")])
 def test_units_from_the_records_are_found_out(name, runs, getkey, monkeypatch):
     rows = declared.Frame.rows
 
@@ -249,7 +252,9 @@ def test_records_that_count_for_nothing_are_all_alike(name, runs, getkey):
         assert all(map(np.array_equal, first, other))
 
 
-@estimators
+@pytest.mark.parametrize(
+    "name", ["logistic", *slow("ridge", "sources", "network", "fair")]
+)
 def test_two_fits_never_share_noise(name, runs):
     X, y = table()
     for _ in range(2):
@@ -326,7 +331,7 @@ def releases_of(model, monkeypatch):
 
 @NAMED
 @pytest.mark.parametrize("relation", [{}, *slow(PRIVATE_SIZE)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["target", "rare class", *slow("target, no constant")])
 def test_every_release_of_a_fit_is_charged_and_has_its_own_key(
     name, relation, monkeypatch
 ):
