@@ -92,8 +92,7 @@ SOLVERS = {
     for name, case in found("CONTRACT").items()
     if case.package not in ("draws", "search") and name != "clipped_upper"
 }
-AT_ONCE = ("noisy_gd_adam", "allocated", "localized", "penalty_both_levels", "f2sa")
-AT_ONCE += ("extragradient", "proximal_point", "group_descent")
+AT_ONCE = ("noisy_gd_adam", "localized", "penalty_both_levels", "extragradient")
 RUNS = [(name, True) for name in AT_ONCE]
 RUNS += slow(*((name, True) for name in SOLVERS if name not in AT_ONCE))
 # One for each scheme of sampling also under the generator that is not the default.
@@ -275,8 +274,18 @@ def test_a_key_is_neither_drawn_from_nor_derived_from_twice():
         derive(jax.random.key(0), "noise", "sampling")
 
 
+# Those that compile soonest; the others follow in the slow suite.
+QUICK = "threefry2x32", "philox4x32"
+
+
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("impl", noise.GENERATORS)
+@pytest.mark.parametrize(
+    "impl",
+    [
+        g if g in QUICK else pytest.param(g, marks=pytest.mark.slow)
+        for g in noise.GENERATORS
+    ],
+)
 def test_derived_keys_are_typed_and_differ_by_domain_and_from_splits(impl):
     names = noise.NAMES
     key = jax.random.key(1, impl=impl)

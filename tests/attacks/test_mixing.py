@@ -20,6 +20,7 @@ from dpbilevel.privacy.per_example import mixing, structure
 from dpbilevel.privacy.per_example.mixing import FUNCTIONS, mixed_rows
 from dpbilevel.privacy.per_example.rowwise import ROWWISE
 from dpbilevel.privacy.per_example.structure import rowwise
+from tests.cases import slow
 
 from .mixing_canaries import ENTRIES
 
@@ -101,7 +102,7 @@ PARTITIONED = {name: fun for name, fun in ENTRIES.items() if name != "mulhi"}
 PROGRAMS = {"alone": jax.jit, "scan": in_scan, "vmap": in_vmap, "eager": eager}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ["scan", "vmap", *slow("alone", "eager")])
 def test_convolutions_keep_records_apart(program):
     assert mixed_rows(GROUPED, PROGRAMS[program]) == ()
 

@@ -95,8 +95,8 @@ def test_shapes_of_records_do_change_rounding(d):  # the control of the test abo
     assert distance(mean(jnp.asarray(rows)), mean(jnp.asarray(rows[1:]))) > 0.5
 
 
-@pytest.mark.parametrize("microbatch", [1, 7, 9, 17, 33, 64, "auto", "cached"])
-@pytest.mark.parametrize("d", [64, 200])
+@pytest.mark.parametrize("microbatch", [7, 64, "auto", "cached", *slow(1, 9, 17, 33)])
+@pytest.mark.parametrize("d", [64, *slow(200)])
 def test_a_row_contributes_the_same_in_every_place(d, microbatch, monkeypatch):
     if microbatch == "cached":  # parts of records that do not fit in a cache
         monkeypatch.setattr(microbatches, "cached_bytes", lambda: 2**16)
@@ -124,7 +124,7 @@ def test_a_row_contributes_the_same_in_every_place(d, microbatch, monkeypatch):
     np.testing.assert_array_equal(counts(rows, first), moved)
 
 
-@pytest.mark.parametrize("d", [3, 200])
+@pytest.mark.parametrize("d", [200, *slow(3)])
 def test_a_row_contributes_the_same_whatever_the_others_hold(d):
     w, loss = steep(d)
     rows = jnp.asarray(records_of(100, d))
@@ -169,7 +169,9 @@ LINE = dpb.FiniteSum(
 )
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize(
+    "name", ["sampled", "draw", *slow("steps", "candidates", "losses", "repetitions")]
+)
 def test_padding_counts_for_nothing(name):
     solver = SOLVERS[name].with_noise(0.3).with_sizes(50).with_counts(LINE)
     records = jnp.asarray(np.random.default_rng(0).normal(size=(50, 1)), jnp.float32)

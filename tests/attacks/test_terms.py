@@ -19,6 +19,7 @@ from dpbilevel.games import proximal_point
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.per_example.norms import scale_and_norm
 from tests.attacks.terms import CONSTANTS, exact_norm, moved, upper
+from tests.cases import slow
 
 SIDE = 256
 
@@ -26,7 +27,7 @@ SIDE = 256
 SIZE = SIDE**2  # its root is a power of two
 
 
-@pytest.mark.parametrize("part", [0.6, 0.8])
+@pytest.mark.parametrize("part", [0.6, *slow(0.8)])
 def test_rounding_every_coordinate_up_keeps_a_record_within_the_clip_norm(part, x64):
     # Cut to the clip norm itself, a coordinate is a part of a step beyond 2**15.
     clip_norm = SIDE * (2.0**15 + part)
@@ -148,7 +149,7 @@ def test_the_error_constant_and_the_smoothness_are_attained(x64):
     assert float(hypergradient(0.0, 0.0)) == pytest.approx(CONSTANTS.upper_total)
 
 
-@pytest.mark.parametrize("role", ["upper", "lower"])
+@pytest.mark.parametrize("role", ["upper", *slow("lower")])
 def test_declared_sensitivities_are_attained_by_many_records(role, x64):
     n, c = 10**6, CONSTANTS
     bounds = c.bounds(dpb.Sizes(n, n))

@@ -14,20 +14,18 @@ from dpbilevel.privacy.accounting import profiles
 from tests.audit.runs import LONG, SHORT, audited, claim_of, outcomes
 from tests.bilevel.test_penalty import planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
-from tests.cases import first_of_each_class, found, slow, with_mechanism
+from tests.cases import found, slow, with_mechanism
 from tests.onelevel.test_inner_solvers import planned_noisy_gd, sampled
 
 SOLVERS, CONTRACT = found("AUDITS"), found("CONTRACT")
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
-# In short one of each class; those that take longest are only slow.
-AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson"}
-AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO"}
-AT_ONCE -= {"LocalizedDraws"}
-AT_ONCE -= {"LowerFirst", "Refitted", "WarmStarted"}  # made of others
-AT_ONCE -= {"WarmStarted, recalibrated"}
-AT_ONCE -= {"OneLevel, both levels", "MixedSources"}
+# In short some of each family, which the contract of all solvers does not measure:
+# one level, two levels, declared constants, a draw, a game, a search, a pipeline.
+AT_ONCE = {"NoisyGD", "CorrelatedGD", "PenaltyBilevel, disjoint", "ScaledGroups"}
+AT_ONCE |= {"ImplicitBilevel, clipped, disjoint", "InexactProximalPoint"}
+AT_ONCE |= {"ExponentialMechanism", "RandomSearch"}
 CASES = [
     pytest.param(
         name,

@@ -12,7 +12,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.audit import record, replay
 from dpbilevel.privacy.queries import Query
-from tests.cases import ROOT
+from tests.cases import ROOT, slow
 from tests.contract.recorded import calibrated
 
 KEY = jax.random.key(0)
@@ -99,7 +99,7 @@ class AddsNoNoise(dpb.NoisyGD):
         return dpb.NoisyGD.step(silent, problem, data, state, key=key)
 
 
-@pytest.mark.parametrize("relation", ["replace_one", "add_or_remove_one"])
+@pytest.mark.parametrize("relation", ["replace_one", *slow("add_or_remove_one")])
 def test_a_right_solver_moves_at_most_one_sensitivity_and_by_all_of_it(relation):
     plan = plan_of(neighbours=relation)
     found = replayed(plan, relation)
@@ -135,7 +135,7 @@ def test_steps_without_noise_are_caught():
     assert "mu is inf" in str(found)
 
 
-@pytest.mark.parametrize("relation", ["replace_one", "add_or_remove_one"])
+@pytest.mark.parametrize("relation", ["replace_one", *slow("add_or_remove_one")])
 def test_answers_are_compared_number_by_number(relation):
     plan = plan_of(neighbours=relation)
 
@@ -239,6 +239,7 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_reason():
         replay(lambda data: data, *pair)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_and_its_test_passes():
     text = (ROOT / "docs/outside_audit.md").read_text()
     names = {}

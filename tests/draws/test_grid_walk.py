@@ -7,6 +7,7 @@ from dpbilevel.draws import GridWalk
 from dpbilevel.draws.samplers import _lattice
 from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.sets import Ball, Box, Euclidean, NonNegative, Product, Simplex
+from tests.cases import slow
 from tests.draws.lattice_zoo import (
     CASES,
     Peak,
@@ -17,7 +18,7 @@ from tests.draws.lattice_zoo import (
     transition_matrix,
 )
 
-EXACT = ["interval", "box", "ball", "segment", "simplex", "bumpy"]
+EXACT = ["interval", "simplex", *slow("box", "ball", "segment", "bumpy")]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -85,7 +86,7 @@ def test_the_exact_law_is_within_the_certified_ratio_of_the_target(name):
     assert log_ratio(law(walk, sum(walk.cells), tries, MESH[name])[:2]) > 0.01
 
 
-@pytest.mark.parametrize("name", ["interval", "ball"])
+@pytest.mark.parametrize("name", ["interval", *slow("ball")])
 def test_neighbors_differ_by_the_mechanism_and_twice_the_log_ratio(name):
     one = setting(name)
     with jax.enable_x64(True):

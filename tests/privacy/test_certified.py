@@ -10,6 +10,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.queries import AbstractCertifiedQuery
 from dpbilevel.privacy.releases import CertifiedRelease
 from tests.bilevel.test_implicit import implicit
+from tests.cases import slow
 from tests.games.saddle_zoo import N, example, point
 from tests.problems import EXACT, LEVELS
 
@@ -46,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize(
     "precision", [pytest.param("float", marks=pytest.mark.slow), "grid"]
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["resolvent", "disjoint", *slow("declared", "at x")])
 def test_no_read_is_sealed_with_more_than_its_release_lists(name, precision):
     release, data, start = CASES[name](precision)
     sealed = release.read(start, data, key=jax.random.key(0))

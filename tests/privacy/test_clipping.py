@@ -98,7 +98,7 @@ def test_a_record_that_is_not_finite_has_no_influence(bad, microbatch):
 
 
 @pytest.mark.parametrize("precision", ["float", "grid"])
-@pytest.mark.parametrize("clip_norm", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("clip_norm", [1e-20, 1e20, *slow(1.0)])
 def test_a_finite_record_counts_in_its_direction_however_long_it_is(
     precision, clip_norm
 ):
@@ -126,7 +126,7 @@ def test_a_gradient_that_is_not_a_number_has_no_influence():
     assert float(value.raw) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("microbatch", ["auto", 1, 3])
+@pytest.mark.parametrize("microbatch", ["auto", *slow(1, 3)])
 def test_no_records_and_no_unmasked_records_give_zero(microbatch):
     query = functools.partial(
         dpb.privacy.clipped_mean,
@@ -152,7 +152,7 @@ def test_masked_rows_may_hold_anything_and_the_denominator_stays():
     np.testing.assert_allclose(bounded.raw, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("microbatch", [1, 3, 7, 36, 37, 100])
+@pytest.mark.parametrize("microbatch", [7, 37, *slow(1, 3, 36, 100)])
 def test_microbatches_change_nothing_but_rounding(microbatch):
     records = {"x": gaussian_records(), "k": jnp.arange(37)}
     mask = jnp.arange(37) % 5 != 0
@@ -201,7 +201,7 @@ def test_memory_does_not_grow_with_the_number_of_records(monkeypatch):
     assert large > 2 * small
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow(jnp.float16)])
 def test_half_precision_records_are_summed_in_float32(dtype):
     n = 4000
     records = jnp.full((n, 1), 0.3, dtype)
@@ -216,7 +216,7 @@ def test_half_precision_records_are_summed_in_float32(dtype):
     assert abs(float(running[0]) - exact) > 0.05 * exact
 
 
-@pytest.mark.parametrize("d", [1, 1000, 1_000_000])
+@pytest.mark.parametrize("d", [1, 1000, *slow(1_000_000)])
 @pytest.mark.parametrize("clip_norm", [1e-19, 1e-3, 0.7])
 def test_clipped_norm_never_exceeds_the_clip_norm(d, clip_norm):
     rng = np.random.default_rng(d)
@@ -325,7 +325,19 @@ def test_chunks_cover_the_records_and_hold_no_more_than_was_asked(n, power):
 MODULES = [m.name for m in pkgutil.walk_packages(dpb.__path__, "dpbilevel.")]
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if "__main__" not in m])
+# Those whose examples compile most.
+LONG = {"dpbilevel.sklearn.logistic", "dpbilevel.runs.run", "dpbilevel.oracles.lower"}
+LONG |= {"dpbilevel.applications.adapters", "dpbilevel.oracles.linear"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(m, marks=pytest.mark.slow if m in LONG else ())
+        for m in MODULES
+        if "__main__" not in m
+    ],
+)
 def test_examples_in_docstrings_run(name):
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0

@@ -112,7 +112,9 @@ def fitted(data):
 
 
 @pytest.mark.parametrize("place", [mapped, *slow(parquet)])
-@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize(
+    "case", ["micro-batches", *slow("taken whole in memory", "whole, with groups")]
+)
 def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
     got, want = (
         mean(*LOSSES[case], v) for v in (place(tmp_path, records()), records())
@@ -357,8 +359,8 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("place", [mapped, parquet])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
+@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS[:2], *slow(*SAMPLINGS[2:])], ids=repr)
 def test_batches_have_the_bits_of_records_in_memory(tmp_path, place, sampling):
     data = records()
     batch = batch_of(sampling, place(tmp_path, data))
@@ -367,7 +369,7 @@ def test_batches_have_the_bits_of_records_in_memory(tmp_path, place, sampling):
     )
 
 
-@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
 def test_batches_from_padded_rows_do_too(tmp_path, place):
     data, n = records(N - 5), N - 5
     rows = padded(jax.tree.map(jnp.array, data), N)
@@ -407,6 +409,7 @@ def test_a_batch_reads_its_own_rows_of_arrays_and_no_others(tmp_path, monkeypatc
     assert sum(read) == 2 * int(batch.mask.sum()) < N / 5  # of two arrays
 
 
+@pytest.mark.slow
 def test_runs_on_sampled_batches_release_the_bits_of_records_in_memory(tmp_path):
     data, key = records(), jax.random.key(0)
     sampling = dpb.Poisson(0.1)
@@ -452,7 +455,9 @@ def test_parts_of_mapped_arrays_are_read_too(tmp_path):
 
 
 @pytest.mark.parametrize("place", [mapped, parquet])
-@pytest.mark.parametrize(("n", "rows"), [(1984, 64), (1984, 300), (1984, 1984), (7, 3)])
+@pytest.mark.parametrize(
+    ("n", "rows"), [(1984, 64), (7, 3), *slow((1984, 300), (1984, 1984))]
+)
 def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
     data = {k: np.nan_to_num(v) for k, v in records(n).items()}
     for padding in (0, 500):

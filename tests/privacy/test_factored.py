@@ -13,7 +13,7 @@ from dpbilevel.privacy.per_example.clipping import clipped_mean, one_record, uns
 from dpbilevel.privacy.per_example.factored import Factored, SparseRows, is_structured
 from dpbilevel.privacy.per_example.structure import opened
 from dpbilevel.privacy.records.rows import Shards
-from tests.cases import slow
+from tests.cases import fast_first, slow
 
 ADDED = Neighbours.ADD_OR_REMOVE_ONE
 
@@ -310,7 +310,7 @@ def batch_of(record, n):
     )
 
 
-@pytest.mark.parametrize("precision", ["float", "grid"])
+@pytest.mark.parametrize("precision", ["float", *slow("grid")])
 @pytest.mark.parametrize(
     "name",
     [
@@ -353,7 +353,7 @@ def test_rows_of_a_table_add_up_and_those_out_of_range_are_none(precision):
     assert np.flatnonzero(np.any(np.asarray(found) != 0, axis=1)).tolist() == [3, 7, 49]
 
 
-@pytest.mark.parametrize("neighbours", Neighbours)
+@pytest.mark.parametrize("neighbours", fast_first(Neighbours))
 def test_no_array_of_the_size_of_a_matrix_is_formed_for_a_record(neighbours):
     w, n = {"a": normal(300, 200), "b": jnp.zeros(200), "c": normal(200, 3)}, 128
     records = jax.ShapeDtypeStruct((n, 300), jnp.float32), jnp.zeros(n, jnp.int32)

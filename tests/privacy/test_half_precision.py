@@ -7,6 +7,7 @@ import pytest
 
 from dpbilevel.privacy.per_example import factored
 from dpbilevel.privacy.per_example.clipping import clipped_mean, unsealed
+from tests.cases import slow
 
 HALF = jnp.bfloat16
 # The terms of the places nearly cancel, so that their errors are long beside the sum.
@@ -95,7 +96,7 @@ def test_numbers_that_round_every_factor_are_off_by_more(monkeypatch):
     assert min(found.values()) > 2**-7
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])
 def test_means_of_half_precision_are_in_float32(dtype):
     rows = jnp.ones((4, 8, 5), dtype)
     w = jnp.ones((5, 3), dtype)

@@ -13,6 +13,7 @@ from dpbilevel.privacy import noise
 from dpbilevel.privacy.chacha20 import CHACHA20
 from dpbilevel.privacy.exact import normal
 from dpbilevel.privacy.noise import check_key
+from tests.cases import slow
 
 ALPHA = 1e-4
 
@@ -28,7 +29,7 @@ def sample_of(partitionable=True):
         return np.asarray(standard_normal(shape, key=jax.random.key(3)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [jnp.float32, *slow(jnp.float64)])
 def test_values_are_the_nearest_numbers_of_integers(dtype):
     with jax.enable_x64(dtype == jnp.float64):
         key = jax.random.key(2)
@@ -54,7 +55,7 @@ def test_jax_normal_in_float32_stops_at_five_point_four_sigma():
     assert np.abs(extremes).max() < 5.5
 
 
-@pytest.mark.parametrize("partitionable", [False, True])
+@pytest.mark.parametrize("partitionable", [True, *slow(False)])
 def test_noise_is_standard_normal(partitionable):
     sample = sample_of(partitionable)
     assert scipy.stats.kstest(sample, "norm").pvalue > ALPHA
@@ -115,7 +116,7 @@ def correlation(left, right):
     return abs(float(np.mean(np.asarray(left) * np.asarray(right))))
 
 
-@pytest.mark.parametrize("partitionable", [False, True])
+@pytest.mark.parametrize("partitionable", [True, *slow(False)])
 def test_leaves_keys_and_lanes_are_uncorrelated(partitionable):
     n = 20_000
     tree = {"a": jnp.zeros(n), "b": jnp.zeros(n)}
@@ -130,7 +131,7 @@ def test_leaves_keys_and_lanes_are_uncorrelated(partitionable):
     assert correlation(streams[0], streams[1] + 0.1 * streams[0]) > limit
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", *slow("float64")])
 def test_exponential_and_gumbel_values_follow_their_laws_into_both_tails(
     dtype, monkeypatch
 ):
@@ -208,7 +209,7 @@ def test_a_seed_loses_its_high_word_which_a_root_key_does_not():
     assert data.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("impl", ["threefry4x32", "philox4x32", CHACHA20])
+@pytest.mark.parametrize("impl", ["philox4x32", CHACHA20, *slow("threefry4x32")])
 def test_noise_is_normal_under_the_other_generators(impl):
     sample = standard_normal(jnp.zeros(50_000), key=jax.random.key(8, impl=impl))
     assert scipy.stats.kstest(np.asarray(sample), "norm").pvalue > ALPHA

@@ -206,7 +206,7 @@ def test_fixed_size_batches_are_uniform_subsets_without_replacement(
         assert worst_binomial_pvalue(pair_counts(included), DRAWS, rate**2) < ALPHA
 
 
-@pytest.mark.parametrize(("size", "n", "subsets"), [(2, 5, 10), (2, 9, 36)])
+@pytest.mark.parametrize(("size", "n", "subsets"), [(2, 5, 10), *slow((2, 9, 36))])
 def test_every_small_subset_is_equally_likely(size, n, subsets):
     included = inclusions(dpb.FixedSize(size), n=n, draws=50_000, seed=1)
     counts = np.unique(included @ 2 ** np.arange(n), return_counts=True)[1]
