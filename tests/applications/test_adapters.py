@@ -86,6 +86,7 @@ def test_no_gradient_of_what_is_not_trained_is_computed():
     assert counts == sorted(set(counts))
 
 
+@pytest.mark.slow
 def test_models_with_other_constants_share_a_program(solution, tmp_path):
     run_module._steps.clear_cache()
     moved = jax.tree.map(lambda v: v + 1 if eqx.is_array(v) else v, PLAIN)

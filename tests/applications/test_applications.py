@@ -305,6 +305,7 @@ def test_x_of_another_size_than_the_sources_is_refused():
         dpb.debug.lower_objective(problem, jnp.zeros(3), jnp.zeros(5), two_sources(40))
 
 
+@pytest.mark.slow
 def test_a_record_of_an_unknown_source_has_no_influence():
     problem = dpb.source_weighting(dpb.logistic_loss, 2)
     data = two_sources(40)

@@ -124,6 +124,7 @@ def test_a_group_without_energy_stays_at_the_start_and_gets_the_largest_penalty(
     assert jnp.all(y[jnp.asarray([0, 1, 3])] != 0)
 
 
+@pytest.mark.slow
 def test_all_groups_have_scale_one_where_none_stands_out():
     solver = ScaledGroups(GD).with_noise(1.0).with_sizes(SIZES)
     scales = solver.scales(TUNING, {"screen": jnp.zeros(4)})

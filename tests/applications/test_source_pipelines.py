@@ -32,10 +32,11 @@ from tests.applications.sources import (
     records,
     runs,
 )
+from tests.cases import slow
 
 
 @pytest.mark.parametrize("unknown", [-1, K])
-@pytest.mark.parametrize("solver", [LONG, LONG_MIXED])
+@pytest.mark.parametrize("solver", [LONG, *slow(LONG_MIXED)])
 def test_records_of_unknown_sources_have_no_influence(solver, unknown):
     def with_others(seed):
         lower = records(60, seed)

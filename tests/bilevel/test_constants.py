@@ -130,7 +130,7 @@ def refuted(problem, tries=300):
     return dpb.debug.refute_constants(problem, w0, levels, key=key, tries=tries)
 
 
-@models
+@one_at_once
 def test_proved_constants_are_not_refuted(model, x64):
     outcome = refuted(tuning(model))
     assert outcome.passed, str(outcome)

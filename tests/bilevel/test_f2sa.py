@@ -123,6 +123,7 @@ def test_without_noise_the_bias_falls_like_one_over_the_penalty(x64):
     np.testing.assert_allclose(slopes, -1, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
 )

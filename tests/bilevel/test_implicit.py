@@ -142,7 +142,7 @@ def test_fewer_steps_would_break_a_promise(x64):
     assert off > sooner * jnp.linalg.norm(right / eigenvalues)
 
 
-@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
+@pytest.mark.parametrize("kappa", [4.0, *slow(100.0, 1e4)])
 def test_the_least_curvature_attains_what_accelerated_steps_promise(kappa, x64):
     spectrum = Spectrum(1.0, kappa)
     for target in (0.5, 1e-2, 1e-4):
@@ -250,7 +250,7 @@ def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
         )
 
 
-@pytest.mark.parametrize("people", ["overlapping", "shared"])
+@pytest.mark.parametrize("people", ["overlapping", *slow("shared")])
 def test_the_noise_for_people_in_both_levels_covers_both_shares(people, x64):
     rows = wide(LEVELS.lower)
     data = dpb.Levels.shared(rows) if people == "shared" else wide(LEVELS)

@@ -12,7 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy.mechanisms import Gaussian
-from tests.cases import Audited, Case, fast_first, planned
+from tests.cases import Audited, Case, fast_first, planned, slow
 from tests.problems import (
     LASSO,
     LEVELS,
@@ -158,7 +158,7 @@ def test_three_steps_equal_the_pseudocode_in_numpy(x64):
     np.testing.assert_allclose(found.y, y, rtol=1e-10)
 
 
-@pytest.mark.parametrize("rule", [dpb.outputs.Last(), dpb.outputs.Mean()])
+@pytest.mark.parametrize("rule", [dpb.outputs.Last(), *slow(dpb.outputs.Mean())])
 def test_without_noise_it_reaches_the_closed_form_optimum(x64, rule):
     example = quadratic()
     found = solved(example, noiseless(4000, output=rule))
@@ -343,6 +343,7 @@ def test_the_scale_is_that_of_one_full_batch_release():
     )
 
 
+@pytest.mark.slow
 def test_optax_optimizers_replace_the_step_sizes_of_all_blocks():
     rules = {
         "step_size": optax.sgd(0.05),

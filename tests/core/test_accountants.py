@@ -10,9 +10,10 @@ from dp_accounting.pld import PLDAccountant
 
 import dpbilevel as dpb
 from dpbilevel.core import plan
+from tests.cases import fast_first, slow
 from tests.problems import QUADRATIC
 
-BOTH = pytest.mark.parametrize("relation", dpb.Neighbours)
+BOTH = pytest.mark.parametrize("relation", fast_first(dpb.Neighbours))
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 PROBLEM = dpb.FiniteSum(dpb.logistic_loss)
 W0 = jax.ShapeDtypeStruct((50,), np.float32)
@@ -155,7 +156,7 @@ def largest_noise(solver, sizes, w0, problem=PROBLEM):
     return max(row.noise_norm_over_clip_norm for row in report.forecast)
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.05])
+@pytest.mark.parametrize("ratio", [0.3, *slow(0.05)])
 @pytest.mark.parametrize(
     "sampling",
     [

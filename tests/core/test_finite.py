@@ -163,7 +163,7 @@ def moves(case):
 
 
 FREE = {name: case for name, case in SOLVERS.items() if moves(case)}
-AT_ONCE = "noisy_gd_adam", "penalty_both_levels", "single_loop", "extragradient"
+AT_ONCE = "noisy_gd_adam", "penalty_both_levels"
 MOVING = [*AT_ONCE, *slow(*(name for name in FREE if name not in AT_ONCE))]
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import slow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that jaxopt is no longer developed
@@ -223,7 +224,7 @@ def test_auto_and_groups_that_do_not_count_from_zero_are_refused():
         dpb.proximal.group_lasso(1.0, [-1, 0])
 
 
-@pytest.mark.parametrize(("factor", "shortened"), [(0.5, False), (3.0, True)])
+@pytest.mark.parametrize(("factor", "shortened"), [(0.5, False), *slow((3.0, True))])
 def test_noise_that_moves_entries_off_zero_does_not_shorten_steps(factor, shortened):
     # As many entries as noise can push off zero and the term pulls back.
     problem = dpb.FiniteSum(

@@ -280,7 +280,7 @@ GAME = dpb.games.matrix_game(5, 5)
     ("name", "passes"),
     [
         ("NoisyExtragradient", "single"),
-        ("InexactProximalPoint", "single"),
+        *slow(("InexactProximalPoint", "single")),
         pytest.param("InexactProximalPoint", "multi", marks=pytest.mark.slow),
     ],
 )

@@ -64,7 +64,7 @@ def probes(problem, count=300):
     return (jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)), records
 
 
-@pytest.mark.parametrize("scale", [None, 0.5, 4.0])
+@pytest.mark.parametrize("scale", [None, *slow(0.5, 4.0)])
 def test_no_record_exceeds_the_constants_of_a_linear_model(scale):
     problem = fair(scale)
     points, records = probes(problem)
@@ -207,6 +207,7 @@ def test_worst_group_gains_where_groups_disagree(scale):
     assert float(jnp.sum(weights)) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_worst_group_gains_nothing_where_groups_agree():
     data = two_groups(turn=0.0)
     problem = dpb.games.group_fair(dpb.Logistic(), (0.8, 0.2), radius=5.0, scale=2.0)

@@ -11,6 +11,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.queries import RECORDS
+from tests.cases import slow
 from tests.games.saddle_zoo import AFFINE, FAMILIES, SADDLES, N, example, point
 from tests.zoo import games as zoo
 
@@ -31,7 +32,13 @@ def found(name, kind="saddle"):
     return tuple(map(float, both(w, made.data)))
 
 
-@pytest.mark.parametrize("name", SADDLES)
+QUICK = "bilinear", "game", "strong"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in SADDLES],
+)
 def test_gap_in_closed_form_is_in_the_interval_of_the_oracle(name):
     lower, upper, exact = found(name)
     assert lower - 1e-5 <= exact <= upper + 1e-5
@@ -46,14 +53,17 @@ def test_variational_gap_in_closed_form_is_in_the_interval(name):
     assert upper - lower < 1e-3
 
 
-@pytest.mark.parametrize("name", ["bilinear", "game"])
+@pytest.mark.parametrize("name", ["bilinear", *slow("game")])
 def test_both_gaps_agree_for_bilinear_payoffs_and_for_no_others(name):
     assert found(name, "variational")[1] == pytest.approx(found(name)[2], abs=1e-5)
     # The control: with strong convexity the two gaps differ.
     assert abs(found("strong", "variational")[1] - found("strong")[2]) > 1e-2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in FAMILIES],
+)
 def test_declared_constants_hold_at_random_points(name):
     made = example(name)
     operators = jax.vmap(made.problem.record_operator, (None, 0))

@@ -11,7 +11,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.onelevel import CorrelatedGD
 from dpbilevel.privacy import square_root_feedback
-from tests.cases import Audited, Case, planned
+from tests.cases import Audited, Case, planned, slow
 from tests.problems import LOWER, ONE_LEVEL, Y0
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -82,9 +82,9 @@ def flat(w, z, key=None):
     ("relation", "loss"),
     [
         (dpb.Neighbours.REPLACE_ONE, flat),
-        # Here a release has a key for rows or losses besides that of the noise.
-        (ADD_OR_REMOVE, flat),
-        (dpb.Neighbours.REPLACE_ONE, dpb.Randomized(flat)),
+        *slow(
+            (ADD_OR_REMOVE, flat), (dpb.Neighbours.REPLACE_ONE, dpb.Randomized(flat))
+        ),
     ],
 )
 def test_the_sum_of_all_noise_is_smaller_than_with_independent_noise(relation, loss):

@@ -11,6 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.oracles import objectives
+from tests.cases import slow
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ SOLVERS = {
     "lbfgs": dpb.oracles.LBFGS(tolerance=1e-11),
     "accelerated": dpb.oracles.AcceleratedGradient(tolerance=1e-11),
 }
+solvers = pytest.mark.parametrize("name", ["newton", "accelerated", *slow("lbfgs")])
 EXACT = {
     "solver": dpb.oracles.AcceleratedGradient(5000, 0.5, 0.7, 1e-12),
     "linear_solver": dpb.oracles.ConjugateGradient(tolerance=1e-13),
@@ -116,7 +118,7 @@ def test_hypergradients_agree_with_central_differences(case, double):
     assert relative(penalized, expected) < 1e-3
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@solvers
 def test_solvers_find_the_solution_and_say_so(name, double):
     problem, data, x, y0 = logistic()
     y, info = jax.jit(
@@ -129,7 +131,7 @@ def test_solvers_find_the_solution_and_say_so(name, double):
     np.testing.assert_allclose(y, exact, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@solvers
 def test_an_unconverged_solve_says_so(name):
     problem, data, x, y0 = logistic()
     solver = dataclasses.replace(SOLVERS[name], num_steps=1)
@@ -288,7 +290,7 @@ def rounded_products(fun, x):
     return sum(map(is_rounded, equations(both.jaxpr)))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["penalty", *slow("sources")])
 def test_no_oracle_multiplies_matrices_in_reduced_precision(case):
     problem, data, x, y0 = CASES[case]()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from tests.cases import fast_first
+from tests.cases import fast_first, slow
 
 LOWER_SOLVERS = {
     "newton": dpb.oracles.NewtonCG(),
@@ -50,7 +50,7 @@ places = pytest.mark.parametrize(
 
 
 @places
-@pytest.mark.parametrize("name", LOWER_SOLVERS)
+@pytest.mark.parametrize("name", ["newton", "fixed", *slow("lbfgs", "accelerated")])
 def test_a_record_with_nan_has_no_lower_solution(place, name):
     problem, data, x, y0 = quadratic(place)
     solver = LOWER_SOLVERS[name]
@@ -121,7 +121,7 @@ def test_a_projected_solve_of_a_record_with_nan_has_no_answer():
     )
 
 
-@pytest.mark.parametrize("name", ["conjugate", "fixed", "cholesky"])
+@pytest.mark.parametrize("name", ["conjugate", "cholesky", *slow("fixed")])
 def test_an_indefinite_hessian_has_no_derivative(name):
     problem, data, x, y0 = quadratic()
     problem = dataclasses.replace(

@@ -19,7 +19,10 @@ W0 = (jnp.zeros(5), jnp.zeros(6))
 
 @pytest.mark.parametrize(
     ("population", "expected"),
-    [(planning.GoodOrBad(), np.ones(5)), (planning.Tables(), 1 / np.arange(1.0, 6))],
+    [
+        (planning.GoodOrBad(), np.ones(5)),
+        *slow((planning.Tables(), 1 / np.arange(1.0, 6))),
+    ],
 )
 def test_synthetic_data_have_the_planned_sizes_and_sources(population, expected):
     drawn = population.draw(SOURCES, W0, SIZES, jax.random.key(0))

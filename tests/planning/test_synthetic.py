@@ -6,6 +6,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.planning.synthetic import FunctionPopulation
+from tests.cases import slow
 
 SIZES = dpb.Sizes(6, 9, "disjoint")
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -72,26 +73,28 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
     [
         ({"synthetic": 3}, TypeError, "synthetic must be a function"),
         ({"synthetic": ()}, ValueError, "at least one population"),
-        (
-            {"synthetic": lambda k, n: rows(k, 6)},
-            ValueError,
-            "must be an instance of Levels",
-        ),
         ({"synthetic": lambda key: 1}, ValueError, "synthetic failed for"),
-        (
-            {"synthetic": lambda k, n: {}["a"]},
-            ValueError,
-            "synthetic failed for .*test records included. KeyError",
-        ),
-        (
-            {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},
-            ValueError,
-            r'returned .* people="disjoint"\), not Sizes\(upper=12, .* test records\.',
-        ),
-        (
-            {"synthetic": lambda *_: dpb.Levels(ones(12), {"a": jnp.ones((9, 3))})},
-            ValueError,
-            "w0, a loss and the records of synthetic do not fit. .*'t'",
+        *slow(
+            (
+                {"synthetic": lambda k, n: rows(k, 6)},
+                ValueError,
+                "must be an instance of Levels",
+            ),
+            (
+                {"synthetic": lambda k, n: {}["a"]},
+                ValueError,
+                "synthetic failed for .*test records included. KeyError",
+            ),
+            (
+                {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},
+                ValueError,
+                r"returned .* people=.disjoint.\), not Sizes\(upper=12, .* test records.",
+            ),
+            (
+                {"synthetic": lambda *_: dpb.Levels(ones(12), {"a": jnp.ones((9, 3))})},
+                ValueError,
+                "w0, a loss and the records of synthetic do not fit. .*'t'",
+            ),
         ),
     ],
 )

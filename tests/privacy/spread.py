@@ -1,7 +1,7 @@
 """What `test_shards` runs on several devices; prints its findings as JSON.
 
-Arguments are cases, and `all` for all else that is found; before them a port and the number of one of two processes of two
-devices each.
+Arguments are cases, and `all` for all else that is found; before them a port and the
+number of one of two processes of two devices each.
 """
 
 import hashlib

@@ -14,14 +14,14 @@ from dpbilevel.privacy.records.people import PersonUnit
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, intervals
 from dpbilevel.sklearn.beforehand import PublicSize, Rows
 from dpbilevel.sklearn.intervals import Moments, matrix_of, of_short_rows, squares_of
-from tests.cases import fast_first
+from tests.cases import fast_first, slow
 from tests.sklearn.test_guarantee import releases_of
 
 WIDTH, N = 3, 4000
 RICH = dpb.PrivacyBudget(1e4, 1e-5)
 QUANTILE = 1.959964
 LOGISTIC, HUBER = 0.25, 1.0
-curvatures = pytest.mark.parametrize("curvature", [LOGISTIC, HUBER])
+curvatures = pytest.mark.parametrize("curvature", [LOGISTIC, *slow(HUBER)])
 
 
 def planned(curvature, size=N, budget=RICH, unit=None):
@@ -154,7 +154,7 @@ quiet = pytest.mark.filterwarnings(
 
 
 @quiet
-@pytest.mark.parametrize("epsilon", [1.0, 3.0])
+@pytest.mark.parametrize("epsilon", [1.0, *slow(3.0)])
 def test_intervals_contain_the_truth_in_95_of_100_draws(epsilon, monkeypatch):
     drawn = Drawn(monkeypatch, dpb.PrivacyBudget(epsilon, 1e-5))
     found, covariances = zip(*(drawn.estimate() for _ in range(1500)), strict=True)

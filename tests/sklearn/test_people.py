@@ -40,6 +40,7 @@ ESTIMATORS = [
 estimators = pytest.mark.parametrize(("model", "name", "more"), fast_first(ESTIMATORS))
 
 
+@pytest.mark.slow
 @estimators
 def test_people_of_one_row_have_the_model_of_records(model, name, more):
     given = more | {"key": jax.random.key(KEY)}

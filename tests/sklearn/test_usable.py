@@ -77,6 +77,7 @@ def test_a_misspelt_group_or_source_is_warned_of_by_its_name():
     assert [found.stops for found in misspelt] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_misspelt_rare_class_is_warned_of_by_its_name():
     X, _ = drawn()
     y = np.where(X[:, 0] > 0.75, "yes", "no")
