@@ -114,8 +114,9 @@ def test_skipped_updates_of_all_rounds_are_counted():
     inner = dpb.games.NoisyExtragradient(2, 1.0, 0.1)
     solver, data, key = quiet(inner, 3, 0.1, 4), jnp.ones(4), jax.random.key(0)
     state = solver.init(problem, jnp.zeros(1))
+    step = jax.jit(lambda state, key: solver.step(problem, data, state, key=key))
     for _ in range(solver.num_steps):
-        state = solver.step(problem, data, state, key=key)
+        state = step(state, key)
     assert int(rejected_updates(state)) == 12
 
 
