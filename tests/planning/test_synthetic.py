@@ -88,7 +88,7 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
             (
                 {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},
                 ValueError,
-                r"returned .* people=.disjoint.\), not Sizes\(upper=12, .* test records.",
+                r"returned .* people=.disjoint.\), not Sizes\(upper=12, .* test",
             ),
             (
                 {"synthetic": lambda *_: dpb.Levels(ones(12), {"a": jnp.ones((9, 3))})},
