@@ -82,28 +82,39 @@ def relative(a, b):
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+LINEAR = {
+    "conjugate": dpb.oracles.ConjugateGradient(tolerance=1e-12),
+    "cholesky": dpb.oracles.Cholesky(),
+    "fixed": dpb.oracles.ConjugateGradient(tolerance=None, num_steps=30),
+    "neumann": dpb.oracles.Neumann(5000, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", ["sources", *slow("penalty")])
 @pytest.mark.parametrize(
-    "case", ["sources", pytest.param("penalty", marks=pytest.mark.slow)]
+    "names", [("conjugate", "cholesky"), *slow((("fixed", "neumann"),))]
 )
-def test_hypergradients_agree_with_central_differences(case, double):
+def test_hypergradients_agree_with_central_differences(case, names, double):
     problem, data, x, y0 = CASES[case]()
     objective = jax.jit(functools.partial(hyper_objective, problem, data, y0))
     expected = central_difference(objective, x)
     assert relative(jax.jit(jax.grad(objective))(x), expected) < 1e-6
     y = lower_solution(problem, x, data, y0=y0, **EXACT)
-    for linear_solver in (
-        dpb.oracles.ConjugateGradient(tolerance=1e-12),
-        dpb.oracles.ConjugateGradient(tolerance=None, num_steps=30),
-        dpb.oracles.Neumann(5000, 0.5),
-        dpb.oracles.Cholesky(),
-    ):
-        gradient, solution = jax.jit(
-            functools.partial(
-                dpb.oracles.implicit_hypergradient, problem, linear_solver=linear_solver
-            )
-        )(x, y, data)
+    for name in names:
+        solve = functools.partial(
+            dpb.oracles.implicit_hypergradient, problem, linear_solver=LINEAR[name]
+        )
+        gradient, solution = jax.jit(solve)(x, y, data)
         assert relative(gradient, expected) < 1e-6
         assert solution.residual_norm < 1e-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_unrolled_and_penalized_ones_agree_too(case, double):
+    problem, data, x, y0 = CASES[case]()
+    objective = jax.jit(functools.partial(hyper_objective, problem, data, y0))
+    expected = central_difference(objective, x)
     steps = dpb.oracles.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
     unrolled = unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
     assert relative(unrolled, expected) < 1e-6
