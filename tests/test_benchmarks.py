@@ -56,6 +56,7 @@ def traced(candidates, *arguments, reference, **settings):
 
 
 # What optax itself calls.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.*deprecated:DeprecationWarning")
 @pytest.mark.reuses_keys
 def test_every_table_has_its_columns_and_rows(monkeypatch):

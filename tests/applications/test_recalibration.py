@@ -264,7 +264,7 @@ def test_of_several_scores_each_has_a_constant():
 
 
 @pytest.mark.parametrize(
-    "solver", [EXACT, *slow(after(OneLevel(LONG, "lower"), EXACT))]
+    "solver", [*slow(EXACT), *slow(after(OneLevel(LONG, "lower"), EXACT))]
 )
 def test_released_models_are_in_the_set(solver):
     inside = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.5))

@@ -134,9 +134,8 @@ def on_devices(which):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "which", ["GROUPED", pytest.param("PARTITIONED", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["GROUPED", "PARTITIONED"])
 def test_records_on_several_devices_are_kept_apart(which):
     assert on_devices(which) == []
 

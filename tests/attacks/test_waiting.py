@@ -87,7 +87,7 @@ def test_two_solves_that_do_not_need_each_other_are_seen():
     assert not at_once(jax.make_jaxpr(jax.vmap(one_by_one))(many, many))
 
 
-@pytest.mark.parametrize("name", ["gradient_informative", *slow("noisy_ucb")])
+@pytest.mark.parametrize("name", ["noisy_ucb", *slow("gradient_informative")])
 def test_many_runs_of_a_solver_never_wait_for_each_other(name):
     case = found("CONTRACT")[name]
     problem, data, w0 = case.problem, case.data, case.w0

@@ -22,10 +22,10 @@ ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
 # In short some of each family, which the contract of all solvers does not measure:
-# one level, two levels, declared constants, a draw, a game, a search, a pipeline.
-AT_ONCE = {"NoisyGD", "CorrelatedGD", "PenaltyBilevel, disjoint", "ScaledGroups"}
+# one level, two levels, declared constants, a game and a draw.
+AT_ONCE = {"NoisyGD", "CorrelatedGD", "PenaltyBilevel, disjoint"}
 AT_ONCE |= {"ImplicitBilevel, clipped, disjoint", "InexactProximalPoint"}
-AT_ONCE |= {"ExponentialMechanism", "RandomSearch"}
+AT_ONCE |= {"ExponentialMechanism"}
 CASES = [
     pytest.param(
         name,
@@ -229,8 +229,12 @@ def test_misuse_is_refused_with_the_remedy(broken, message):
 )
 def test_solvers_draw_every_noise_afresh(name):
     case = SOLVERS[name]
+    # Operation by operation, of which those of sums on the grid are many.
+    precision = "float" if name == "NoisyGD" else "grid"
     found = audit.noise_reuse(
-        case.solver, key=jax.random.key(0), x_in_records=case.x_in_records
+        case.solver.with_precision(precision),
+        key=jax.random.key(0),
+        x_in_records=case.x_in_records,
     )
     canaries = audit.canaries(case.solver, x_in_records=case.x_in_records)
     canary = next(iter(canaries.values()))

@@ -26,6 +26,7 @@ def test_audited_solver_claims_what_the_plan_does(folder):
     assert max(deltas) == pytest.approx(budget.delta, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_audit_reads_no_records(config_of_csv, capsys):  # noqa: F811
     assert main(["audit", config_of_csv, "--runs", "1000"]) == 0
     assert (

@@ -101,6 +101,7 @@ def test_lower_solutions_generalize_at_the_square_root_of_the_records():
     assert -0.55 < slope < -0.45
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -69,7 +69,7 @@ step_size = 4.0
     ("traced", "functions", "files"),
     [
         pytest.param(RUN, 504, 60, id="run", marks=pytest.mark.slow),
-        pytest.param(FIT, 341, 43, id="fit"),
+        pytest.param(FIT, 341, 43, id="fit", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_enters_few_functions_in_few_files(traced, functions, files, tmp_path):

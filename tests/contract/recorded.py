@@ -23,7 +23,7 @@ KEY = 0
 # one, a draw of it, two levels with a penalty, certified, a game, a search, a pipeline
 # and its parts. Of every other class it has what tracing tells, the slow suite all.
 RUN = {"noisy_gd_adam", "adaptive_step", "localized", "exponential", "one_level"}
-RUN |= {"penalty_both_levels", "f2sa", "clipped_upper", "proximal_point"}
+RUN |= {"penalty_both_levels", "clipped_upper", "proximal_point"}
 RUN |= {"noisy_payoff", "random_search", "repeat_and_select", "base_rate"}
 
 

@@ -61,8 +61,7 @@ def test_rows_clipped_one_by_one_are_noticed(name):
     assert excess(name) <= 1 + 1e-4 < 4 < excess(name, solve=broken)
 
 
-# The clipped gradient, and one of two levels.
-FAST = "one_level", "noisy_gd_adam"
+FAST = ("noisy_gd_adam",)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_with_the_records_needed_the_noise_is_at_most_the_ratio(sampling, ratio)
     assert largest_noise(solver, int(0.997 * count), W0) > ratio
 
 
+@pytest.mark.slow
 def test_records_of_two_levels_keep_their_proportion():
     problem, w0 = QUADRATIC.problem, QUADRATIC.w0
     solver = dpb.bilevel.F2SA(5, 4.0, step_size=0.1, lower_step_size=0.1)

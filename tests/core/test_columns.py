@@ -220,7 +220,7 @@ def test_large_numbers_become_infinite_without_a_warning(recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("make", [arrow, *slow(Nullable, Listed)])
+@pytest.mark.parametrize("make", [*slow(arrow), *slow(Nullable, Listed)])
 def test_one_missing_label_leaves_the_model(make):
     X = np.random.default_rng(0).uniform(-1, 1, (600, 2))
     y = [SECOND if x > 0 else FIRST for x in X[:, 0]]

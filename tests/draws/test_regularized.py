@@ -117,6 +117,7 @@ def temperature_and_regularizer(plan, problem, sizes):
     return found.rate, found.potential.quadratic / found.rate
 
 
+@pytest.mark.slow
 def test_one_level_draws_have_the_exact_law_and_a_wrong_temperature_is_seen():
     with jax.enable_x64(True):
         data = jnp.asarray(RECORDS, jnp.float64)

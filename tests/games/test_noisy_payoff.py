@@ -73,6 +73,7 @@ def test_with_a_price_no_player_gains_by_a_step():
     assert gap(matrix, (x, y)) > 0.01  # the price is felt
 
 
+@pytest.mark.slow
 def test_games_with_linear_and_public_terms_on_balls_are_solved():
     parts = normal(20, 2, 3), normal(20, 2, seed=1), normal(20, 3, seed=2)
     solver = dpb.games.NoisyPayoff(10.0, caution=0.0, noise_multiplier=0.0, sizes=20)

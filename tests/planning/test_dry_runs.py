@@ -37,10 +37,10 @@ RELATIONS = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 @pytest.mark.parametrize(
     ("problem", "solver", "relation"),
     [
-        (SOURCES, SelectedSources(FIT, FIT), RELATIONS[0]),
+        (SOURCES, OneLevel(FIT, reads="both"), RELATIONS[1]),
         *slow(
+            (SOURCES, SelectedSources(FIT, FIT), RELATIONS[0]),
             (SOURCES, RECALIBRATED, RELATIONS[0]),
-            (SOURCES, OneLevel(FIT, reads="both"), RELATIONS[1]),
             (SOURCES, MixedSources(FAST, FIT, FIT, FAST), RELATIONS[0]),
             (TUNING, ScaledGroups(FIT), RELATIONS[0]),
             (SOURCES, Refitted(PENALTY, FIT), RELATIONS[0]),

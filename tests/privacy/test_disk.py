@@ -174,9 +174,8 @@ def the_same(chunks):
     [
         the_same,
         one_record_twice,
-        one_chunk_twice,
         one_record_masked,
-        filled_up_with_a_record,
+        *slow(one_chunk_twice, filled_up_with_a_record),
     ],
 )
 def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
@@ -380,6 +379,7 @@ def test_batches_from_padded_rows_do_too(tmp_path, place):
     assert int(batch.mask.sum()) < len(batch.mask)
 
 
+@pytest.mark.slow
 def test_batches_of_people_do_too(tmp_path):
     data, ids = records(), np.repeat(np.arange(N // 4), 4)
     disk = mapped(tmp_path, data).by_person(ids, most_rows=3)
@@ -454,7 +454,7 @@ def test_parts_of_mapped_arrays_are_read_too(tmp_path):
         )
 
 
-@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
 @pytest.mark.parametrize(
     ("n", "rows"), [(1984, 64), (7, 3), *slow((1984, 300), (1984, 1984))]
 )

@@ -247,7 +247,15 @@ def check_equal(found, expected):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Those that compile longest, beside shorter ones of the same rules.
+LONG = {"attention", "low rank", "convolution in groups", "products by one side"}
+LONG |= {"wide convolution of few places", "dilated convolution", "layer norm"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(v, marks=pytest.mark.slow if v in LONG else ()) for v in LOSSES],
+)
 def test_the_gradient_is_that_of_jax(name, x64):
     loss, w, record, products, sparse = LOSSES[name]
     w, record = jax.tree.map(wide, (w, record))

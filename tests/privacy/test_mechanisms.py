@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ ALPHA = 1e-4
 SIZE, CLIP_NORM, RECORDS = 50_000, 3.0, 40
 
 
+@functools.partial(jax.jit, static_argnums=0)  # compiled sooner than all operations
 def zeros(dtype=jnp.float32):
     records = jnp.zeros((RECORDS, 1), dtype)
 
@@ -31,7 +33,8 @@ def test_noise_has_the_standard_deviation_that_the_event_claims(
     neighbours, multiplier, getkey
 ):
     mechanism = dpb.privacy.Gaussian(multiplier, neighbours, precision="float")
-    released = mechanism.release(zeros(), key=getkey())
+    release = jax.jit(lambda value, key: mechanism.release(value, key=key))
+    released = release(zeros(), getkey())
     claimed = mechanism.event().noise_multiplier * (
         neighbours.contributions * CLIP_NORM / RECORDS
     )
@@ -134,8 +137,8 @@ def test_derivatives_through_a_release_see_released_values_only(getkey):
         stepped = dataclasses.replace(solver, step_size=step_size)
         return dpb.solve(problem, stepped, data, start, key=key).value
 
-    by_start, by_step = jax.jacobian(answer, (0, 1))(start, 0.25)
-    released = (start - answer(start, 0.25)) / 0.25
+    by_start, by_step = jax.jit(jax.jacobian(answer, (0, 1)))(start, 0.25)
+    released = (start - jax.jit(answer)(start, 0.25)) / 0.25
     # The exact map has the derivative 1 - step_size, which is about the records.
     np.testing.assert_allclose(by_start, np.eye(2), rtol=1e-6)
     np.testing.assert_allclose(by_step, -released, rtol=1e-5)

@@ -75,7 +75,7 @@ BATCHES = [
 
 
 # One of each class whose plans take no privacy loss distributions, and one that does.
-SHORT = FIRST - {"noisy_gd_adam"} | {"noisy_gd", "noisy_gd_poisson"}
+SHORT = FIRST - {"noisy_gd_adam", "allocated"} | {"noisy_gd", "noisy_gd_poisson"}
 PLANS = [
     pytest.param(case, marks=() if name in SHORT else pytest.mark.slow, id=name)
     for name, case in CASES.items()

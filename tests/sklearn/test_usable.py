@@ -68,6 +68,7 @@ def of_groups(place, *declared):
     yield found.records_check_
 
 
+@pytest.mark.slow
 def test_a_misspelt_group_or_source_is_warned_of_by_its_name():
     place = np.where(np.arange(N) % 4, "urban", "rural")
     for found in of_groups(place, "rural", "urban"):
@@ -199,6 +200,7 @@ def test_every_fit_has_noise_of_its_own(checks):
         assert not np.any(one == other)
 
 
+@pytest.mark.slow
 def test_a_private_number_of_records_shows_in_no_indicator(checks):
     X, y = table()
     private = {"neighbours": "add_or_remove_one", "size": 50, "classes": [0, 1]}
