@@ -128,6 +128,7 @@ def test_a_score_has_norm_one_and_other_runs_their_own_clip_norm(solver):
     assert clips == dict.fromkeys(PAID[solver], 1.0) | {"fit": 3.0}
 
 
+@pytest.mark.slow
 @one_at_once
 def test_float32_records_are_solved_where_float64_is_enabled(solver, x64):
     answer = jax.eval_shape(
@@ -137,7 +138,7 @@ def test_float32_records_are_solved_where_float64_is_enabled(solver, x64):
 
 
 @one_at_once
-@pytest.mark.parametrize("dtypes", [("f4", "f8"), ("f8", "f4")])
+@pytest.mark.parametrize("dtypes", [("f4", "f8"), *slow((("f8", "f4"),))])
 def test_weights_and_model_may_differ_in_precision(solver, dtypes, x64):
     w0 = tuple(np.zeros(len(w), dtype) for w, dtype in zip(W0, dtypes, strict=True))
     data = jax.tree.map(

@@ -27,7 +27,6 @@ SHORT = {
     "half the sensitivity of the resolvent",
     "chain cut short at the exact optimum",
     "half the sensitivity of the utility",
-    "every repetition is shown",
 }
 
 

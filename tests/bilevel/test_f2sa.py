@@ -106,6 +106,7 @@ def hypergradient_of(example, penalty, x):
     return (before - after) / 1e-9
 
 
+@pytest.mark.slow
 def test_without_noise_the_bias_falls_like_one_over_the_penalty(x64):
     rng = np.random.default_rng(1)
     records = [

@@ -263,6 +263,7 @@ def test_plan_and_data_must_agree_on_sharing(relation, people, data):
         dpb.solve(problem, solver, data, W0, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [dpb.FullBatch(), *slow(dpb.Poisson(0.3))])
 @pytest.mark.parametrize("empty", ["upper", *slow("lower")])
 def test_an_empty_level_runs_where_the_number_of_records_is_private(sampling, empty):

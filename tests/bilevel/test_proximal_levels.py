@@ -83,6 +83,7 @@ def tuned(data, d, factors, outer, inner, step_size):
         yield run(problem, solver, data32, start, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_the_penalty_method_tunes_a_lasso_as_well_as_a_grid():
     data = levels(60, 6, 2, seed=1)
     best = min(validation(data, lasso(data, w)) for w in np.linspace(0, 0.5, 26))

@@ -247,6 +247,7 @@ def test_a_limit_refuses_a_run_before_its_check_if_the_whole_is_too_much(folder)
     assert not (folder / "out" / "spending.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_accuracy_is_beside_that_of_the_most_frequent_class(folder, capsys):
     (folder / "people.csv").rename(folder / "all.csv")
     rows = [(*row[:3], "no" if i % 4 else "yes") for i, row in enumerate(rows_of(440))]

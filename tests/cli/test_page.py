@@ -23,6 +23,7 @@ from dpbilevel.privacy import Status
 from dpbilevel.privacy.sampling.base import AbstractSampling
 from dpbilevel.runs import spending
 from tests import cases, chromium
+from tests.cases import slow
 from tests.cli.test_cli import failure
 from tests.cli.test_csv_files import SETTINGS, TRAINING
 from tests.cli.test_figure import LONG, ONE_WORD, result_of
@@ -191,7 +192,7 @@ def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
     assert f"{said} {means}" in text_of(page_of(mean))
 
 
-@pytest.mark.parametrize("task", ["training", "source_weighting"])
+@pytest.mark.parametrize("task", ["training", *slow("source_weighting")])
 def test_an_answer_of_any_solver_has_a_page(task):
     result = result_of(task)
     pipeline = SelectedSources(dpb.NoisyGD(1, 1.0, 1.0), dpb.NoisyGD(1, 1.0, 1.0))

@@ -326,6 +326,7 @@ def test_a_counted_test_file_shares_no_id_with_the_others(folder, capsys):
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_counted_accuracy_is_that_of_the_mean_over_people(folder):
     from dpbilevel.cli.evaluation import evaluate
     from dpbilevel.cli.loading import load_test

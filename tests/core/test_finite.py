@@ -163,7 +163,7 @@ def moves(case):
 
 
 FREE = {name: case for name, case in SOLVERS.items() if moves(case)}
-AT_ONCE = "noisy_gd_adam", "penalty_both_levels"
+AT_ONCE = ("noisy_gd_adam",)
 MOVING = [*AT_ONCE, *slow(*(name for name in FREE if name not in AT_ONCE))]
 
 
@@ -174,6 +174,7 @@ def test_diverging_run_stays_finite_and_says_how_often(name):
     assert int(solution.rejected_updates) > 0
 
 
+@pytest.mark.slow
 def test_certified_solver_that_diverges_stays_finite():
     solver = dpb.ImplicitBilevel(3, step_size=HUGE, output=dpb.outputs.Last())
     problem = dataclasses.replace(EXACT.problem, x_set=dpb.sets.Box(-1e38, 1e38))

@@ -46,11 +46,11 @@ def test_the_second_run_on_records_of_a_shape_warns_and_the_third_does_not():
 def test_the_second_run_with_a_key_warns_on_any_records():
     fitted()
     with pytest.warns(dpb.PrivacyWarning, match="used the same key"):
-        fitted(jnp.ones(31))
+        fitted(jnp.zeros(30))
     with warnings.catch_warnings():
         warnings.simplefilter("error", dpb.PrivacyWarning)
-        fitted(jnp.ones(32))  # said once for each key
-        fitted(jnp.ones(33), key=5)
+        fitted(jnp.full(30, 2.0))  # said once for each key
+        fitted(jnp.full(30, 3.0), key=5)
 
 
 def test_runs_are_listed_in_order_with_their_total():

@@ -236,6 +236,7 @@ def wide(tree):
     )
 
 
+@pytest.mark.slow
 def test_hyper_objective_scores_agree_with_exact_solves():
     with jax.enable_x64(True):
         data, axis = wide(LEVELS), jnp.linspace(0.0, 1.0, 3)

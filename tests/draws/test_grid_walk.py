@@ -99,7 +99,7 @@ def test_neighbors_differ_by_the_mechanism_and_twice_the_log_ratio(name):
     assert log_ratio((p, q)) <= exact + 2 * one.sampler.log_ratio
 
 
-@pytest.mark.parametrize("name", ["ball", "simplex"])
+@pytest.mark.parametrize("name", ["simplex", *slow("ball")])
 def test_the_extension_is_convex_lipschitz_and_exact_on_the_set(name):
     built = setting(name)
     rng = np.random.default_rng(3)

@@ -125,6 +125,7 @@ def private_gaps(name="bilinear", keys=40):
     return float(jnp.mean(found)), plan.solver.bound(made.problem, dimension=5)
 
 
+@pytest.mark.slow
 def test_the_mean_gap_of_private_runs_is_below_the_promised_bound():
     gap, bound = private_gaps()
     assert gap < bound

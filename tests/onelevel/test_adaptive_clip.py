@@ -136,6 +136,7 @@ def test_a_bad_field_is_named_in_the_error(field):
         adaptive(**{field: 0.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, *slow(100.0)])
 def test_levels_keep_their_shares_of_the_sensitivity_where_the_norm_moves(
     monkeypatch, scale

@@ -86,6 +86,7 @@ def test_a_run_is_that_of_the_formula():
         np.testing.assert_allclose(states.w[t], w, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0.005, *slow(50.0)])
 def test_a_bad_first_step_is_recovered_from(first):
     """The control is descent with steps of the shorter length."""

@@ -105,6 +105,7 @@ def loss_of(problem, solver, sizes, data, w0):
     return dpb.solve(problem, plan.solver, data, w0, key=jax.random.key(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [dpb.FullBatch(), *slow(dpb.Poisson(0.3))],

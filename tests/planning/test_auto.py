@@ -48,8 +48,17 @@ def plan_of_one_level():
     return dpb.auto(ONE, BUDGET, sizes=2000, w0=jnp.zeros(6))
 
 
-def test_the_plan_stays_within_the_budget_and_is_that_of_calibrate():
-    plan = plan_of_one_level()
+@functools.cache
+def plan_of_one_method():
+    with pytest.MonkeyPatch.context() as patch:
+        one = planning.Candidate("NoisyGD", (FIT,), 1)
+        patch.setattr(auto_plan, "candidates", lambda *_, **__: (one,))
+        return dpb.auto(ONE, BUDGET, sizes=2000, w0=jnp.zeros(6))
+
+
+@pytest.mark.parametrize("planned", [plan_of_one_method, *slow(plan_of_one_level)])
+def test_the_plan_stays_within_the_budget_and_is_that_of_calibrate(planned):
+    plan = planned()
     again = dpb.calibrate(
         ONE, plan.trials[0].solver, BUDGET, sizes=2000, w0=jnp.zeros(6)
     )

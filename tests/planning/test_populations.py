@@ -161,6 +161,7 @@ def test_labels_of_many_classes_follow_the_features_no_less_than_of_two(
     assert 0.7 < float(jnp.mean(jnp.max(chances, 1))) < 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "population", fast_first(POPULATIONS), ids=lambda population: population.name
 )

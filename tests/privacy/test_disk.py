@@ -122,6 +122,7 @@ def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case)
     assert_same_bits(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "microbatch", [48, *(pytest.param(v, marks=pytest.mark.slow) for v in (512, 2**20))]
 )
@@ -299,6 +300,7 @@ def test_nothing_is_read_before_a_program_runs_and_no_record_is_in_it(tmp_path):
     assert done[-1] == totals[0] >= N
 
 
+@pytest.mark.slow
 def test_passes_at_the_same_time_read_the_same_records(tmp_path):
     disk = mapped(tmp_path, records())
     run = jax.jit(lambda w, data: mean(logistic, w, data, microbatch=64))

@@ -280,7 +280,7 @@ def test_batches_in_which_a_record_moves_others_on_say_so(getkey):
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("sampling", [dpb.Poisson(0.3, N), dpb.FixedSize(5)])
+@pytest.mark.parametrize("sampling", [dpb.Poisson(0.3, N), *slow(dpb.FixedSize(5))])
 def test_the_key_and_nothing_else_decides_the_batch(sampling, getkey):
     assert len(np.unique(inclusions(sampling)[:50], axis=0)) > 10
     key = getkey()

@@ -64,9 +64,9 @@ def test_it_releases_what_minimize_does(name):
 
 
 @pytest.mark.parametrize("stop", [0, *slow(1, 3, 5)])
-def test_another_object_goes_on_bit_for_bit(stop, tmp_path):
+@pytest.mark.parametrize("name", [looped.NAME, *slow("gradient_informative")])
+def test_another_object_goes_on_bit_for_bit(name, stop, tmp_path):
     run, whole_run = tmp_path / "run", tmp_path / "whole"
-    name = "gradient_informative"
     whole = looped.search(name, trajectory=True, folder=whole_run)
     told = 0
     while True:

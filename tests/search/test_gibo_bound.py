@@ -49,6 +49,7 @@ def bound(made, problem=WELLS, **changes):
     return made.bound(problem, START, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_gap_exceeds_the_bound_no_more_often_than_stated(steps):
     made = solver(steps, 0.4 if steps == 1 else 0.3)

@@ -64,6 +64,10 @@ def test_large_records_reach_processes_by_files_of_their_owner_alone():
     assert not others
     assert folders
     assert not any(folder.exists() for folder in folders)  # any more
+
+
+@pytest.mark.slow
+def test_large_records_in_files_have_the_losses_of_those_in_memory():
     search = dpb.PrivateSearch(Ridge(), SPACE, None)
     large = np.concatenate([PRIVATE[0]] * 10)
     losses = search._rows(*TRAINING).black_box(large, np.tile(PRIVATE[1], 10))

@@ -280,7 +280,9 @@ class CountsAllRuns(dpb.search.TunedTraining):
         return dataclasses.replace(after, rejections=SkippedUpdates(hidden))
 
 
-@pytest.mark.parametrize("kind", [dpb.search.TunedTraining, *slow(CountsAllRuns)])
+@pytest.mark.parametrize(
+    "kind", [*slow(dpb.search.TunedTraining), *slow(CountsAllRuns)]
+)
 def test_updates_left_out_count_for_the_shown_run_alone(kind):
     # Every step of the only candidate is longer than any number, and left out.
     solver = tuned(kind, (dpb.NoisyGD(3, 5.0, 3e38),), num_steps=24).with_noise(1e5)
