@@ -13,7 +13,7 @@ from dpbilevel.privacy import noise
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import GENERATED
 
-STEPS = 4  # three of the search and the refit
+STEPS = 4
 ROOT = np.asarray([0xA1B2C3D4, 0xE5F60718], np.uint32)
 
 

@@ -108,7 +108,7 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     for row in report.ledger:
         assert row.release in said
         assert f"{row.noise_std:.3g}" in said
-    assert 'solver.inner.type = "NoisyGD"' in said
+    assert 'solver.type = "F2SA"' in said
     assert "spending: 1 run" in said
     assert "Run in <out>" in said
     for name in (*result.names, *result.features):

@@ -70,21 +70,25 @@ loss = "logistic"
 num_sources = 2
 ridge = 0.01
 [solver]
-type = "PenaltyBilevel"
-num_steps = 3
+type = "F2SA"
+num_steps = 4
 penalty = 10.0
 step_size = 1.0
-[solver.inner]
-type = "NoisyGD"
-num_steps = 2
-step_size = 1.0
-clip_norm = 1.0
-[refit]
-type = "NoisyGD"
-num_steps = 3
-step_size = 1.0
-clip_norm = 1.0
+lower_step_size = 1.0
 """
+
+# Tables of a solver that takes longer to compile.
+FIT = {"type": "NoisyGD", "num_steps": 3, "step_size": 1.0, "clip_norm": 1.0}
+REFITTED = {
+    "solver": {
+        "type": "PenaltyBilevel",
+        "num_steps": 39,
+        "penalty": 10.0,
+        "step_size": 1.0,
+        "inner": FIT,
+    },
+    "refit": FIT,
+}
 
 CSV_DATA = """
 source = "csv"
@@ -225,7 +229,7 @@ def test_chunks_of_one_length_compile_once(prepared, tmp_path, monkeypatch):
         runner, "all_steps", jax.jit(counted, static_argnames="trajectory")
     )
     tables = tomllib.loads(GENERATED)
-    tables["solver"]["num_steps"] = 39  # and a refit: 20 chunks of two steps
+    tables |= REFITTED  # 39 steps and a refit: 20 chunks of two steps
     place = Location(str(tmp_path / "a.toml"))
     run(prepare(parse_config(tables, place)), tmp_path / "a")
     assert len(traces) == 1
@@ -349,6 +353,17 @@ def test_full_disk_leaves_a_run_that_goes_on(prepared, tmp_path, name, after):
 
 
 @pytest.mark.slow
+def test_a_solver_with_an_inner_one_and_a_refit_runs_and_resumes(tmp_path):
+    tables = tomllib.loads(GENERATED) | REFITTED
+    prepared = prepare(parse_config(tables, Location(str(tmp_path / "a.toml"))))
+    run(prepared, tmp_path / "free")
+    with pytest.raises(Stop):
+        run(prepared, tmp_path / "out", progress=stop_at(2))
+    run(prepared, tmp_path / "out", resume=True)
+    assert bits(tmp_path / "out") == bits(tmp_path / "free")
+
+
+@pytest.mark.slow
 def test_penalties_of_example_data_run_to_the_end(tmp_path):
     tables = tomllib.loads(GENERATED) | {"task": "penalty_tuning"}
     tables["model"] = {"loss": "logistic", "bounds": [-6.0, 0.0]}
@@ -363,7 +378,6 @@ def test_penalties_of_example_data_run_to_the_end(tmp_path):
             for n in ("mean", "worst")
         ],
     }
-    del tables["refit"]
     bunch = sklearn.datasets.load_breast_cancer()
     rows = np.column_stack([bunch.data, bunch.target]).tolist()
     lines = [[*bunch.feature_names, "target"], *([*v[:-1], int(v[-1])] for v in rows)]

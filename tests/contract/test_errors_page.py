@@ -1,6 +1,7 @@
 """The page on errors has messages of the library, which point at its headings."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-LITERALS = "\n".join(text for file in FILES for text in texts(file))
+@functools.cache
+def literals():
+    """Return all of them, in lines; not before a test asks."""
+    return "\n".join(text for file in FILES for text in texts(file))
 
 
 def test_headings_that_begin_small_are_words_of_messages():
@@ -34,12 +38,12 @@ def test_headings_that_begin_small_are_words_of_messages():
         words
         for heading in messages
         for words in heading.split(", ")
-        if words not in LITERALS
+        if words not in literals()
     ]
     assert not unknown
 
 
 def test_messages_point_at_headings_of_the_page():
-    named = set(re.findall(r"docs/errors\.md#([\w-]+)", LITERALS))
+    named = set(re.findall(r"docs/errors\.md#([\w-]+)", literals()))
     assert len(named) > 5
     assert named <= {anchor(heading) for heading in HEADINGS}
