@@ -39,7 +39,6 @@ def gradient(record):
     return jax.grad(dpb.logistic_loss)(Y0, record)
 
 
-@jax.jit  # one program compiles sooner than all of its operations
 def by_mean(data):
     return dpb.privacy.clipped_mean(
         gradient, data, clip_norm=1.0, precision="float"
