@@ -263,9 +263,8 @@ def test_of_several_scores_each_has_a_constant():
     assert np.sum(found) == 3
 
 
-@pytest.mark.parametrize(
-    "solver", [*slow(EXACT), *slow(after(OneLevel(LONG, "lower"), EXACT))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [EXACT, after(OneLevel(LONG, "lower"), EXACT)])
 def test_released_models_are_in_the_set(solver):
     inside = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.5))
     exact = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)

@@ -20,7 +20,6 @@ from dpbilevel.draws.hyper import HyperObjective
 from dpbilevel.draws.mean_loss import MeanLoss
 from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.draws.samplers.proximal import ProximalPlan
-from tests.cases import slow
 from tests.problems import CERTIFIED
 from tests.zoo import two_levels as zoo
 
@@ -280,7 +279,8 @@ def test_clipped_scores_beside_a_public_term_are_no_steeper_than_declared():
     assert 1.9 < abs(float(found[1] - found[0])) / 0.5 <= known.lipschitz
 
 
-@pytest.mark.parametrize("clip_range", [*slow(None), *slow(0.05)])
+@pytest.mark.slow
+@pytest.mark.parametrize("clip_range", [None, 0.05])
 def test_an_offset_of_a_public_term_is_not_part_of_a_score(clip_range):
     with jax.enable_x64(True):
         found, _ = values(clipped(), jnp.asarray([[0.0]]), clip_range)

@@ -254,6 +254,7 @@ def worst_neighbours(
     return float(scores.max())
 
 
+@pytest.mark.slow
 @one_at_once
 @pytest.mark.parametrize(
     "role", ["upper", pytest.param("lower", marks=pytest.mark.slow)]

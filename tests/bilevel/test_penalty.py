@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from tests.cases import Audited, Case, planned, slow
+from tests.cases import Audited, Case, planned
 from tests.problems import (
     INNER,
     LASSO,
@@ -154,7 +154,8 @@ def test_penalty_hypergradient_converges_at_rate_one_over_penalty(name, x64):
     assert -1.05 < slope < -0.95
 
 
-@pytest.mark.parametrize("name", ["quadratic", *slow("ridge")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quadratic", "ridge"])
 def test_outer_gradient_equals_the_formula_at_the_exact_solutions(name, x64):
     example, penalty = examples()[name], 7.0
     x = 0.2 * jnp.ones_like(example.w0[0])

@@ -247,6 +247,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", at_once(LOOPS, "SingleLoopBilevel"))
 def test_single_loops_settle_at_the_direction_of_the_hypergradient(name, x64):
     data, x = levels(40, 8, 3), np.asarray([0.15, 0.25])

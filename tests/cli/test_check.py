@@ -91,6 +91,7 @@ WARNED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "name"), WARNED.values(), ids=[*WARNED])
 def test_unlisted_categories_and_wrong_bounds_are_warned_of_before_training(
     folder, capfd, monkeypatch, old, new, name

@@ -1,6 +1,7 @@
 """The order of the packages: nothing imports upwards, and nothing in a circle."""
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -24,9 +25,15 @@ def sources(root=LIBRARY):
     }
 
 
+@functools.cache
+def nodes(text):
+    """Those of a text, which several tests ask for."""
+    return list(ast.walk(ast.parse(text)))
+
+
 def imports(name, text, names):
     """The modules of the library that a module imports, wherever in its text."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = name.split(".")[: -node.level]
             base += node.module.split(".") if node.module else []

@@ -7,7 +7,6 @@ import pytest
 from dpbilevel.core.columns import Column, kind_of, numbers
 from dpbilevel.sklearn import DPLogisticRegression, DPSourceReweighting
 from dpbilevel.sklearn.declared import declared, index_of
-from tests.cases import slow
 
 # No float64 tells these apart.
 FIRST, SECOND = 2**60, 2**60 + 1
@@ -220,7 +219,8 @@ def test_large_numbers_become_infinite_without_a_warning(recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("make", [*slow(arrow), *slow(Nullable, Listed)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [arrow, Nullable, Listed])
 def test_one_missing_label_leaves_the_model(make):
     X = np.random.default_rng(0).uniform(-1, 1, (600, 2))
     y = [SECOND if x > 0 else FIRST for x in X[:, 0]]

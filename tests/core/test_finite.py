@@ -194,9 +194,8 @@ def test_point_that_overflows_with_noise_is_left_out():
     assert int(solution.rejected_updates) == case.solver.num_steps
 
 
-@pytest.mark.parametrize(
-    "name", ["noisy_gd_adam", *slow("single_loop", "extragradient")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["noisy_gd_adam", "single_loop", "extragradient"])
 def test_healthy_run_leaves_nothing_out(name):
     assert int(run(SOLVERS[name]).rejected_updates) == 0
 

@@ -103,7 +103,8 @@ def distance(steps, strength):
     return apart, float(cert), plan
 
 
-@pytest.mark.parametrize("steps", [*slow(1), *slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
 def test_picards_iteration_ends_within_its_bounds(steps):
     apart, cert, plan = distance(steps, 2 * skewed().problem.lipschitz)
     assert apart <= plan.distance + 1e-6

@@ -17,7 +17,7 @@ from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.repetitions import Repetitions
 from dpbilevel.privacy.noise import step_keys
-from tests.cases import Audited, Case, planned, slow
+from tests.cases import Audited, Case, planned
 from tests.problems import LEVELS, WEIGHTING, X0, Y0
 from tests.search.test_repeat_and_select import chances, exact_delta, selected
 
@@ -280,9 +280,8 @@ class CountsAllRuns(dpb.search.TunedTraining):
         return dataclasses.replace(after, rejections=SkippedUpdates(hidden))
 
 
-@pytest.mark.parametrize(
-    "kind", [*slow(dpb.search.TunedTraining), *slow(CountsAllRuns)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [dpb.search.TunedTraining, CountsAllRuns])
 def test_updates_left_out_count_for_the_shown_run_alone(kind):
     # Every step of the only candidate is longer than any number, and left out.
     solver = tuned(kind, (dpb.NoisyGD(3, 5.0, 3e38),), num_steps=24).with_noise(1e5)

@@ -143,6 +143,7 @@ def test_coefficients_are_in_units_of_the_features(kind):
     assert model.row_length_ == pytest.approx(0.14, rel=0.3)
 
 
+@pytest.mark.slow
 def test_bounds_that_are_far_too_wide_are_warned_of():
     X = np.random.default_rng(0).uniform(-1, 1, (N, 3))
     y = (X[:, 0] > 0).astype(int)

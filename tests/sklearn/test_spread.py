@@ -14,7 +14,6 @@ from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPRidge, ridge
 from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.ridge import Spread, comparisons
-from tests.cases import slow
 
 N = 4000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -144,7 +143,8 @@ def test_every_comparison_has_the_noise_of_the_ledger_and_its_own_key(monkeypatc
     assert np.std(seen) == pytest.approx(found.release.noise_std, rel=0.07)
 
 
-@pytest.mark.parametrize("width", [*slow(10), *slow(100)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [10, 100])
 def test_a_target_range_far_too_wide_costs_little_and_is_warned_of(width):
     X, y = records()
     exact = np.var(X @ [3, -2, 1]) / np.var(y)
