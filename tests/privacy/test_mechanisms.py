@@ -13,7 +13,13 @@ ALPHA = 1e-4
 SIZE, CLIP_NORM, RECORDS = 50_000, 3.0, 40
 
 
-@functools.partial(jax.jit, static_argnums=0)  # compiled sooner than all operations
+# Programs, which compile sooner than all of their operations.
+@jax.jit
+def released_by(mechanism, bounded, key):
+    return mechanism.release(bounded, key=key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def zeros(dtype=jnp.float32):
     records = jnp.zeros((RECORDS, 1), dtype)
 
@@ -33,8 +39,7 @@ def test_noise_has_the_standard_deviation_that_the_event_claims(
     neighbours, multiplier, getkey
 ):
     mechanism = dpb.privacy.Gaussian(multiplier, neighbours, precision="float")
-    release = jax.jit(lambda value, key: mechanism.release(value, key=key))
-    released = release(zeros(), getkey())
+    released = released_by(mechanism, zeros(), getkey())
     claimed = mechanism.event().noise_multiplier * (
         neighbours.contributions * CLIP_NORM / RECORDS
     )
@@ -47,39 +52,36 @@ def test_noise_has_the_standard_deviation_that_the_event_claims(
 @pytest.mark.reuses_keys
 def test_the_released_value_is_the_mean_plus_the_noise_of_its_key(getkey):
     records = jnp.arange(6.0).reshape(3, 2)
-    bounded = dpb.privacy.clipped_mean(
-        lambda z: z, records, clip_norm=100.0, precision="float"
-    )
+
+    @jax.jit
+    def released(multiplier, key):
+        bounded = dpb.privacy.clipped_mean(
+            lambda z: z, records, clip_norm=100.0, precision="float"
+        )
+        return dpb.privacy.Gaussian(multiplier, precision="float").release(
+            bounded, key=key
+        )
+
     key = getkey()
-    silent = dpb.privacy.Gaussian(0.0, precision="float").release(bounded, key=key)
+    silent = released(0.0, key)
     np.testing.assert_allclose(silent, [2.0, 3.0], rtol=1e-6)
-    one, two = (
-        dpb.privacy.Gaussian(m, precision="float").release(bounded, key=key) - silent
-        for m in (1.0, 2.0)
-    )
+    one, two = (released(m, key) - silent for m in (1.0, 2.0))
     np.testing.assert_allclose(two, 2 * one, rtol=1e-4)
-    other = (
-        dpb.privacy.Gaussian(1.0, precision="float").release(bounded, key=getkey())
-        - silent
-    )
+    other = released(1.0, getkey()) - silent
     assert not np.any(np.isclose(one, other))
 
 
 def test_half_precision_values_are_released_in_float32(getkey):
-    bounded = zeros(jnp.bfloat16)
-    released = dpb.privacy.Gaussian(1.0, precision="float").release(
-        bounded, key=getkey()
-    )
+    mechanism = dpb.privacy.Gaussian(1.0, precision="float")
+    released = released_by(mechanism, zeros(jnp.bfloat16), getkey())
     assert released["a"].dtype == jnp.float32
     # bfloat16 noise would have 128 values.
     assert len(np.unique(released["a"])) > 0.99 * SIZE
 
 
 def test_noise_is_relative_to_the_sum_of_sensitivities(getkey):
-    bounded = zeros() + zeros()
-    released = dpb.privacy.Gaussian(1.0, precision="float").release(
-        bounded, key=getkey()
-    )
+    mechanism = dpb.privacy.Gaussian(1.0, precision="float")
+    released = released_by(mechanism, zeros() + zeros(), getkey())
     std = 2 * 2 * CLIP_NORM / RECORDS
     assert np.std(released["a"]) == pytest.approx(std, rel=0.02)
 
