@@ -137,9 +137,9 @@ def bits(cases, place):
     records = jax.tree.map(place, records)
     levels, starts = dpb.Levels(*parts), (np.zeros(1, np.float32), zero)
 
-    def read(loss, w, sampling=None, neighbours=REPLACED):
+    def read(loss, w, sampling=None, neighbours=REPLACED, rows=records):
         def counts(w):  # with the share of the clip norm that rounding leaves
-            return mean(loss, w, records, sampling, neighbours=neighbours).raw.counts
+            return mean(loss, w, rows, sampling, neighbours=neighbours).raw.counts
 
         # No program may close over records of several processes.
         return (jax.jit(counts) if jax.process_count() == 1 else counts)(w)
@@ -162,7 +162,8 @@ def bits(cases, place):
         "gradient": lambda: read(logistic, w),
         "inside jit": lambda: jax.jit(inside)(w, records),
         "fewer inside jit": lambda: jax.jit(inside)(w, fewer),
-        "fewer": lambda: inside(w, fewer),
+        "fewer": lambda: read(logistic, w, rows=fewer),
+        "fewer without jit": lambda: inside(w, fewer),
         "loop": lambda: read(loop, w),
         "network": lambda: read(network, weights),
         "network, any place": lambda: read(network, weights, None, ADDED),
@@ -213,7 +214,7 @@ def moved(place, more):
     }
 
 
-def batches(place):
+def batches(place, samplings):
     """Whether rows and mask are those of records on one device, which are copied."""
     records, _ = data()
     key = jax.random.key(1)
@@ -237,7 +238,7 @@ def batches(place):
             and all(np.isnan(v).all() for v in padding[1:])
         )
 
-    return [same(sampling) for sampling in (POISSON, FIXED)]
+    return list(map(same, samplings))
 
 
 def floats(place):
@@ -265,6 +266,7 @@ def gaps(place):
         last = np.eye(1, D, dtype=np.float32) * sign
         return place(np.concatenate([np.zeros((n - 1, D)), *[last] * (rows - n + 1)]))
 
+    @jax.jit  # one program compiles sooner than all of its operations
     def read(records, mask):
         return clipped_mean(
             lambda z: 100 * z,
@@ -275,6 +277,7 @@ def gaps(place):
             precision="grid",
         )
 
+    @jax.jit
     def parts(records, mask):
         sums = jnp.where(mask[:, None], records, 0).reshape(8, -1, D).sum(1)
         norms = jnp.linalg.norm(sums, axis=1, keepdims=True)
@@ -301,7 +304,10 @@ def stds(mesh, place):
     """
     size, mechanism = 4096, dpb.privacy.Gaussian(1.0, precision="grid")
     records = place(np.zeros((8, size), np.float32))
-    bounded = clipped_mean(lambda z: z, records, clip_norm=1.0, precision="grid")
+    read = jax.jit(
+        lambda v: clipped_mean(lambda z: z, v, clip_norm=1.0, precision="grid")
+    )
+    bounded = read(records)
     claimed = float(bounded.sensitivity())
 
     def noisy(key):
@@ -388,7 +394,8 @@ def alone(page, cases, meshes, places):
         page["bits"]["none"] = bits(cases, jnp.asarray)
     if jax.device_count() == 8:
         page["moved"] = moved(auto, "all" in cases)
-        page["batches"] = batches(explicit)
+        samplings = (POISSON, FIXED) if "all" in cases else (POISSON,)
+        page["batches"] = batches(explicit, samplings)
         if "all" in cases:
             page["floats"] = [floats(explicit), floats(auto)]
         page["gaps"] = gaps(auto)

@@ -29,7 +29,7 @@ COUNTS = (1, 2, 4, 8)
 READS = ["gradient", "loop", "network", "network, any place"]
 READS += ["network, Poisson", "network, fixed"]
 SHORT = ["gradient", "network"]
-FEWER = ["fewer", "fewer inside jit"]
+FEWER = ["fewer", "fewer inside jit", "fewer without jit"]
 RUNS = ["full", "poisson", "padded", "dropout", "dropout, Poisson", "fixed"]
 RUNS += ["penalty", "single", "f2sa"]
 
@@ -84,7 +84,7 @@ def test_bits_are_the_same_where_devices_do_not_divide_blocks(eight, case, mesh)
 
 
 def test_the_bits_of_different_cases_differ(eight):
-    bits = {k: v for k, v in eight["bits"]["none"].items() if "inside" not in k}
+    bits = {k: v for k, v in eight["bits"]["none"].items() if "jit" not in k}
     assert len({*bits.values()}) == len(bits) > 1
 
 
@@ -124,7 +124,7 @@ def test_a_record_in_another_row_of_whole_blocks_moves_no_sum(eight):
 
 
 def test_batches_have_the_same_rows_in_the_same_order_and_masked_padding(eight):
-    assert eight["batches"] == [True, True]
+    assert all(eight["batches"])
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_released_bits_depend_on_no_number_of_devices_or_processes():
     alone = [answer(started(count, *cases, "parameters")) for count in COUNTS]
     one = alone[0]["bits"]["none"]
     assert one["inside jit"] == one["gradient"]
-    assert one["fewer inside jit"] == one["fewer"]
+    assert one["fewer inside jit"] == one["fewer"] == one["fewer without jit"]
     for found in (*alone, two):
         for mesh in ("Explicit", "Auto"):
             assert found["bits"][mesh] == one
