@@ -101,7 +101,8 @@ def released(kind, feedback, precision, value, seeds):
     """The releases of a run at a constant value, and its sensitivity at one step."""
     records = jnp.full((10, VALUES), value, jnp.float32)
     query = Query("records", 10, 1.0)
-    bounded = query.read(lambda z: z, records, precision=precision, key=None)
+    read = functools.partial(query.read, lambda z: z, precision=precision, key=None)
+    bounded = jax.jit(read)(records)
 
     @jax.jit
     def step(earlier, words, t):
