@@ -172,6 +172,7 @@ def test_a_mixture_is_scored_and_not_the_common_model():
     np.testing.assert_allclose(found["score"], expected, 1e-5, 1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 1e-3, 1.0, 1e3])
 def test_coordinates_of_a_mixture_are_finite_whatever_the_noise(noise):
     rng = np.random.default_rng(0)

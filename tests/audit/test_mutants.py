@@ -21,7 +21,6 @@ SHORT = {
     "one of two releases a step counted",
     "draws at a wrong rate",
     "the noise of a step taken back at once",
-    "queries that are not clipped",
     "overlapping people accounted as disjoint",
     "half the sensitivity of the hypergradient",
     "half the sensitivity of the resolvent",

@@ -156,6 +156,7 @@ def test_noise_that_the_ledger_overstates_is_caught_by_mu():
     assert found.mu > 1.9 * plan.report.mu
 
 
+@pytest.mark.slow
 def test_a_run_that_is_recorded_is_the_same_run():
     plan = plan_of()
     run = jax.jit(lambda key: dpb.solve(PROBLEM, plan.solver, ROWS, W0, key=key).value)

@@ -130,6 +130,7 @@ def refuted(problem, tries=300):
     return dpb.debug.refute_constants(problem, w0, levels, key=key, tries=tries)
 
 
+@pytest.mark.slow
 @one_at_once
 def test_proved_constants_are_not_refuted(model, x64):
     outcome = refuted(tuning(model))

@@ -157,6 +157,7 @@ def test_the_least_curvature_attains_what_accelerated_steps_promise(kappa, x64):
         assert steps < 8 or found[1] > target
 
 
+@pytest.mark.slow
 def test_accelerated_steps_keep_their_promise_where_curvature_changes(x64):
     rows = np.random.default_rng(0).normal(size=(40, 8)) * np.logspace(0, -2, 8)
     rows = jnp.asarray(rows)

@@ -244,6 +244,7 @@ def tuned(n, problem=LINE, people="disjoint", delta=1e-7, **fields):
     return dpb.PenaltyBilevel.tuned(problem, budget, sizes, **(TUNED | fields))
 
 
+@pytest.mark.slow
 def test_tuned_is_better_than_other_steps_penalties_and_splits():
     n, problem = 10**6, dataclasses.replace(LINE, x_in_records=True)
     budget, sizes = dpb.PrivacyBudget(1.0, 1e-7), dpb.Sizes(n, n, "overlapping")

@@ -166,6 +166,7 @@ def test_without_noise_it_reaches_the_closed_form_optimum(x64, rule):
     assert gradient < (1e-9 if isinstance(rule, dpb.outputs.Last) else 3e-2)
 
 
+@pytest.mark.slow
 def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
     rng = np.random.default_rng(1)
     records = [

@@ -298,6 +298,7 @@ def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
     assert not found.levels["upper"].places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("people", "relation", "roles"),
     [

@@ -235,6 +235,7 @@ def test_an_optimizer_sees_both_operators_of_a_step_in_turn():
             extragradient(4, wrong)
 
 
+@pytest.mark.slow
 def test_steps_of_the_entropy_are_those_of_the_mirror_prox_method():
     game = dpb.games.matrix_game(3, 2, entropy=True)
     matrix = np.asarray([[0.5, -0.2], [-0.3, 0.4], [0.1, 0.9]])

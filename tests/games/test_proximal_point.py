@@ -31,7 +31,6 @@ CONTRACT = {
         ),
         LOWER,
         SADDLE_START,
-        fitted=True,
     ),
 }
 

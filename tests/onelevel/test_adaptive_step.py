@@ -109,6 +109,7 @@ def test_a_clip_norm_that_is_too_short_is_recovered_from():
     assert far < 1.5 * near
 
 
+@pytest.mark.slow
 def test_noise_alone_does_not_move_the_step_size_in_one_direction():
     """The mean of the logarithm is 0, within four standard errors."""
     zeros, start = jnp.zeros((N, D)), jnp.full(D, 1e6)

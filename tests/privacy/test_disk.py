@@ -21,7 +21,7 @@ from dpbilevel.privacy.records.disk import OnDisk, _Chunks, reader
 from dpbilevel.privacy.records.rows import padded
 from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from dpbilevel.runs.checkpoint import after, first_checkpoint
-from tests.cases import slow
+from tests.cases import fast_first, slow
 from tests.privacy.test_stores import write
 
 COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
@@ -361,7 +361,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("place", [mapped, *slow(parquet)])
-@pytest.mark.parametrize("sampling", [*SAMPLINGS[:2], *slow(*SAMPLINGS[2:])], ids=repr)
+@pytest.mark.parametrize("sampling", fast_first(SAMPLINGS), ids=repr)
 def test_batches_have_the_bits_of_records_in_memory(tmp_path, place, sampling):
     data = records()
     batch = batch_of(sampling, place(tmp_path, data))

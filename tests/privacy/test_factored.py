@@ -416,6 +416,7 @@ def test_integers_on_the_way_to_a_value_are_left_alone():
         np.testing.assert_allclose(found, jax.vmap(fun)(counts).mean(0), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [jnp.int8, *slow(jnp.uint8, jnp.int16)])
 def test_rows_out_of_range_take_no_part_in_the_norm(kind):
     indices = jnp.asarray([[1, 100, 100, 100, 100]], kind)

@@ -54,6 +54,7 @@ def first(tolerance, seed=0, d=D, **options):
     return chosen(np.zeros(d), *nothing, np.float64(tolerance), seed, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tolerance", "count"), [(1.0, 16), *slow((0.5, 25), (0.3, 29))]
 )

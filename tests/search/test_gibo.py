@@ -284,6 +284,7 @@ def test_what_is_shown_of_a_state_holds_no_losses():
         assert not np.isin(values, numbers).any()
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again_as_points_grow_in_number():
     solver = gibo(1.0, tolerance=1e-9)
     chex.clear_trace_counter()
@@ -358,6 +359,7 @@ def test_steps_that_miss_the_tolerance_are_counted():
     assert "the tolerance of 1e-09" in remark
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", [0.5, 2.0])
 def test_the_tolerance_noise_is_the_squared_noise_of_lemma_3_8(mu):
     solver = gibo(1 / mu, clip_norm=3.0, tolerance="noise")

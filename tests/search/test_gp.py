@@ -159,6 +159,7 @@ def test_weights_and_trace_are_those_of_the_kernel_plus_a_constant(kernel, const
     assert trace == pytest.approx(np.trace(covariance), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", fast_first(KERNELS))
 def test_the_slope_of_a_trace_agrees_with_central_differences(kernel):
     theta, points, more = rows(1, 3)[0], rows(5, 3, 2), rows(4, 3, 3)

@@ -47,6 +47,7 @@ def test_the_start_the_middle_ones_own_and_the_diagonals_are_points():
     assert not np.array_equal(found[22:], other[22:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feasible", [dpb.sets.Euclidean(), *slow(dpb.sets.Ball(1.5))])
 def test_of_an_unbounded_set_the_part_near_the_start_counts(feasible):
     start = jnp.asarray([1.0, -1.0])

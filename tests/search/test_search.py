@@ -125,7 +125,7 @@ def test_nothing_is_compiled_twice():
 
 @pytest.mark.parametrize(
     "name",
-    ["noisy_ucb", "repeat_and_select", *slow("gradient_informative", "random_search")],
+    ["noisy_ucb", *slow("repeat_and_select", "gradient_informative", "random_search")],
 )
 def test_programs_that_are_optimized_less_release_the_same(name, whole, monkeypatch):
     before = searching._ask._cache_size()

@@ -221,6 +221,7 @@ def test_what_is_shown_is_one_run(answers):
     np.testing.assert_allclose(value, (y - 0.6) ** 2, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_setting_is_the_best_of_a_number_with_the_stated_law(answers):
     # In order of their losses: a size is shown if it is drawn and no better one is.
     order = [2, 1, 3, 0]

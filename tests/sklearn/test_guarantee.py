@@ -67,7 +67,7 @@ def fits():
 
 # A network and groups in the slow suite, which take longest to compile.
 estimators = pytest.mark.parametrize(
-    "name", ["logistic", "ridge", "sources", *slow("network", "fair")]
+    "name", ["logistic", "ridge", *slow("sources", "network", "fair")]
 )
 
 
