@@ -41,7 +41,7 @@ def pytest_runtest_protocol(item):
     The check of keys doubles the time of what is not compiled. The contract of all
     solvers and the attacks have it always, other tests if JAX_DEBUG_KEY_REUSE=1.
     """
-    if next(TESTS) % 10 == 0 and MAPS.read_text().count("\n") > 25_000:
+    if next(TESTS) % 25 == 0 and MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
     is_checked = EVERYWHERE or item.path.parent.name in ("contract", "attacks")
     reuses = item.get_closest_marker("reuses_keys") is not None
