@@ -67,6 +67,7 @@ def test_the_plan_stays_within_the_budget_and_is_that_of_calibrate(planned):
     assert str(plan.solver) == str(again.solver)
 
 
+@pytest.mark.slow
 def test_every_method_is_listed_best_first():
     regrets = [trial.regret for trial in plan_of_one_level().trials]
     assert min(np.diff(regrets)) > -0.03  # in the order of another mean of regrets

@@ -87,10 +87,12 @@ def start(*shapes):
 
 
 LOSSES = {
+    "micro-batches": (network, start((20, 16), (16, 3))),
     "taken whole in memory": (logistic, start((20,))),
     "whole, with groups": (softmax, start((20, 2), (2,))),
-    "micro-batches": (network, start((20, 16), (16, 3))),
 }
+places = pytest.mark.parametrize("place", [mapped, *slow(parquet)])
+CHUNKS = [(1984, 64), (7, 3), (1984, 300), (1984, 1984)]
 problem = dpb.FiniteSum(logistic)
 W0, W1 = {"a": jnp.zeros(20)}, {"a": jnp.ones(20)}
 
@@ -111,10 +113,8 @@ def fitted(data):
     return dpb.fit(problem, solver, data, W0, budget=BUDGET, key=key).value
 
 
-@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
-@pytest.mark.parametrize(
-    "case", ["micro-batches", *slow("taken whole in memory", "whole, with groups")]
-)
+@places
+@pytest.mark.parametrize("case", fast_first(LOSSES))
 def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
     got, want = (
         mean(*LOSSES[case], v) for v in (place(tmp_path, records()), records())
@@ -360,7 +360,7 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
+@places
 @pytest.mark.parametrize("sampling", fast_first(SAMPLINGS), ids=repr)
 def test_batches_have_the_bits_of_records_in_memory(tmp_path, place, sampling):
     data = records()
@@ -370,7 +370,7 @@ def test_batches_have_the_bits_of_records_in_memory(tmp_path, place, sampling):
     )
 
 
-@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
+@places
 def test_batches_from_padded_rows_do_too(tmp_path, place):
     data, n = records(N - 5), N - 5
     rows = padded(jax.tree.map(jnp.array, data), N)
@@ -456,10 +456,8 @@ def test_parts_of_mapped_arrays_are_read_too(tmp_path):
         )
 
 
-@pytest.mark.parametrize("place", [mapped, *slow(parquet)])
-@pytest.mark.parametrize(
-    ("n", "rows"), [(1984, 64), (7, 3), *slow((1984, 300), (1984, 1984))]
-)
+@places
+@pytest.mark.parametrize(("n", "rows"), [*CHUNKS[:2], *slow(*CHUNKS[2:])])
 def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
     data = {k: np.nan_to_num(v) for k, v in records(n).items()}
     for padding in (0, 500):

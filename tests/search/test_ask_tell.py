@@ -402,7 +402,7 @@ def test_points_that_are_changed_outside_change_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", ["noisy_ucb", "gradient_informative", *slow("repeat_and_select")]
+    "name", [looped.NAME, *slow("gradient_informative", "repeat_and_select")]
 )
 def test_noisy_losses_are_those_that_the_solver_releases_and_are_kept(name, tmp_path):
     count = {"noisy_ucb": 4, "repeat_and_select": 1}.get(name, 0)
