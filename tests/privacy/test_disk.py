@@ -123,9 +123,7 @@ def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "microbatch", [48, *(pytest.param(v, marks=pytest.mark.slow) for v in (512, 2**20))]
-)
+@pytest.mark.parametrize("microbatch", [48, 512, 2**20])
 def test_they_have_them_for_any_micro_batch(tmp_path, microbatch):
     loss, w = LOSSES["micro-batches"]
     disk = mapped(tmp_path, records(1501))
