@@ -356,11 +356,7 @@ def test_full_disk_leaves_a_run_that_goes_on(prepared, tmp_path, name, after):
 def test_a_solver_with_an_inner_one_and_a_refit_runs_and_resumes(tmp_path):
     tables = tomllib.loads(GENERATED) | REFITTED
     prepared = prepare(parse_config(tables, Location(str(tmp_path / "a.toml"))))
-    run(prepared, tmp_path / "free")
-    with pytest.raises(Stop):
-        run(prepared, tmp_path / "out", progress=stop_at(2))
-    run(prepared, tmp_path / "out", resume=True)
-    assert bits(tmp_path / "out") == bits(tmp_path / "free")
+    test_resumed_run_gives_the_same_bits(prepared, tmp_path)
 
 
 @pytest.mark.slow
