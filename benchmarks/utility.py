@@ -101,9 +101,8 @@ def finite_difference(task, size):
 
 
 def planned(task, epsilon=1.0):
-    facts = {"sizes": task.sizes, "w0": task.w0}
-    facts |= {"clip_norm": task.clip, "records": task.records}
-    plan = dpb.auto(task.problem, dpb.PrivacyBudget(epsilon, DELTA), **facts)
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    plan = dpb.auto(task.problem, budget, w0=task.w0, **task.facts)
     print(f"  auto: {plan.trials[0].method}; {plan.reason}", flush=True)
     return [plan.trials[0].solver]
 

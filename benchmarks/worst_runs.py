@@ -54,8 +54,7 @@ def of_task(task, name, problem, solver, w0, budget):
 
 
 def planned(task, problem, w0, budget):
-    facts = {"sizes": task.sizes, "clip_norm": task.clip, "records": task.records}
-    plan = dpb.auto(problem, budget, w0=w0, **facts).trials[0]
+    plan = dpb.auto(problem, budget, w0=w0, **task.facts).trials[0]
     return of_task(task, plan.method, problem, plan.solver, w0, budget)
 
 

@@ -168,11 +168,12 @@ def auto(
         sizes: As for `calibrate`.
         w0: The initial point.
         clip_norm: The largest norm of a record's gradient in a linear model, from
-            public knowledge: 1 for logistic regression on features of norm at most 1.
+            public knowledge: for features of norm at most 1 it is 1 in a logistic
+            regression, and the square root of 2 in a softmax one.
             Most candidates clip at 0.7 of it, with three classes and more at 0.4. The
-            features of the default populations have this norm. For a network, whose
-            gradients have no largest norm, the clip norm; the default features then
-            have norm 1.
+            features of the default populations have this norm, or over the square root
+            of 2 for a matrix. For a network, whose gradients have no largest norm, the
+            clip norm; the default features then have norm 1.
         records: The description of a record, for models other than one vector or one
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
@@ -351,9 +352,12 @@ def _populations(
         TypeError: One is no population.
     """
     if synthetic is None:
-        # The largest gradient of a linear model is as long as the features.
-        linear = is_linear(model_of(problem, w0))
-        found = populations(problem, records, clip_norm if linear else 1.0)
+        model = model_of(problem, w0)
+        linear = is_linear(model)
+        # The largest gradient is as long as the features; a softmax one, of a column
+        # for each class, is longer by the root of 2.
+        longer = 2**0.5 if linear and np.ndim(jax.tree.leaves(model)[0]) > 1 else 1.0
+        found = populations(problem, records, clip_norm / longer if linear else 1.0)
         if linear or effort != "fast" or not isinstance(problem, SourceWeighting):
             return found
         return tuple(v for v in found if isinstance(v, _OF_NETWORKS))
