@@ -36,7 +36,7 @@ from .conclusions import (
     reason_of,
 )
 from .dry_runs import Workers
-from .methods import constant_feature, is_linear, model_of
+from .methods import constant_feature, is_linear, longest_gradient, model_of
 from .populations import Alike, GoodOrBad, Shifted, populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
@@ -128,7 +128,7 @@ def auto(
     *,
     sizes: Sizes | int,
     w0: PyTree,
-    clip_norm: float = 1.0,
+    clip_norm: float | None = None,
     records: PyTree = None,
     intercept: int | None = -1,
     synthetic: AbstractPopulation | Draw | Sequence[AbstractPopulation] | None = None,
@@ -145,8 +145,7 @@ def auto(
     Every candidate, plain descent on one level among them, is calibrated to the budget
     and runs on synthetic records of the same sizes; the released model is evaluated on
     further synthetic records. Settings are dropped by successive halving. Methods that
-    clip and methods that rest on the certificate of a problem are compared in the same
-    way. Methods that the budget or the relation does not admit are left out.
+    the budget or the relation does not admit are left out.
 
     About 150 short runs are made on each population of sources, fewer for other
     problems, so time grows with the sizes. On two cores it takes about a minute for
@@ -168,12 +167,11 @@ def auto(
         sizes: As for `calibrate`.
         w0: The initial point.
         clip_norm: The largest norm of a record's gradient in a linear model, from
-            public knowledge: for features of norm at most 1 it is 1 in a logistic
-            regression, and the square root of 2 in a softmax one.
-            Most candidates clip at 0.7 of it, with three classes and more at 0.4. The
-            features of the default populations have this norm, or over the square root
-            of 2 for a matrix. For a network, whose gradients have no largest norm, the
-            clip norm; the default features then have norm 1.
+            public knowledge. By default that of features of norm at most 1: 1 in a
+            logistic regression, the square root of 2 in a softmax one. Most candidates
+            clip at 0.7 of it, with three classes and more at 0.4. Features of default
+            populations are as long as it admits. For a network the clip norm, by
+            default 1; the default features then have norm 1.
         records: The description of a record, for models other than one vector or one
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
@@ -192,12 +190,11 @@ def auto(
         effort: `"fast"` or `"thorough"`, which makes more dry runs.
         neighbours: The neighbouring relation of the guarantee. Under
             add-or-remove-one methods that rest on a certificate are left out.
-        precision: As for `calibrate`. Dry runs are in `"float"`: the distribution of
-            the noise is the same up to rounding.
+        precision: As for `calibrate`. Dry runs are in `"float"`.
         seed: The seed of the synthetic records and their noise, which protect nothing.
         time_limit: Seconds after which no further dry run begins; the best plan so far
             is returned. Every method makes one first; calibration comes in addition. An
-            interrupt from the keyboard ends them at once, if one is finished.
+            interrupt ends them at once, if one is finished.
         progress: `True` shows an estimate of the time and a bar, which needs tqdm. Or a
             function that is called after every dry run on all populations with the
             number of runs done and the number planned so far.
@@ -234,7 +231,6 @@ def auto(
     _checks.instance(owner, AbstractProblem, problem=problem)
     _checks.instance(owner, PrivacyBudget, budget=budget)
     _checks.one_of(owner, "effort", effort, get_args(Effort))
-    _checks.positive(owner, clip_norm=clip_norm)
     if progress is True:
         check_installed(f"{owner}: progress=True", "tqdm")
     problem.check_sizes(owner, sizes)
@@ -244,6 +240,9 @@ def auto(
     # A person of one row is as likely as any, and the rows of dry runs are generated.
     records_problem, _, _ = arrays_of(owner, problem, w0)
     problem, w0, _ = arrays_of(owner, _of_rows(problem), w0)
+    if clip_norm is None:
+        clip_norm = round(longest_gradient(model_of(problem, w0)), 6)
+    _checks.positive(owner, clip_norm=clip_norm)
     drawn_from = _populations(problem, w0, clip_norm, records, synthetic, effort)
     w0 = jax.tree.map(jnp.asarray, w0)
     intercept = constant_feature(owner, model_of(problem, w0), intercept)
@@ -352,12 +351,9 @@ def _populations(
         TypeError: One is no population.
     """
     if synthetic is None:
-        model = model_of(problem, w0)
-        linear = is_linear(model)
-        # The largest gradient is as long as the features; a softmax one, of a column
-        # for each class, is longer by the root of 2.
-        longer = 2**0.5 if linear and np.ndim(jax.tree.leaves(model)[0]) > 1 else 1.0
-        found = populations(problem, records, clip_norm / longer if linear else 1.0)
+        linear = is_linear(model := model_of(problem, w0))
+        norm = clip_norm / longest_gradient(model) if linear else 1.0
+        found = populations(problem, records, norm)
         if linear or effort != "fast" or not isinstance(problem, SourceWeighting):
             return found
         return tuple(v for v in found if isinstance(v, _OF_NETWORKS))

@@ -46,6 +46,15 @@ def is_binary(model: PyTree) -> bool:
     return is_array(model) and (jnp.ndim(model) == 1 or jnp.shape(model)[1:] == (2,))
 
 
+def longest_gradient(model: PyTree) -> float:
+    """Return the largest norm of a gradient if features have norm 1 at most.
+
+    It is 1 for a vector of logistic coefficients, and the square root of 2 for a matrix
+    of softmax coefficients. Networks have no such norm: 1.
+    """
+    return 2**0.5 if is_array(model) and jnp.ndim(model) > 1 else 1.0
+
+
 def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
     """Return `intercept`, checked to be a feature; `None` if a model is not linear.
 
