@@ -25,7 +25,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
 from ..runs.interrupts import step_bar
-from .candidates import candidates, toml_of
+from .candidates import candidates, longest_gradient, toml_of
 from .conclusions import (
     Trial,
     estimate_of,
@@ -36,7 +36,7 @@ from .conclusions import (
     reason_of,
 )
 from .dry_runs import Workers
-from .methods import constant_feature, is_linear, longest_gradient, model_of
+from .methods import constant_feature, is_linear, model_of
 from .populations import Alike, GoodOrBad, Shifted, populations
 from .race import DryRuns, Effort, advantage, race, rounds_of
 from .synthetic import AbstractPopulation, FunctionPopulation
@@ -193,11 +193,10 @@ def auto(
         precision: As for `calibrate`. Dry runs are in `"float"`.
         seed: The seed of the synthetic records and their noise, which protect nothing.
         time_limit: Seconds after which no further dry run begins; the best plan so far
-            is returned. Every method makes one first; calibration comes in addition. An
-            interrupt ends them at once, if one is finished.
+            is returned. Every method makes one first; calibration comes on top. An
+            interrupt ends them at once if one is finished.
         progress: `True` shows an estimate of the time and a bar, which needs tqdm. Or a
-            function that is called after every dry run on all populations with the
-            number of runs done and the number planned so far.
+            function of the numbers of runs done and planned so far, for every run.
         before: As for `calibrate`.
 
     Returns:

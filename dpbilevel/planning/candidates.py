@@ -19,7 +19,7 @@ from ..core.problem import AbstractProblem
 from ..core.solver import MECHANISM_FIELDS, AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.mechanisms import Gaussian
-from .methods import Candidate, Methods, is_binary, is_linear
+from .methods import Candidate, Methods, is_linear, is_vector, num_classes
 from .synthetic import Layout
 
 
@@ -105,6 +105,15 @@ def _unwritten(what: str) -> ValueError:
     )
 
 
+def longest_gradient(model: PyTree) -> float:
+    """Return the largest norm of a gradient if features have norm 1 at most.
+
+    It is 1 for a vector of logistic coefficients, and the square root of 2 for a matrix
+    of softmax coefficients. Networks have no such norm: 1.
+    """
+    return 2**0.5 if num_classes(model) > 1 else 1.0
+
+
 @functools.singledispatch
 def candidates(
     problem: AbstractProblem,
@@ -169,9 +178,10 @@ def _(problem: SourceWeighting, w0, clip_norm, records=None, intercept=None):
         # noise. A linear model finds the sources from few validation records.
         scoring = Layout(records).linear() if isinstance(records, Mapping) else None
         return (*found, methods.selection((2.0, 4.0, 8.0), scoring))
-    if not is_binary(w0[1]):
+    if num_classes(w0[1]) > 2:
         return (*found, methods.selection((64.0, 32.0)), methods.mixture())
     # Only models of two classes: a model of many classes is far from the answer after
     # a few steps.
-    chosen = methods.selection((8.0, 32.0, 64.0)), methods.mixture()
+    sizes = (8.0, 32.0, 64.0) if is_vector(w0[1]) else (16.0, 8.0)
+    chosen = methods.selection(sizes), methods.mixture()
     return (*found, *map(methods.recalibrate, chosen))

@@ -135,7 +135,14 @@ def reason_of(
         f"improvement on {len(populations)} kinds of synthetic data ({names})."
     )
     if len(populations) == 1:
+        least = min(ranked, key=lambda trial: trial.losses[0])
         text = f"{first.method} has the smallest test loss on synthetic data ({names})."
+        if least is not first and least.losses[0] < first.losses[0]:
+            text = (
+                f"On synthetic data ({names}) the test loss of {first.method} is at "
+                f"most {_percent(_NOISE)} of the improvement above that of "
+                f"{least.method}."
+            )
     if default:
         text += " Pass synthetic= to use your own."
     one, two = (next((t for t in ranked if t.levels == k), None) for k in (1, 2))
@@ -144,10 +151,11 @@ def reason_of(
         return f"{text} The best method of one level, {one.method}, reaches {reach}."
     if first is two or two is None:
         return text
-    doubles = [k for k, trial in enumerate(ranked) if trial.levels > 1]
-    place = max(doubles, key=lambda k: sum(ranked[k].advantage))
-    text += _comparison(ranked[place], place, populations)
-    return f"{text} One level is as good here as two levels, or nearly."
+    # Methods that were dropped after one run are compared on no population.
+    doubles = [k for k, t in enumerate(ranked) if t.levels > 1 and t.advantage]
+    place = max(doubles, key=lambda k: max(ranked[k].advantage), default=None)
+    compared = place is not None and _comparison(ranked[place], place, populations)
+    return f"{text} One level is as good here as two levels, or nearly.{compared or ''}"
 
 
 def _percent(fraction: float) -> str:

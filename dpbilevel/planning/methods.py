@@ -41,18 +41,14 @@ def is_linear(model: PyTree) -> bool:
     return len(jax.tree.leaves(model)) == 1
 
 
-def is_binary(model: PyTree) -> bool:
-    """Return whether a model is a vector, or a matrix of two columns: one score."""
-    return is_array(model) and (jnp.ndim(model) == 1 or jnp.shape(model)[1:] == (2,))
+def is_vector(model: PyTree) -> bool:
+    """Return whether a model is one vector, and so has one score."""
+    return is_array(model) and jnp.ndim(model) == 1
 
 
-def longest_gradient(model: PyTree) -> float:
-    """Return the largest norm of a gradient if features have norm 1 at most.
-
-    It is 1 for a vector of logistic coefficients, and the square root of 2 for a matrix
-    of softmax coefficients. Networks have no such norm: 1.
-    """
-    return 2**0.5 if is_array(model) and jnp.ndim(model) > 1 else 1.0
+def num_classes(model: PyTree) -> int:
+    """Return the number of columns of a matrix, one for each class; 0 for others."""
+    return jnp.shape(model)[1] if is_array(model) and jnp.ndim(model) == 2 else 0
 
 
 def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
@@ -128,20 +124,18 @@ def _fitted_constant_loss(
 _BOTH_MODELS = 1.118
 # Clip norms in largest norms of a gradient, which only records far on the wrong side
 # have: a logistic gradient at 0 has half of it. A model for the signs of losses alone
-# may be biased more. Gradients of several classes are sums over more parameters, so
-# that noise costs more than bias. Gradients of a network have no largest norm.
+# may be biased more, and one of several classes, whose noise costs more than bias.
+# Gradients of a network have no largest norm.
 _CLIP, _CLIP_FIRST, _CLIP_CLASSES, _CLIP_NETWORK = 0.7, 0.5, 0.4, 1.0
 # Step sizes in inverse squares of the largest norm of a gradient. A logistic loss has a
 # curvature of at most a quarter of that square, so that accelerated steps above 5.3
 # diverge. Momentum makes longer moves.
 _STABLE, _MOST_MOMENTUM = 4.0, 0.95
 # Parts of the squared budget of a fit on lower records and of a `Recalibration`, a
-# twentieth of which reads lower records: disjoint people of both levels spend all.
+# twentieth of which reads lower records: disjoint people of both spend all.
 _LOWER_THEN_UPPER = 0.95, 1.05
-# Number of points that a mechanism draws from.
-_POINTS = 64
-# Parts of the squared budget for x; the model has the rest.
-_PARTS_FOR_X = 0.1, 0.5
+_POINTS = 64  # that a mechanism draws from
+_PARTS_FOR_X = 0.1, 0.5  # of the squared budget; the model has the rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +178,9 @@ class Methods:
     def one_level(self) -> tuple[Candidate, ...]:
         """Return a tuple of `Candidate`s that read one level, or pool the records."""
         # Of large problems the first and the third are tried.
-        many = [self._fit(100, size) for size in (64.0, 16.0, 4.0, 1.0)]
-        # From a few hundred validation records, where noise admits few steps, to many.
+        sizes = (64.0, 16.0, 4.0, 1.0) if self._several else (1.0, 4.0, 16.0, 64.0)
+        many = [self._fit(100, size) for size in sizes]
+        # From few validation records, where noise admits few steps, to many.
         upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
         upper += [self._fit(100, s) for s in (2.0, 8.0)]
         lower, both = (
@@ -283,7 +278,7 @@ class Methods:
             )
 
         firsts = [(1.0, size) for size in sizes]
-        if scoring is None and not is_binary(self.model):
+        if scoring is None and self._several:
             # A first model of many classes needs longer steps if there is little noise.
             firsts = [(4.0, sizes[0]), *firsts]
         # Every second setting of a large problem is tried: here one of each size.
@@ -293,8 +288,8 @@ class Methods:
 
     def mixture(self) -> Candidate:
         """Return a `Candidate` that mixes the models of the sources."""
-        clip, binary = self.clip_norm, is_binary(self.model)
-        descent = _fast if binary else _plain
+        clip, vector = self.clip_norm, is_vector(self.model)
+        descent = _fast if vector else _plain
 
         def solver(
             first: float, then: float, clipped: float, size: float
@@ -308,10 +303,12 @@ class Methods:
         # Shorter steps for large noise, longer ones for little noise.
         longer, shorter = (20.0, 24.0, 0.5, 3.0), (15.0, 4.0, 0.2, 4.0)
         settings = [longer, (15.0, 4.0, 0.1, 4.0), shorter, (15.0, 4.0, 0.35, 2.0)]
-        if not binary:
-            # A mixture moves few of many parameters: its gradients are short. Shorter
-            # steps keep sources of other features, such as turned images.
+        # A mixture moves few of many parameters: its gradients are short.
+        if self._several:
+            # Shorter steps keep sources of other features, such as turned images.
             settings = [(30.0, 64.0, 0.1, 4096.0), (30.0, 32.0, 0.1, 1024.0)]
+        elif not vector:
+            settings = [(30.0, 16.0, 0.1, 1024.0), longer, shorter]
         return Candidate("MixedSources", (*itertools.starmap(solver, settings),), 2)
 
     def recalibrate(self, method: Candidate) -> Candidate:
@@ -341,12 +338,17 @@ class Methods:
 
     def _fit(self, steps: int, size: float) -> NoisyGD:
         """Return a `NoisyGD` that fits the model, with steps of this size."""
-        if is_binary(self.model):
+        if is_vector(self.model):
             return _fast(self.clip_norm, steps, size)
         # The curvature of several classes or a network is mostly far below any bound:
         # long steps are plain, and descent undoes those that are too long.
-        clip = _CLIP_CLASSES if is_linear(self.model) else _CLIP_NETWORK
+        clip = _CLIP if is_linear(self.model) else _CLIP_NETWORK
+        clip = _CLIP_CLASSES if self._several else clip
         return _plain(self.clip_norm, steps, size, clip)
+
+    @property
+    def _several(self) -> bool:
+        return num_classes(self.model) > 2
 
     @functools.cached_property
     def _recalibration(self) -> Recalibration | None:

@@ -16,7 +16,7 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
 from .dry_runs import Stopped, Workers, accelerated, less_noise, released
-from .methods import Candidate, constant_loss, is_binary, mean_loss, model_of
+from .methods import Candidate, constant_loss, is_vector, mean_loss, model_of
 from .synthetic import AbstractPopulation, SyntheticData
 
 Effort = Literal["fast", "thorough"]
@@ -366,7 +366,7 @@ class DryRuns:
 
     def _dry(self, solver: Any) -> Any:
         """Return a calibrated solver for dry runs: fewer records, with all noise."""
-        if is_binary(model_of(self.problem, self.w0)):
+        if is_vector(model_of(self.problem, self.w0)):
             solver = accelerated(solver)
         if self.thinning == 1:
             return solver

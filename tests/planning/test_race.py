@@ -1,5 +1,7 @@
 """Successive halving, and conclusions from dry runs."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -55,8 +57,26 @@ def test_where_a_method_of_two_levels_is_better_is_said_if_one_level_is_planned(
     assert "on 2 kinds of synthetic data (Tables, Alike). Pass synthetic=" in reason
     assert "of 2 is better on Tables by up to 15 %, and worse on Alike by" in reason
     assert "60 %. If your data are like Tables, use plan.trials[1].solver." in reason
-    reason = conclusions.reason_of([one], BUDGET, ["Tables", "Alike"], [1.0, 1.0])
-    assert "better on" not in reason
+    # A method that was dropped early has no advantage, and hides none.
+    dropped = dataclasses.replace(two, method="dropped", advantage=())
+    more = [one, dropped, two]
+    found = conclusions.reason_of(more, BUDGET, ["Tables", "Alike"], [1.0, 1.0])
+    assert found == reason.replace("trials[1]", "trials[2]")
+    for alone in ([one], [one, dropped]):
+        reason = conclusions.reason_of(alone, BUDGET, ["Tables", "Alike"], [1.0, 1.0])
+        assert "better on" not in reason
+
+
+def test_the_smallest_loss_is_claimed_by_the_method_that_has_it():
+    one, two = (
+        conclusions.Trial(f"of {n}", OneLevel(FIT), n, (loss,), 0.0, 1, (), (0.0,))
+        for n, loss in ((1, 0.5), (2, 0.49))
+    )
+    reason = conclusions.reason_of([one, two], BUDGET, ["own"], [1.0])
+    assert "(own) the test loss of of 1 is at most 3 % of the improvement" in reason
+    assert "above that of of 2." in reason
+    reason = conclusions.reason_of([two, one], BUDGET, ["own"], [1.0])
+    assert "of 2 has the smallest test loss on synthetic data (own)." in reason
 
 
 def test_advantages_compare_the_runs_that_both_made():
