@@ -143,7 +143,7 @@ class Candidate:
     """A method with its settings; each number of steps among them compiles once.
 
     Attributes:
-        name: Name of the method in the table of a plan.
+        name: Name in the table of a plan.
         solvers: Solvers to be calibrated, one for each setting.
         levels: Number of levels that the method uses.
     """
