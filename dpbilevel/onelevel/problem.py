@@ -207,13 +207,20 @@ def check_scalar(
             if record and type(error) not in (KeyError, AttributeError):
                 hint = f"{hint[:-1]}: each call gets one record, without a batch axis."
             if "positional argument" in what:
-                hint = "It gets a key, as its last argument, in dpb.Randomized only."
+                given = ", ".join((*names[: len(variables)], *record))
+                hint = f"Write it as a function of {given}; a key comes last in "
+                hint += "dpb.Randomized only."
             what = what.removesuffix(".")
             raise kind(f"{name} fails for {shapes}: {what}. {hint}") from error
-        error.add_note(
-            f"This happened while tracing {name}, called with {shapes}. It gets one "
-            "record: layers that mix records, such as batch normalization, fail."
-        )
+        hint = "It gets one record: layers that mix records, such as batch "
+        hint += "normalization, fail."
+        if isinstance(error, jax.errors.TracerBoolConversionError):
+            hint = "Use jnp.where in place of `if`."
+        elif "key" in str(error):
+            hint = "Wrap a loss with dropout or augmentation in dpb.Randomized: it "
+            hint += "gets a key."
+        where = f"This happened while tracing {name}, called with {shapes}. {hint}"
+        error.add_note(where)
         raise
     leaves = jax.tree.leaves(value)
     if (

@@ -180,7 +180,7 @@ class Methods:
         # Of large problems the first and the third are tried.
         sizes = (64.0, 16.0, 4.0, 1.0) if self._several else (1.0, 4.0, 16.0, 64.0)
         many = [self._fit(100, size) for size in sizes]
-        # From few validation records, where noise admits few steps, to many.
+        # From few validation records, for few steps, to many.
         upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
         upper += [self._fit(100, s) for s in (2.0, 8.0)]
         lower, both = (
@@ -340,8 +340,7 @@ class Methods:
         """Return a `NoisyGD` that fits the model, with steps of this size."""
         if is_vector(self.model):
             return _fast(self.clip_norm, steps, size)
-        # The curvature of several classes or a network is mostly far below any bound:
-        # long steps are plain, and descent undoes those that are too long.
+        # Others are mostly far less curved than any bound, and long steps are undone.
         clip = _CLIP if is_linear(self.model) else _CLIP_NETWORK
         clip = _CLIP_CLASSES if self._several else clip
         return _plain(self.clip_norm, steps, size, clip)

@@ -1,5 +1,7 @@
 """Initial points that are Equinox modules, and those of the wrong length."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -124,3 +126,28 @@ def test_the_lower_solution_names_the_shapes_of_a_wrong_start():
     shapes = r"lower_solution: problem.lower fails for x float32\[\], y float32\[3\]"
     with pytest.raises(TypeError, match=shapes):
         dpb.oracles.lower_solution(problem, jnp.zeros(()), data, y0=jnp.zeros(3))
+
+
+def _branching(w, record):
+    return jnp.sum(w) if record["label"] > 0 else 0.0 * jnp.sum(w)
+
+
+def _dropping(w, record):
+    raise RuntimeError("Dropout requires a key.")
+
+
+@pytest.mark.parametrize(
+    ("loss", "hint"),
+    [
+        (lambda w, record, key: jnp.sum(w), "a function of w0, record; a key comes"),
+        (_branching, r"Use jnp\.where in place of `if`"),
+        (_dropping, r"in dpb\.Randomized: it gets a key"),
+    ],
+)
+def test_the_hint_fits_what_is_wrong_with_a_loss(loss, hint):
+    rows = {"features": np.ones((4, 2)), "label": np.ones(4)}
+    options = OPTIONS | {"key": jax.random.key(0)}
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        dpb.fit(dpb.FiniteSum(loss), SOLVER, rows, jnp.zeros(2), **options)
+    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert re.search(hint, "\n".join(said))
