@@ -64,7 +64,7 @@ class Task:
 
     @property
     def facts(self):
-        """What `auto` is given, for features of norm 1."""
+        """Arguments of `auto`, for features of norm 1."""
         return {"sizes": self.sizes, "records": self.records}
 
     @property

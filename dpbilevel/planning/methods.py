@@ -177,7 +177,7 @@ class Methods:
 
     def one_level(self) -> tuple[Candidate, ...]:
         """Return a tuple of `Candidate`s that read one level, or pool the records."""
-        # Of large problems the first and the third are tried.
+        # Large problems try the first and the third.
         sizes = (64.0, 16.0, 4.0, 1.0) if self._several else (1.0, 4.0, 16.0, 64.0)
         many = [self._fit(100, size) for size in sizes]
         # From few validation records, for few steps, to many.
