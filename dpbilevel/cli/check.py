@@ -123,7 +123,9 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
             no_value = (
                 f"missing = [{cells[int(rows[0])]!r}] in [data] if it is no value"
             )
-            yield f"    it can be read with {keys}" if keys else f"    give {no_value}"
+            where = "where the column is declared, such as its entry of numeric"
+            read = f"it can be read with {keys} {where}"
+            yield f"    {read}" if keys else f"    give {no_value}"
 
 
 def _values(
