@@ -88,7 +88,7 @@ class Memory(eqx.Module):
 # A step was too long if the gradient after it points back along it by more than this
 # fraction of the slope before it, plus this number of standard deviations.
 _OVERSHOT, _SURELY = 0.5, 3.0
-# Most steps and accuracy of a power iteration.
+# The most steps and the accuracy of a power iteration.
 _ITERATIONS, _ACCURACY = 100, 1e-4
 
 
@@ -195,18 +195,15 @@ class LastStep(eqx.Module):
     def excess(self, gradient: PyTree, deviation: Any) -> Float[Array, ""]:
         r"""Return how many times too long the last step was for the curvature along it.
 
-        Return 1 if it was not too long. With $r = \langle q_t, \Delta_t \rangle / a_t$,
-        return $\max(2, 1 + r)$ if $r > \tfrac12 + 3 s \|\Delta_t\| / a_t$.
+        With $r = \langle q_t, \Delta_t \rangle / a_t$ it is $\max(2, 1 + r)$ if $r >
+        \tfrac12 + 3 s \|\Delta_t\| / a_t$, and else 1.
 
         On a quadratic function of curvature $h$ and without noise, $1 + r = \eta h$. So
-        a step is too long from $\eta h = 3/2$ on, and the shortened one is $1/h$ if
-        $\eta h \ge 2$. Steps with $\eta h \le 1$, as theorems ask, are left alone. An
-        oscillation that clipping keeps from growing has $r \approx 1$.
-
-        The noise of $q_t$ is independent of $\Delta_t$. So $\langle q_t, \Delta_t
-        \rangle$ has a standard deviation of at most $s \|\Delta_t\|$. If the mean
-        gradient does not point back, the result exceeds 1 with a probability of at most
-        0.0014.
+        a step is too long from $\eta h = 3/2$ on, the shortened one is $1/h$ if $\eta h
+        \ge 2$, and steps with $\eta h \le 1$ are left alone. An oscillation that
+        clipping keeps from growing has $r \approx 1$. The noise of $q_t$ is independent
+        of $\Delta_t$. If the mean gradient does not point back, the result exceeds 1
+        with a probability of at most 0.0014.
 
         Args:
             gradient: $q_t$, the released gradient plus the public one.
@@ -231,16 +228,14 @@ class LastStep(eqx.Module):
         the last step chose, $p_{t-1} = q_{t-1} + \xi_t$. While the active set stays the
         same, $\langle p_t, \Delta_t \rangle = \langle q_t + \xi_t, \Delta_t \rangle$,
         and $r$ measures the curvature as before. The term $h$ also pulls back entries
-        that noise moved off zero. So the step was too long only if $q_t$ shows it too,
-        and the smaller excess counts.
+        that noise moved off zero, so that the smaller excess of $p_t$ and $q_t$ counts.
 
         Args:
             gradient: $q_t$.
             deviation: As for `excess`.
             w: $w_t$.
             new: The iterate after the step along $q_t$.
-            mapping: Of a proximal step the gradient mapping, which takes the place of
-                $q_t$; a step was too long if both show it. `None` for other steps.
+            mapping: $p_t$, or `None` after a step that is not proximal.
 
         Privacy:
             Post-processing of released values: free.
@@ -303,16 +298,12 @@ def overshooting_row(
     """Return a tuple: a `ForecastRow` if steps overshoot the public terms, or empty.
 
     Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
-    `Descent.curvature_limited` prevents that while a solver runs, at the cost of
-    shorter steps in all coordinates.
+    `Descent.curvature_limited` then shortens the steps in all coordinates.
 
     Args:
         step_size: A number, or a `Rule`, about whose steps nothing is known.
         public_gradient: The gradient of the public terms.
         w0: The point at which they are evaluated.
-
-    Returns:
-        No row if step size times curvature is at most 2.
     """
     if isinstance(step_size, Rule):
         return ()
@@ -353,11 +344,9 @@ def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
     """Estimate the largest eigenvalue of a Hessian from below, by power iteration.
 
     Args:
-        gradient: The gradient of a function without data.
+        gradient: The gradient of a function without data. If its derivative is not
+            finite, the result is infinity.
         w: The point, of floats.
-
-    Returns:
-        Infinity if the Hessian is not finite, or too large for the floats.
     """
     if not jax.tree.leaves(w):
         return 0.0

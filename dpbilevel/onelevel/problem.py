@@ -208,19 +208,14 @@ def check_scalar(
                 hint = f"{hint[:-1]}: each call gets one record, without a batch axis."
             if "positional argument" in what:
                 given = ", ".join((*names[: len(variables)], *record))
-                hint = f"Write it as a function of {given}; a key comes last in "
-                hint += "dpb.Randomized only."
+                key = "; a key comes last in dpb.Randomized only" if record else ""
+                hint = f"Write it as a function of {given}{key}."
             what = what.removesuffix(".")
             raise kind(f"{name} fails for {shapes}: {what}. {hint}") from error
-        hint = "It gets one record: layers that mix records, such as batch "
-        hint += "normalization, fail."
-        if isinstance(error, jax.errors.TracerBoolConversionError):
-            hint = "Use jnp.where in place of `if`."
-        elif "key" in str(error):
-            hint = "Wrap a loss with dropout or augmentation in dpb.Randomized: it "
-            hint += "gets a key."
-        where = f"This happened while tracing {name}, called with {shapes}. {hint}"
-        error.add_note(where)
+        error.add_note(
+            f"This happened while tracing {name}, called with {shapes}. "
+            f"{_hint_for(error)}"
+        )
         raise
     leaves = jax.tree.leaves(value)
     if (
@@ -232,6 +227,17 @@ def check_scalar(
         raise ValueError(
             f"{name} must return one floating-point scalar for {of}, got {got}."
         )
+
+
+def _hint_for(error: Exception) -> str:
+    """Return a sentence on what to do about an error of JAX in a loss."""
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return "Use jnp.where in place of `if`."
+    if "requires a key" in str(error):
+        return "Wrap a loss with dropout in dpb.Randomized: it gets a key."
+    return (
+        "It gets one record: layers that mix them, such as batch normalization, fail."
+    )
 
 
 def _in_words(named: dict[str, PyTree]) -> str:

@@ -131,9 +131,8 @@ def candidates(
         w0: The initial point.
         clip_norm: The largest norm of a record's gradient in a linear model, at 0.7 of
             which descent clips, or at 0.4 with three classes and more; the clip norm of
-            a network. Step sizes are in units of
-            its inverse square: features of norm $C$ have gradients of norm $C$ and
-            curvatures of $C^2$.
+            a network. Step sizes are in units of its inverse square: features of norm
+            $C$ have gradients of norm $C$ and curvatures of $C^2$.
         records: The description of a record, as for `auto`; `None` for linear models.
         intercept: The index of the constant feature of a linear model, or `None`.
 

@@ -135,14 +135,7 @@ def reason_of(
         f"improvement on {len(populations)} kinds of synthetic data ({names})."
     )
     if len(populations) == 1:
-        least = min(ranked, key=lambda trial: trial.losses[0])
-        text = f"{first.method} has the smallest test loss on synthetic data ({names})."
-        if least is not first and least.losses[0] < first.losses[0]:
-            text = (
-                f"On synthetic data ({names}) the test loss of {first.method} is at "
-                f"most {_percent(_NOISE)} of the improvement above that of "
-                f"{least.method}."
-            )
+        text = _of_one_population(ranked, names)
     if default:
         text += " Pass synthetic= to use your own."
     one, two = (next((t for t in ranked if t.levels == k), None) for k in (1, 2))
@@ -151,11 +144,24 @@ def reason_of(
         return f"{text} The best method of one level, {one.method}, reaches {reach}."
     if first is two or two is None:
         return text
+    text += " One level is as good here as two levels, or nearly."
     # Methods that were dropped after one run are compared on no population.
     doubles = [k for k, t in enumerate(ranked) if t.levels > 1 and t.advantage]
-    place = max(doubles, key=lambda k: max(ranked[k].advantage), default=None)
-    compared = place is not None and _comparison(ranked[place], place, populations)
-    return f"{text} One level is as good here as two levels, or nearly.{compared or ''}"
+    if not doubles:
+        return text
+    place = max(doubles, key=lambda k: max(ranked[k].advantage))
+    return text + _comparison(ranked[place], place, populations)
+
+
+def _of_one_population(ranked: Sequence[Trial], name: str) -> str:
+    """Return text on the plan's loss; one level is planned if it is near the least."""
+    first, least = ranked[0], min(ranked, key=lambda trial: trial.losses[0])
+    if first.losses[0] <= least.losses[0]:
+        return f"{first.method} has the smallest test loss on synthetic data ({name})."
+    return (
+        f"On synthetic data ({name}) the test loss of {first.method} is at most "
+        f"{_percent(_NOISE)} of the improvement above that of {least.method}."
+    )
 
 
 def _percent(fraction: float) -> str:

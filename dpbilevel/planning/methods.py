@@ -124,8 +124,8 @@ def _fitted_constant_loss(
 _BOTH_MODELS = 1.118
 # Clip norms in largest norms of a gradient, which only records far on the wrong side
 # have: a logistic gradient at 0 has half of it. A model for the signs of losses alone
-# may be biased more, and one of several classes, whose noise costs more than bias.
-# Gradients of a network have no largest norm.
+# may be biased more; with several classes noise costs more than bias. Gradients of a
+# network have no largest norm.
 _CLIP, _CLIP_FIRST, _CLIP_CLASSES, _CLIP_NETWORK = 0.7, 0.5, 0.4, 1.0
 # Step sizes in inverse squares of the largest norm of a gradient. A logistic loss has a
 # curvature of at most a quarter of that square, so that accelerated steps above 5.3
@@ -134,8 +134,10 @@ _STABLE, _MOST_MOMENTUM = 4.0, 0.95
 # Parts of the squared budget of a fit on lower records and of a `Recalibration`, a
 # twentieth of which reads lower records: disjoint people of both spend all.
 _LOWER_THEN_UPPER = 0.95, 1.05
-_POINTS = 64  # that a mechanism draws from
-_PARTS_FOR_X = 0.1, 0.5  # of the squared budget; the model has the rest
+# Number of points that a mechanism draws from.
+_POINTS = 64
+# Parts of the squared budget for x; the model has the rest.
+_PARTS_FOR_X = 0.1, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Methods:
         # Large problems try the first and the third.
         sizes = (64.0, 16.0, 4.0, 1.0) if self._several else (1.0, 4.0, 16.0, 64.0)
         many = [self._fit(100, size) for size in sizes]
-        # From few validation records, for few steps, to many.
+        # Few validation records admit few steps.
         upper = [self._fit(10, s) for s in (0.5, 1.0, 2.0)]
         upper += [self._fit(100, s) for s in (2.0, 8.0)]
         lower, both = (
@@ -268,23 +270,21 @@ class Methods:
         # Gradients of the library's own model do not depend on the user's clip norm.
         clip = self.clip_norm if scoring is None else 1.0
 
-        def lower(first: float, size: float) -> SelectedSources:
+        def lower(size: float, first: float = 1.0) -> SelectedSources:
             model = _fast(clip, 10, first, _CLIP_FIRST)
             return SelectedSources(model, self._fit(100, size), scoring=scoring)
 
         def pooled(size: float, part: float) -> SelectedSources:
-            return dataclasses.replace(
-                lower(1.0, size), fit_reads="both", budget_split=(part, part, 1.0)
-            )
+            both: Any = {"fit_reads": "both", "budget_split": (part, part, 1.0)}
+            return dataclasses.replace(lower(size), **both)
 
-        firsts = [(1.0, size) for size in sizes]
+        # Every second setting of a large problem is tried: here one of each size.
+        solvers = [pooled(*pair) for pair in itertools.product(sizes, (0.03, 0.1))]
         if scoring is None and self._several:
             # A first model of many classes needs longer steps if there is little noise.
-            firsts = [(4.0, sizes[0]), *firsts]
-        # Every second setting of a large problem is tried: here one of each size.
-        pairs = itertools.product(sizes, (0.03, 0.1))
-        settings = itertools.starmap(pooled, pairs), itertools.starmap(lower, firsts)
-        return Candidate("SelectedSources", (*itertools.chain(*settings),), 2)
+            solvers.append(lower(sizes[0], 4.0))
+        solvers += map(lower, sizes)
+        return Candidate("SelectedSources", tuple(solvers), 2)
 
     def mixture(self) -> Candidate:
         """Return a `Candidate` that mixes the models of the sources."""
@@ -340,7 +340,7 @@ class Methods:
         """Return a `NoisyGD` that fits the model, with steps of this size."""
         if is_vector(self.model):
             return _fast(self.clip_norm, steps, size)
-        # Others are mostly far less curved than any bound, and long steps are undone.
+        # Other losses curve mostly far less than any bound, and long steps are undone.
         clip = _CLIP if is_linear(self.model) else _CLIP_NETWORK
         clip = _CLIP_CLASSES if self._several else clip
         return _plain(self.clip_norm, steps, size, clip)

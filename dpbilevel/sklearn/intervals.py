@@ -130,13 +130,9 @@ class Moments(AbstractBeforehand):
     @property
     @override
     def terms(self) -> Terms:
-        r"""`Terms` of the release; noise that hides a typical eigenvalue is too much.
-
-        For $p$ parameters a matrix of noise $\sigma$ has a norm of about $\sigma
-        \sqrt{2 p}$. For $d$ features a typical eigenvalue of $H$ is $.85 \max \phi'' /
-        d$. The norm may be at most half of the eigenvalue at a fifth of the squared
-        budget. Both follow from public numbers.
-        """
+        """`Terms` of the release; noise that hides a typical eigenvalue is too much."""
+        # A matrix of noise sigma on p parameters has a norm of about sigma sqrt(2 p).
+        # It may be half of a typical eigenvalue, of d features .85 max phi'' / d.
         typical = self.curvature * FEATURES**2 / self.width
         unit = typical / math.sqrt(2 * self.parameters)
         norm = self.curvature * math.sqrt(1 + _SQUARES**2)
@@ -295,7 +291,7 @@ def shrunk(squared: Square, second: Square, noise: float, beside: float) -> Squa
 
 
 class _Deviations:
-    # Apart from `Intervals`, whose annotations are parameters of estimators.
+    # Annotations of `Intervals` itself would be parameters of estimators.
     coef_: Float[np.ndarray, "*k d"]
     intercept_: Any
     coef_std_: Float[np.ndarray, "*k d"]

@@ -72,8 +72,11 @@ FAST = ("noisy_gd_adam",)
     ],
 )
 def test_people_with_equal_rows_have_the_answer_of_one_row_each(name):
+    # Sums over more rows round more. A proved sensitivity counts that, so that its
+    # noise is larger for people.
+    scale = 1e-4 if name == "clipped_upper" else 1.0
     answers = [
-        recorded.run(case, jax.random.key(KEY)).value
+        recorded.run(case, jax.random.key(KEY), scale).value
         for case in (name, f"{name}_of_people")
     ]
     chex.assert_trees_all_close(*answers, rtol=1e-4, atol=1e-4)
