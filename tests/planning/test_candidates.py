@@ -5,12 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.applications import WarmStarted
 from dpbilevel.cli.config import public_classes
+from dpbilevel.planning.candidates import longest_gradient
 
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
 W0 = (jnp.zeros(5), jnp.zeros(6))
@@ -136,6 +138,17 @@ def test_step_sizes_are_in_units_of_the_clip_norm():
         planning.candidates(ONE, jnp.zeros(6), c)[0].solvers[0] for c in (1.0, 2.0)
     ]
     assert solvers[0].step_size == 4 * solvers[1].step_size
+
+
+def test_softmax_gradients_are_longer_than_features_by_the_root_of_two():
+    models = [jnp.zeros(6), jnp.zeros((6, 1)), {"w": jnp.zeros(6)}, jnp.zeros((6, 3))]
+    longest = [longest_gradient(model) for model in models]
+    np.testing.assert_allclose(longest, [1, 1, 1, 2**0.5])
+    # All labels wrong for sure: the gradient of one record of norm 1.
+    features, scores = jnp.eye(6)[0], jnp.array([50.0, 0.0, 0.0])
+    loss = optax.losses.softmax_cross_entropy_with_integer_labels
+    gradient = jax.grad(lambda y: loss(features @ y + scores, 1))(models[-1])
+    np.testing.assert_allclose(jnp.linalg.norm(gradient), longest[-1], rtol=1e-6)
 
 
 def test_a_matrix_of_two_columns_has_the_methods_of_a_vector_by_plain_steps():
