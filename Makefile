@@ -5,9 +5,6 @@ BIN := $(VENV)/bin
 ADULT ?= $(wildcard ../shared/data/adult.csv)
 # Leave one core's worth of threads to each test process.
 TEST_FLAGS ?= -n 2 --dist worksteal
-# What claims something about noise, laws, roundings or leaks is compiled as by users, all
-# else in less time: what it claims does not depend on how well programs are compiled.
-EXACT := tests/attacks tests/audit tests/draws tests/privacy
 # What differs between releases of Python and JAX: programs, keys, noise, what is shown.
 SHORT := contract privacy/test_grid.py privacy/test_noise.py \
   privacy/test_mechanisms.py attacks/test_keys.py attacks/test_rows.py
@@ -44,10 +41,10 @@ lint: $(BIN)/.installed
 type: $(BIN)/.installed
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+# Compiled in less time, but for the folders that tests/conftest.py names.
 test: $(BIN)/.installed lint type
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-	  $(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(EXACT:%=--ignore=%)
-	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(EXACT)
+	  $(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow"
 
 test-short: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(SHORT:%=tests/%)

@@ -19,6 +19,12 @@ from dpbilevel.privacy.chacha20 import CHACHA20
 MAPS = pathlib.Path("/proc/self/maps" if os.path.exists("/proc") else os.devnull)
 TESTS = itertools.count(1)
 EVERYWHERE = jax.config.jax_debug_key_reuse
+# What claims something about noise, laws, roundings or leaks is compiled as by users,
+# whatever the environment asks for: what else is claimed does not depend on how well
+# programs are compiled.
+AS_BY_USERS = {"attacks", "audit", "draws", "privacy"}
+OPTIMIZATION = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+IS_QUICK = jax.config.read(OPTIMIZATION.lower())
 
 if os.environ.get("DPBILEVEL_KEYS") == "chacha20":
     jax.random.key = functools.partial(jax.random.key, impl=CHACHA20)
@@ -34,6 +40,15 @@ def pytest_collection_finish():
     gc.set_threshold(50_000)
 
 
+def compile_for(folder):
+    """Compile the tests of a folder with the optimizations that they need."""
+    quick = IS_QUICK and folder not in AS_BY_USERS
+    if jax.config.read(OPTIMIZATION.lower()) != quick:
+        jax.config.update(OPTIMIZATION.lower(), quick)
+        os.environ[OPTIMIZATION] = str(int(quick))  # for processes that tests start
+        jax.clear_caches()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A key used twice fails its test; programs take maps, of which Linux has few.
@@ -43,6 +58,7 @@ def pytest_runtest_protocol(item):
     """
     if next(TESTS) % 25 == 0 and MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
+    compile_for(item.path.parent.name)
     is_checked = EVERYWHERE or item.path.parent.name in ("contract", "attacks")
     reuses = item.get_closest_marker("reuses_keys") is not None
     with jax.debug_key_reuse(is_checked and not reuses):

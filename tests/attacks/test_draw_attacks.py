@@ -30,9 +30,12 @@ def one_level(problem, data, clip_range=None, measure="spread"):
     score = MeanLoss(problem, measure, 100, clip_range)
     start = jnp.zeros(1, data["features"].dtype) if isinstance(data, dict) else None
     start = jnp.zeros(1, data.dtype) if start is None else start
-    raw = score.bounded(data, start).raw
-    share = score.contributions(start.dtype)["records"]
-    return raw.many(POINTS.astype(start.dtype)), 2 * share
+
+    @jax.jit
+    def scores(data):
+        return score.bounded(data, start).raw.many(POINTS.astype(start.dtype))
+
+    return scores(data), 2 * score.contributions(start.dtype)["records"]
 
 
 @pytest.mark.parametrize("measure", ["slope", *slow("spread")])

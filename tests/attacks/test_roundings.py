@@ -269,8 +269,12 @@ def values(problem, points, clip_range=None, sizes=None):
     n, sizes = 200, sizes or dpb.Sizes(200, 200)
     score = HyperObjective(problem, "spread", sizes, clip_range)
     data = dpb.Levels(jnp.ones(n), jnp.zeros(n))
-    potential = score.potential(data, (jnp.zeros(1), jnp.zeros(1)))
-    return potential.many(points), score.regularity(jnp.float64, 1)
+
+    @jax.jit
+    def scores(data):
+        return score.potential(data, (jnp.zeros(1), jnp.zeros(1))).many(points)
+
+    return scores(data), score.regularity(jnp.float64, 1)
 
 
 def test_clipped_scores_beside_a_public_term_are_no_steeper_than_declared():

@@ -32,9 +32,14 @@ def test_rounding_every_coordinate_up_keeps_a_record_within_the_clip_norm(part, 
     # Cut to the clip norm itself, a coordinate is a part of a step beyond 2**15.
     clip_norm = SIDE * (2.0**15 + part)
     row = jnp.full((1, SIZE), 2.0**20)
-    grid = dpb.privacy.clipped_mean(
-        lambda z: z, row, clip_norm=clip_norm, precision="grid"
-    ).raw
+
+    @jax.jit
+    def mean(row):
+        return dpb.privacy.clipped_mean(
+            lambda z: z, row, clip_norm=clip_norm, precision="grid"
+        ).raw
+
+    grid = mean(row)
     steps = clip_norm * 2.0 ** -float(grid.exponent)
     assert exact_norm(grid.counts) <= steps**2
     # The control: without room for rounding the record is too long.
