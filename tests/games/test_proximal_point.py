@@ -224,7 +224,12 @@ def test_what_is_sealed_lies_on_the_grid_with_its_contribution():
     plan = resolvent(TURNS, dimension=2, rows=3, denominator=3.0)
     batch, centre = Batch(rows, None, 3.0), jnp.ones(2)
     query = ResolventQuery(plan, 3, dpb.FullBatch())
-    sealed = query.read(centre, rows, precision="grid", key=jax.random.key(0))
+
+    @jax.jit
+    def read(centre, rows):
+        return query.read(centre, rows, precision="grid", key=jax.random.key(0))
+
+    sealed = read(centre, rows)
     assert sealed.precision == "grid"
     assert sealed.basis is dpb.privacy.Basis.CONSTANTS
     plain = approximate_resolvent(plan, batch, centre)
