@@ -111,16 +111,15 @@ class AskTell:
         self._closed = False
         if folder is not None:
             with contextlib.ExitStack() as end:
-                check = end.enter_context(lock.held(Path(folder)))
-                self._open(Path(folder), check)
+                self._open(Path(folder), end.enter_context(lock.held(Path(folder))))
                 if self.result is None:
                     self._end = end.pop_all()  # the lock stays
         if self.result is not None:
             return
-        name = f"{owner}: {type(run.solver).__name__}"
-        size, relation = run.problem.num_records, run.solver.neighbours.value
+        name, relation = type(run.solver).__name__, run.solver.neighbours.value
         new = None if self.done else key  # a search that goes on has its own
-        self._count = begun(name, relation, run.costs, size, None, new)
+        counted = run.costs, run.problem.num_records, None, new
+        self._count = begun(f"{owner}: {name}", relation, *counted)
         if self.done or run.problem.training is not None:
             # An earlier release, or the first training, may have been published.
             self._count()
@@ -219,8 +218,34 @@ class AskTell:
                 Nothing is taken then; the message names shapes and no loss.
             OSError: The disk refuses.
         """
+        owner, n = self._run.owner, self._run.problem.num_records
         with self._exclusive():
-            self._tell(losses)
+            current = self._round
+            if current is None or self.result is not None:
+                raise ValueError(f"{owner}: no points to evaluate; call ask().")
+            try:
+                vectors = elements(losses)
+                vectors = list(losses) if vectors is None else vectors
+            except (TypeError, ValueError):
+                got = type(losses).__name__
+                raise TypeError(
+                    f"{owner}: tell takes {n} losses for each point, got {got}."
+                ) from None
+            rows = [check_losses(owner, row, n) for row in vectors]
+            if not 0 < len(rows) <= len(current.open):
+                given, due = len(rows), len(current.open)
+                raise ValueError(
+                    f"{owner}: got losses at {given} points, but ask() has {due}."
+                )
+            for row in rows:
+                index = current.open[0]
+                if self._folder is not None:
+                    point = current.points[index]
+                    self._folder.keep_losses(self.done, index, point, row)
+                current.losses[index] = row
+                del current.open[0]
+            if not current.open:
+                self._release(current)
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -232,35 +257,6 @@ class AskTell:
             if self._closed and self.result is None:
                 raise ValueError(f"{owner}: the search was closed; use its folder.")
             yield
-
-    def _tell(self, losses: Sequence[Any]) -> None:
-        current = self._round
-        if current is None or self.result is not None:
-            raise ValueError(f"{self._run.owner}: no points to evaluate; call ask().")
-        owner, n = self._run.owner, self._run.problem.num_records
-        try:
-            vectors = elements(losses)
-            vectors = list(losses) if vectors is None else vectors
-        except (TypeError, ValueError):
-            got = type(losses).__name__
-            raise TypeError(
-                f"{owner}: tell takes {n} losses for each point, got {got}."
-            ) from None
-        rows = [check_losses(owner, row, n) for row in vectors]
-        if not 0 < len(rows) <= len(current.open):
-            given, due = len(rows), len(current.open)
-            raise ValueError(
-                f"{owner}: got losses at {given} points, but ask() has {due}."
-            )
-        for row in rows:
-            index = current.open[0]
-            if self._folder is not None:
-                point = current.points[index]
-                self._folder.keep_losses(self.done, index, point, row)
-            current.losses[index] = row
-            del current.open[0]
-        if not current.open:
-            self._release(current)
 
     def _begin(self) -> _Round:
         """Return the next step as a `_Round`, with the losses that a folder has."""

@@ -263,11 +263,7 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
 
 
 def box_of(owner: str, problem: SearchProblem) -> Box:
-    """Return a problem's set, checked to be a `Box` with finite ends.
-
-    Raises:
-        ValueError: The set is no box, or has an end at infinity.
-    """
+    """Return a problem's set, checked to be a `Box` with finite ends."""
     box: Any = problem.w_set
     corners = (box.lower, box.upper) if isinstance(box, Box) else (math.inf,)
     known = filter(_checks.concrete, jax.tree.leaves(corners))
@@ -277,11 +273,7 @@ def box_of(owner: str, problem: SearchProblem) -> Box:
 
 
 def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d"]:
-    """Return the initial point, projected onto the box of the problem.
-
-    Raises:
-        ValueError: The initial point is not one vector.
-    """
+    """Return the initial point, checked to be one vector, projected onto the box."""
     if getattr(w0, "ndim", None) != 1:
         shapes = jax.tree.map(jnp.shape, w0)
         raise ValueError(f"{owner}: w0 must be one vector, got {shapes}.")
@@ -291,11 +283,7 @@ def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d
 def starts_of(
     owner: str, starts: Any, box: Box, like: Float[Array, " d"]
 ) -> Float[Array, "k d"]:
-    """Return a solver's `starts`, projected onto the box; no points for `None`.
-
-    Raises:
-        ValueError: Their shape is not `(k, d)`.
-    """
+    """Return a solver's `starts`, projected onto the box; no points for `None`."""
     if starts is None:
         return like[None, :][:0]
     if np.ndim(starts) != 2 or np.shape(starts)[1] != like.size:
@@ -315,14 +303,7 @@ def check_starts(solver: Any, name: str) -> None:
 def uniform(
     box: Box, like: Float[Array, " d"], count: int, *, key: PRNGKey
 ) -> Float[Array, "count d"]:
-    """Sample points uniformly from a box, without reading records.
-
-    Args:
-        box: The box.
-        like: A point of the shape and dtype of the samples.
-        count: Number of points.
-        key: A typed key for this draw alone.
-    """
+    """Sample points like `like` uniformly from a box, without reading records."""
     lower, upper = ends(box, like)
     unit = jax.random.uniform(key, (count, *like.shape), like.dtype)
     return lower[None] + unit * (upper - lower)[None]

@@ -59,14 +59,24 @@ class DeclaredTraining:
         num_records: int,
         people: People | str = People.OVERLAPPING,
     ):
-        owner = type(self).__name__
-        phases = tuple(_phase(owner, phase) for phase in history)
+        owner, phases = type(self).__name__, []
+        for phase in history:
+            try:
+                multiplier, rate, steps = phase
+            except (TypeError, ValueError):
+                what = "(noise_multiplier, sample_rate, num_steps)"
+                raise ValueError(f"{owner}: history must hold {what}.") from None
+            _checks.positive(owner, noise_multiplier=multiplier, sample_rate=rate)
+            if rate > 1:
+                raise ValueError(f"{owner}: sample_rate must be at most 1, got {rate}.")
+            _checks.count(owner, num_steps=steps)
+            phases.append((float(multiplier), float(rate), int(steps)))
         if not phases:
             raise ValueError(f"{owner}: history has no phase.")
         _checks.count(owner, num_records=num_records)
         value = getattr(people, "value", people)
         _checks.one_of(owner, "people", value, ["overlapping", "disjoint"])
-        fields = {"history": phases, "num_records": int(num_records)}
+        fields = {"history": tuple(phases), "num_records": int(num_records)}
         for name, value in (fields | {"people": People(people)}).items():
             object.__setattr__(self, name, value)  # frozen
 
@@ -129,11 +139,7 @@ class DeclaredTraining:
 
 @dataclasses.dataclass(frozen=True)
 class Trainings(AbstractRelease):
-    """`count` trainings of a black box, each as declared.
-
-    Args:
-        mechanism: Releases of one training.
-        basis: A declaration.
+    """`count` trainings of a black box, each as declared by the mechanism.
 
     Privacy:
         All models count as released, in adaptive composition with the releases of the
@@ -157,11 +163,7 @@ class Trainings(AbstractRelease):
         return {_TRAINING_RECORDS: self.mechanism.num_records}
 
     def check(self, budget: PrivacyBudget) -> None:
-        """Check that the trainings alone are within the budget.
-
-        Raises:
-            ValueError: They are not.
-        """
+        """Raise `ValueError` if the trainings alone exceed the budget."""
         alone = Ledger((self,), self.mechanism.people)
         if alone.delta(budget.epsilon) <= budget.delta:
             return
@@ -190,11 +192,7 @@ class Trainings(AbstractRelease):
 
 
 def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> None:
-    """Check that the fits of an estimator are those declared.
-
-    Raises:
-        ValueError: There is a folder, or another number of training records.
-    """
+    """Raise `ValueError` if an estimator's fits are not those declared."""
     if folder is not None:
         raise ValueError(
             "PrivateSearch.fit: leave out folder=: training= counts one call only."
@@ -209,10 +207,8 @@ def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> Non
 def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> None:
     """Check that a search of an estimator is as declared.
 
-    Raises:
-        TypeError: `training` is no declaration.
-        ValueError: Losses or their units would be taken from training records, or all
-            fits would have the same noise.
+    Losses and their units must not be taken from training records, and fits must not
+    all have the same noise.
     """
     owner = "PrivateSearch"
     _checks.instance(owner, DeclaredTraining, training=training)
@@ -223,20 +219,6 @@ def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> Non
     for name, value in estimator.get_params().items():
         if name.split("__")[-1] == "random_state" and value is not None:
             raise ValueError(f"{owner}: {name} repeats noise; set it to None.")
-
-
-def _phase(owner: str, phase: Any) -> tuple[float, float, int]:
-    try:
-        multiplier, rate, steps = phase
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{owner}: history must hold (noise_multiplier, sample_rate, num_steps)."
-        ) from None
-    _checks.positive(owner, noise_multiplier=multiplier, sample_rate=rate)
-    if rate > 1:
-        raise ValueError(f"{owner}: sample_rate must be at most 1, got {rate}.")
-    _checks.count(owner, num_steps=steps)
-    return float(multiplier), float(rate), int(steps)
 
 
 def _history(event, count: int) -> tuple[tuple[float, float, int], ...]:

@@ -31,10 +31,6 @@ def default_losses(
 
     The loss is half the Brier score or the 0-1 loss of classifiers, and the squared
     error of regressors in units of the variance of the training targets.
-
-    Raises:
-        ValueError: The estimator is neither, or the targets of a classifier have
-            several columns.
     """
     if is_classifier(estimator):
         if np.ndim(training_targets) != 1:
@@ -53,11 +49,10 @@ def default_losses(
 def _brier_loss(fitted, X, y):
     """Return half the Brier score of each row, in [0, 1].
 
-    The Brier score is proper like the log loss, and bounded: clipping a log loss, which
-    few rows dominate, can reverse an order of means. All probabilities of a class
-    without training rows are zero.
+    It is proper like the log loss, and bounded: clipping a log loss, which few rows
+    dominate, can reverse an order of means.
     """
-    probabilities = fitted.predict_proba(X)
+    probabilities = fitted.predict_proba(X)  # zero for a class without training rows
     matches = _labels(y)[:, None] == np.asarray(fitted.classes_)[None, :]
     unknown = ~np.any(matches, axis=1)
     return np.sum((probabilities - matches) ** 2, axis=1) / 2 + unknown / 2
@@ -92,12 +87,8 @@ def default_solver(
 ) -> AbstractAskTellSolver:
     """Return the default solver for a space, and set the unit of the losses in `rows`.
 
-    Args:
-        space: The space.
-        budget: The guarantee.
-        rows: The losses; their unit and likely points follow from training rows.
-        starts: Likely points.
-        n_jobs: Number of processes that train on training rows, as in `PrivateSearch`.
+    Unit and likely points besides `starts` follow from training rows, on which `n_jobs`
+    processes train.
     """
     size, entries = space.coordinates, space.entries.values()
     flat = any(isinstance(v, Categorical) or v.integer for v in entries)
@@ -106,10 +97,8 @@ def default_solver(
     held_out = evaluations(functools.partial(rows.held_out_loss, worst=scale), n_jobs)
 
     def likely(number):
-        """Return the best `number` of uniform points, judged on training rows alone.
-
-        The points do not depend on the key, so that a stopped search can continue.
-        """
+        """Return the best `number` of uniform points, judged on training rows alone."""
+        # Independent of the key, so that a stopped search can continue.
         points = np.random.default_rng(0).uniform(-1, 1, (_TRIED * number, size))
         losses = np.fromiter(held_out(points), np.float64)
         return points[np.argsort(losses, kind="stable")[:number]]

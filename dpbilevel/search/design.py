@@ -25,17 +25,11 @@ _STALLED = 1e-5  # relative decrease of the trace below which L-BFGS ends
 
 
 class Design(eqx.Module):
-    """Points to evaluate, and the uncertainty after their evaluation.
+    """Points to evaluate, and the uncertainty after their evaluation."""
 
-    Attributes:
-        points: Points, one a row; only the first `count` are evaluated.
-        count: Number of points.
-        trace: Trace of the gradient's posterior covariance after the evaluations.
-    """
-
-    points: Float[Array, "q d"]
+    points: Float[Array, "q d"]  # only the first `count` are evaluated
     count: Int[Array, ""]
-    trace: Scalar
+    trace: Scalar  # of the gradient's posterior covariance after the evaluations
 
 
 def choose_batch(
@@ -55,18 +49,18 @@ def choose_batch(
     points can reach decreases with $b$. For each number, structured designs are tried
     and improved by L-BFGS on all coordinates together.
 
-    Args:
-        posterior: Posterior of the gradient at $\theta$.
-        feasible: Set of points.
-        tolerance: Limit of the trace, in squared units of the gradient.
-        capacity: The largest number of points, and the number of rows. If the tolerance
-            cannot be reached, all are used.
-        batch: A fixed number of points, whatever the tolerance.
-        polish: The largest number of L-BFGS steps per design.
-        at_least: The smallest number of points; zero allows an empty design.
-        key: A typed key, for the orientation of the designs.
+    The tolerance limits the trace, in squared units of the gradient. If it cannot be
+    reached, all `capacity` points are used; `batch` fixes their number instead, and
+    zero for `at_least` allows an empty design. There are at most `polish` L-BFGS steps
+    per design. The key orients the designs.
     """
-    basis = _directions(posterior, key=key)
+    # Orthonormal directions, one a row, with decreasing posterior variance. Those of
+    # equal variance are rotated at random, so that none is preferred in every step: the
+    # eigenvectors of the random matrix are uniform among all bases.
+    size = posterior.theta.size
+    random = jax.random.normal(key, (size, size), posterior.theta.dtype)
+    random = _TIE * posterior.prior_trace / size * (random + random.T)
+    basis = jnp.linalg.eigh(posterior.covariance + random)[1][:, ::-1].T
     height = posterior.kernel.radius(jnp.asarray(2, jnp.int32), posterior.nugget)
     tolerance = cast(tolerance, posterior.theta)
     first = jnp.asarray(at_least if batch is None else batch, jnp.int32)
@@ -86,26 +80,12 @@ def choose_batch(
         design = jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, design)
         return low, high, design, final
 
-    empty = jnp.broadcast_to(posterior.theta, (capacity, posterior.theta.size))
+    empty = jnp.broadcast_to(posterior.theta, (capacity, size))
     known = posterior.trace <= tolerance
     none = Design(empty, jnp.asarray(0, jnp.int32), posterior.trace)
     last = jnp.where(known & (batch is None), first, last)
     carry = first, last, none, last == 0
     return jax.lax.while_loop(lambda carry: ~carry[3], narrow, carry)[2]
-
-
-def _directions(posterior: GradientPosterior, *, key: PRNGKey) -> Float[Array, "d d"]:
-    """Return orthonormal directions, one a row, with decreasing posterior variance.
-
-    Directions of equal variance are rotated at random, so that none is preferred in
-    every step.
-    """
-    size = posterior.theta.size
-    # The eigenvectors of this matrix are uniform among all bases.
-    random = jax.random.normal(key, (size, size), posterior.theta.dtype)
-    random = _TIE * posterior.prior_trace / size * (random + random.T)
-    _, vectors = jnp.linalg.eigh(posterior.covariance + random)
-    return vectors[:, ::-1].T
 
 
 def _offsets(posterior, basis, height, count, capacity, pairs):

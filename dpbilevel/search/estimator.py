@@ -28,7 +28,7 @@ from .declared import DeclaredTraining, check_fits, check_search
 from .defaults import default_losses, default_solver
 from .gibo import GradientInformativeBO
 from .loop import run_search
-from .row_losses import RowLosses, check_jobs, check_validation, count, evaluations
+from .row_losses import RowLosses, check_validation, count, evaluations
 from .space import Categorical, Range, Space
 
 
@@ -289,11 +289,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         }
 
     def _identity(self, X: Any, y: Any, validation: tuple[Any, ...]) -> str:
-        """Return a hash of all inputs of an evaluation; SECRET.
-
-        It depends on the order of the rows: losses of a new split must not be mixed
-        with old ones.
-        """
+        """Return a hash of all inputs of an evaluation, rows in their order; SECRET."""
         try:
             private = joblib.hash(tuple(validation))
         except Exception:
@@ -331,7 +327,13 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             _checks.function("PrivateSearch", losses=self.losses)
         if self.training is not None:
             check_search(self.training, estimator, self.solver, self.losses)
-        check_jobs("PrivateSearch", self.n_jobs)
+        n_jobs = self.n_jobs
+        whole = isinstance(n_jobs, int | np.integer) and not isinstance(n_jobs, bool)
+        if n_jobs is not None and not (whole and (n_jobs > 0 or n_jobs == -1)):
+            raise ValueError(
+                "PrivateSearch: n_jobs must be positive, -1 or None, got "
+                f"{_checks.shown(n_jobs)}."
+            )
         space = Space(self.space)
         for start in self.starts:
             space.position(start)
@@ -345,7 +347,6 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
 
 
 def _hash_or_name(value):
-    """Return a value's hash, or its name if it cannot be hashed, as text."""
     try:
         return joblib.hash(value)
     except Exception:

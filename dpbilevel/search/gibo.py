@@ -228,7 +228,6 @@ class GradientInformativeBO(
         return dataclasses.replace(state, output=output, evaluations=evaluations)
 
     def _descent_step(self, problem, state, proposal, losses, key) -> _State:
-        """Return the state after one step along the gradient."""
         rows = self._capacity(state.w)
         proposal = Proposal(proposal.points[:rows], proposal.count)
         losses = losses[:, :rows]

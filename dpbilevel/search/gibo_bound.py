@@ -93,7 +93,9 @@ class BoundedDescent:
         }
         _check_covers(owner, self, problem, w0, smoothness, needs)
         parts, size = failure / 2 if noisy else failure, np.size(w0)
-        error = _noise(self, problem, size, parts)
+        std = self.release(problem, self.sizes).noise_std * (1 + ROUNDING_MARGIN)
+        # Survival of the chi-square distribution; a union bound over the steps.
+        error = std * math.sqrt(scipy.special.chdtri(size, parts / self.num_releases))
         error += _bias(self, problem, size, norm, parts)
         if radius is not None and error > strong_convexity * radius:
             least = f"{error / strong_convexity:.4g}"
@@ -130,13 +132,6 @@ def _check_covers(
             raise ValueError(f"{owner}: the theorems need {need}.")
 
 
-def _noise(solver: Any, problem: Any, size: int, failure: float) -> float:
-    """Return what the norm of the noise of no step exceeds, but for `failure`."""
-    std = solver.release(problem, solver.sizes).noise_std * (1 + ROUNDING_MARGIN)
-    # Survival of the chi-square distribution; a union bound over the steps.
-    return std * math.sqrt(scipy.special.chdtri(size, failure / solver.num_releases))
-
-
 def _bias(
     solver: Any, problem: Any, size: int, norm: float | None, failure: float
 ) -> float:
@@ -157,12 +152,8 @@ def excess_of_samples(records: int, failure: float) -> float:
 
     The mean over the records of the squared norms of independent Gaussian vectors, each
     with a covariance of trace at most $u$, exceeds $R^2 u$ with a probability of at
-    most `failure`. $R^2$ is the root above 1 of $q - 1 - \log q = \frac2n \log
+    most `failure`, $p$. $R^2$ is the root above 1 of $q - 1 - \log q = \frac2n \log
     \frac1p$.
-
-    Args:
-        records: $n$.
-        failure: $p$.
     """
     away = -2 * math.log(failure) / records
     return math.sqrt(-scipy.special.lambertw(-math.exp(-1 - away), -1).real)

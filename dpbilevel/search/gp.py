@@ -27,32 +27,20 @@ class GradientPosterior(eqx.Module):
     With $m$ points $D$, $K = k(D, D) + c_0 1 1^\top + \nu I$ and $G = \nabla_\theta
     k(\theta, D)$, the gradient has posterior mean $W y$ with $W = G K^{-1}$, the same
     linear map of the losses $y$ of every record, and covariance $\nabla k \nabla^\top -
-    G K^{-1} G^\top$, which does not depend on losses.
-
-    Attributes:
-        kernel: $k$.
-        theta: Point of the gradient.
-        points: $D$, one point a row.
-        mask: Which rows are points; the others change nothing.
-        nugget: $\nu$, the variance of an evaluation's noise, rounding included.
-        precision: $1 / c_0$, the inverse variance of the unknown constant.
-        root: $L$, the Cholesky factor of $k(D, D) + \nu I$, the identity on rows that
-            are no points.
-        explained: $L^{-1} G^\top$.
-        ones: $L^{-1} 1$.
-        total: The covariance before any evaluation.
+    G K^{-1} G^\top$, which does not depend on losses. $L$ is the Cholesky factor of
+    $k(D, D) + \nu I$, the identity on rows that are no points.
     """
 
-    kernel: AbstractKernel
+    kernel: AbstractKernel  # k
     theta: Float[Array, " d"]
-    points: Float[Array, "m d"]
-    mask: Bool[Array, " m"]
-    nugget: Scalar
-    precision: Scalar
-    root: Float[Array, "m m"]
-    explained: Float[Array, "m d"]
-    ones: Float[Array, " m"]
-    total: Float[Array, "d d"]
+    points: Float[Array, "m d"]  # D
+    mask: Bool[Array, " m"]  # which rows are points; the others change nothing
+    nugget: Scalar  # nu, the variance of an evaluation's noise, rounding included
+    precision: Scalar  # 1 / c_0, the inverse variance of the unknown constant
+    root: Float[Array, "m m"]  # L
+    explained: Float[Array, "m d"]  # L^-1 G^T
+    ones: Float[Array, " m"]  # L^-1 1
+    total: Float[Array, "d d"]  # the covariance before any evaluation
 
     @property
     def prior_trace(self) -> Scalar:
@@ -86,7 +74,8 @@ class GradientPosterior(eqx.Module):
         The value is infinite if rounding errors made the trace negative or NaN.
         """
         across = self.kernel.covariance(self.points, points, self.theta)
-        known = _solve(self.root, _mask(across, self.mask, mask))
+        across = jnp.where(self.mask[:, None] & mask[None], across, 0)
+        known = _solve(self.root, across)
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
         rest = 1 - known.T @ self.ones  # the constant at the new points
@@ -120,18 +109,8 @@ def gradient_posterior(
 ) -> GradientPosterior:
     """Return the `GradientPosterior` at `theta`, a function of points alone.
 
-    Args:
-        kernel: The kernel; not fitted to any record's losses.
-        theta: Point of the gradient.
-        points: The evaluated points, one a row.
-        mask: Which rows are points; all rows when omitted.
-        nugget: The variance of an evaluation's noise, above zero.
-        constant: The variance of the unknown constant, in variances of the kernel. Zero
-            assumes centred losses; 1e4 leaves at most 1e-4 of the spurious gradient of
-            a constant loss.
-
-    Raises:
-        ValueError: `theta` is not in double precision.
+    The variance of the unknown constant is in variances of the kernel. Zero assumes
+    centred losses; 1e4 leaves at most 1e-4 of the spurious gradient of a constant loss.
     """
     if jnp.result_type(theta) != jnp.float64:
         raise ValueError(
@@ -194,13 +173,10 @@ def solve_both(
     return solutions[:, :-1], solutions[:, -1]
 
 
-def _mask(matrix, rows, columns):
-    return jnp.where(rows[:, None] & columns[None], matrix, 0)
-
-
 def _covariance(matrix, mask, nugget):
     """Return a matrix plus the nugget on its diagonal; identity on unused rows."""
-    return _mask(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
+    used = jnp.where(mask[:, None] & mask[None], matrix, 0)
+    return used + jnp.diag(jnp.where(mask, nugget, 1))
 
 
 @jax.custom_jvp

@@ -27,11 +27,7 @@ def clipped_loss(
 ) -> clipping.Bounded:
     r"""Return a `Bounded` mean of losses clipped to $[0, B]$, minus $B / 2$.
 
-    Args:
-        losses: One loss per record; absent rows of `Padded` ones are ignored.
-        clip_range: $B$.
-        size: The planned number of records.
-        precision: Precision of the sum, as in `clipped_mean`.
+    Absent rows of `Padded` losses are ignored.
 
     Privacy:
         One record moves the mean by at most $B / n$ under replace-one, enforced by
@@ -70,13 +66,7 @@ def noisy_loss(
 ) -> Float[Array, ""]:
     """Release the noisy objective, a scalar, at the only proposed point.
 
-    Args:
-        release: The release; its query is `loss_query`.
-        problem: The problem, whose public term is added.
-        proposal: The point.
-        losses: One row per record, one column.
-        clip_range: $B$.
-        key: A typed key for this release alone.
+    The query of `release` is `loss_query`. Losses have one row per record, one column.
     """
     rows, present = unpacked(losses)
     funs = {RECORDS: clip_and_center(clip_range)}
@@ -98,13 +88,8 @@ def score_of_candidates(
 ) -> BoundedScore:
     """Return a `BoundedScore` of the indices of points: their clipped mean losses.
 
-    Args:
-        losses: One row per record, one column per point.
-        points: The points.
-        public: The public term, or `None`.
-        start: The point at which the public term is defined as zero.
-        clip_range: $B$, as in `clipped_loss`.
-        size: The planned number of records.
+    Losses have one row per record, one column per point. The public term is defined as
+    zero at `start`.
     """
     rows, present = unpacked(losses)
     half = cast(clip_range, rows) / 2

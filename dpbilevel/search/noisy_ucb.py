@@ -171,13 +171,8 @@ def posterior(
     r"""Return posterior means and standard deviations of a Gaussian process.
 
     The kernel is $e^{-\|u - v\|^2 / 2}$, and the prior mean is the mean of the values.
-
-    Args:
-        points: Points of the values, in length-scales.
-        values: The values, in units of the prior standard deviation.
-        known: Which rows are in use.
-        at: Points of the predictions.
-        noise: Noise variance of the values; a nugget is added.
+    Points are in length-scales, values and the variance of their noise in units of the
+    prior; `known` are the rows in use.
     """
     # Without the nugget, equal points would have no Cholesky factor.
     nugget, kernel, near = jnp.finfo(points.dtype).eps ** 0.5, RBF(), points[0]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -42,27 +42,16 @@ class Choice(Checked):
 
     $f$ is the mean of the losses clipped to $[0, B]$, plus the public term.
 
-    Args:
-        count: $M$. Static.
-        clip_range: $B$.
-        mechanism: The mechanism and its epsilon.
-
     Privacy:
-        One draw, $\varepsilon$-DP without $\delta$, with $k = \varepsilon / o$: one
-        record moves the scores of two points by at most $o = 2 B / n$ against each
-        other under replace-one, $B / n$ under add-or-remove-one, enforced by clipping.
+        As in `RandomSearch`.
     """
 
-    count: Count = eqx.field(static=True)
-    clip_range: Positive
+    count: Count = eqx.field(static=True)  # M
+    clip_range: Positive  # B
     mechanism: Exponential
 
     def release(self, problem: SearchProblem, sizes: int) -> Draw:
-        """Return the ledger's `Draw` for drawing one of the points.
-
-        Raises:
-            ValueError: The mechanism is not calibrated.
-        """
+        """Return the ledger's `Draw` for drawing one of the points."""
         # A black box is searched in float64, whatever the default of JAX.
         is_black_box = isinstance(problem, BlackBox)
         dtype = jnp.float64 if is_black_box else jnp.result_type(float)
@@ -88,13 +77,7 @@ class Choice(Checked):
     ) -> Float[Array, " d"]:
         """Draw one of the points; those of small mean loss are more likely.
 
-        Args:
-            problem: The problem, whose public term is read.
-            points: The points.
-            losses: One row per record, one column per point.
-            start: The point at which the public term is defined as zero.
-            sizes: The planned number of records.
-            key: A typed key for this draw alone.
+        Arguments are those of `score_of_candidates`.
         """
         check_rows(RECORDS, losses, sizes, self.mechanism.neighbours)
         public, clip_range = problem.public, self.clip_range
@@ -142,15 +125,11 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     clip_range: Positive
     mechanism: Exponential = Exponential()
     starts: Any = None
+    num_steps: ClassVar[int] = 1
 
     def __check_init__(self):
         check_fields(self)
         base.check_starts(self, "num_candidates")
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return 1
 
     @property
     @override
@@ -263,7 +242,14 @@ class Portfolio(Checked):
             key: A typed key.
         """
         key_base, key_length, key_move = derive(key, "base", "length", "move")
-        lower, upper = _range(feasible, w0, cast(reach, w0))
+        around = 2 * cast(reach, w0)
+        lower, upper = w0 - around, w0 + around
+        if isinstance(feasible, Box):
+            low, high = base.ends(feasible, w0)
+            largest = jnp.finfo(w0.dtype).max
+            bounded = (low > -largest) & (high < largest)
+            lower = jnp.where(bounded, low, lower)
+            upper = jnp.where(bounded, high, upper)
         width = upper - lower
         fractions = jnp.arange(1, _DIAGONAL + 1).astype(w0.dtype) / (_DIAGONAL + 1)
         diagonal = lower[None] + fractions[:, None] * width[None]
@@ -273,12 +259,12 @@ class Portfolio(Checked):
             fixed.insert(2, jnp.asarray(self.starts, w0.dtype))
         fixed = jnp.concatenate(fixed)[: self.size]
         rest = self.size - len(fixed)
-        base = jax.random.randint(key_base, (rest,), 0, len(fixed), jnp.int32)
+        near = jax.random.randint(key_base, (rest,), 0, len(fixed), jnp.int32)
         unit = jax.random.uniform(key_length, (rest, 1), w0.dtype)
         length = _NEAR * (_FAR / _NEAR) ** unit
         move = jax.random.normal(key_move, (rest, w0.size), w0.dtype)
-        around = fixed[base] + length * move * width[None]
-        points = jnp.clip(jnp.concatenate([fixed, around]), lower[None], upper[None])
+        others = fixed[near] + length * move * width[None]
+        points = jnp.clip(jnp.concatenate([fixed, others]), lower[None], upper[None])
         return jax.vmap(feasible.project)(points)
 
     def choice(self, clip_norm: Number, kernel: AbstractKernel) -> Choice:
@@ -313,14 +299,3 @@ def relative(losses: Float[Array, "n m"]) -> Float[Array, "n m"]:
     least = jnp.min(jnp.where(finite, losses, jnp.inf), axis=1, keepdims=True)
     least = jnp.where(jnp.isfinite(least), least, 0)
     return jnp.where(finite, losses - least, jnp.inf)
-
-
-def _range(feasible, w0, reach):
-    """Return opposite corners: of a bounded box, else of a cube around `w0`."""
-    lower, upper = w0 - 2 * reach, w0 + 2 * reach
-    if not isinstance(feasible, Box):
-        return lower, upper
-    largest = jnp.finfo(w0.dtype).max
-    low, high = base.ends(feasible, w0)
-    bounded = (low > -largest) & (high < largest)
-    return jnp.where(bounded, low, lower), jnp.where(bounded, high, upper)

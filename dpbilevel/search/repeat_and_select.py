@@ -37,22 +37,8 @@ class Selection(AbstractNoisyRelease):
 
     A run is the release of a value, or first a training, made of Gaussian releases, and
     then the release of a value of what it found; what the best run released is shown.
-
-    Args:
-        name: What is selected.
-        count: How many times.
-        queries: What the value of one run reads, one query.
-        mechanism: The noise of one value.
-        repetitions: The law of $K$.
-        runs: The fixed number of runs that are made; those after the first $K$ are left
-            out.
-        basis: What the sensitivity rests on.
-        trainings: The releases before the value, for each of the trainings that a run
-            picks from by a public law. Each is charged as the training that costs most
-            privacy.
-
-    Raises:
-        ValueError: A training refers to another relation.
+    A run picks from its trainings by a public law, and is charged as the one that costs
+    most privacy.
 
     Privacy:
         $K$ is drawn once, without data, and never released. At most `runs` repetitions
@@ -70,10 +56,10 @@ class Selection(AbstractNoisyRelease):
         `docs/mathematics.md` are a variant.
     """
 
-    repetitions: Repetitions
-    runs: int
-    basis: Basis = Basis.CLIPPED
-    trainings: tuple[tuple[AbstractRelease, ...], ...] = ()
+    repetitions: Repetitions  # the law of K
+    runs: int  # a fixed number; those after the first K are left out
+    basis: Basis = Basis.CLIPPED  # of the sensitivity
+    trainings: tuple[tuple[AbstractRelease, ...], ...] = ()  # releases before the value
 
     def __post_init__(self):
         super().__post_init__()
@@ -120,14 +106,7 @@ class Selection(AbstractNoisyRelease):
         return law, f"{self.name}: a run is {trainings}, together {run}"
 
     def run_mus(self, people: People) -> dict[str, float]:
-        r"""Return a dict of one run's largest $\mu$ in a training, by kind of person.
-
-        Args:
-            people: Who may have records where.
-
-        Raises:
-            ValueError: A training is not made of Gaussian releases on full batches.
-        """
+        r"""Return a run's largest $\mu$ in a training, as a dict by kind of person."""
         value = Release(self.name, 1, self.queries, self.mechanism, basis=self.basis)
         found = collections.defaultdict(float)
         for training in self.trainings or ((),):
@@ -157,32 +136,18 @@ _FAILURE = 1e-3
 
 
 class BestRun(eqx.Module):
-    """The best of the first $K$ runs of a fixed number, hidden until the last one.
+    """The best of the first $K$ runs of a fixed number, hidden until the last one."""
 
-    Attributes:
-        w: The initial point until the last run, then the answer of the best run.
-        value: Zero until the last run, then the noisy loss of the best run.
-        best: Answer of the best run so far. SECRET like all fields below: it reveals K.
-        best_value: Noisy loss of the best run so far.
-        repeats: K.
-        t: Number of runs made.
-    """
-
-    w: PyTree
-    value: Float[Array, ""]
-    best: PyTree
-    best_value: Float[Array, ""]
-    repeats: Int[Array, ""]
-    t: Int[Array, ""]
+    w: PyTree  # the initial point until the last run, then the answer of the best run
+    value: Float[Array, ""]  # zero until the last run, then the best run's noisy loss
+    best: PyTree  # answer so far. SECRET like all fields below: it reveals K
+    best_value: Float[Array, ""]  # its noisy loss
+    repeats: Int[Array, ""]  # K
+    t: Int[Array, ""]  # number of runs made
 
     @classmethod
     def start(cls, w: PyTree, dtype: DTypeLike) -> Self:
-        """Return the `BestRun` before the first run.
-
-        Args:
-            w: The initial point, which is the answer if K is zero.
-            dtype: Dtype of the losses.
-        """
+        """Return the `BestRun` before the first run; `w` is the answer if K is zero."""
         infinite, zero = jnp.asarray(jnp.inf, dtype), jnp.zeros((), jnp.int32)
         return cls(w, jnp.zeros((), dtype), w, infinite, zero, zero)
 
@@ -195,16 +160,16 @@ class BestRun(eqx.Module):
         *,
         key: PRNGKey,
     ) -> Self:
-        """Return the `BestRun` after one more run.
+        """Return the `BestRun` after one more run: its answer, its noisy loss.
 
-        Args:
-            w: The answer of the run.
-            value: Its noisy loss, released.
-            repetitions: The distribution of K.
-            num_runs: The number of runs that are made.
-            key: A typed key, from which K is drawn at the first run.
+        At the first run K, at most `num_runs`, is drawn without reading records.
         """
-        sample = number_of_runs(repetitions, num_runs, key=key)
+        beyond = repetitions.beyond(num_runs - 1)
+        with double_precision():
+            drawn = standard_exponential((), jnp.float64, key=key)
+            # K > k if and only if a uniform number is below P(K > k).
+            limits = jnp.asarray(-np.log(np.maximum(beyond, 1e-300)), jnp.float64)
+            sample = jnp.sum(drawn > limits, dtype=jnp.int32)
         repeats = jnp.where(self.t == 0, sample, self.repeats)
         better = (self.t < repeats) & (value < self.best_value)  # among the first K
         best = optax.tree.where(better, w, self.best)
@@ -216,25 +181,8 @@ class BestRun(eqx.Module):
         return type(self)(shown, shown_value, best, best_value, repeats, self.t + 1)
 
 
-def number_of_runs(
-    repetitions: Repetitions, most: int, *, key: PRNGKey
-) -> Int[Array, ""]:
-    """Sample the number of runs K, at most `most`, without reading records."""
-    beyond = repetitions.beyond(most - 1)
-    with double_precision():
-        sample = standard_exponential((), jnp.float64, key=key)
-        # K > k if and only if a uniform number is below P(K > k).
-        limits = jnp.asarray(-np.log(np.maximum(beyond, 1e-300)), jnp.float64)
-        return jnp.sum(sample > limits, dtype=jnp.int32)
-
-
 def check_enough(owner: str, repetitions: Repetitions, num_steps: int) -> None:
-    """Check that K rarely exceeds the number of runs.
-
-    Raises:
-        ValueError: The probability is above 1/1000; the message names a sufficient
-            number.
-    """
+    """Check that K rarely exceeds the number of runs; an error names a larger one."""
     probability = repetitions.beyond(num_steps)[-1]
     if probability > _FAILURE:
         beyond = repetitions.beyond(num_steps + int(500 * repetitions.mean))

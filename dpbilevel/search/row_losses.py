@@ -30,23 +30,15 @@ Losses = Callable[[Any, Any, Any], Float[np.ndarray, " n"]]
 
 
 class RowLosses:
-    """Fits an estimator at a point and evaluates the loss of every row of a table.
-
-    Args:
-        make: Function that returns the unfitted estimator at a point.
-        X: Training inputs.
-        y: Training targets.
-        losses: `losses(estimator, X, y)`, the loss of every row.
-        bound: A public bound on the losses, or `None`.
-    """
+    """Fits an estimator at a point and evaluates the loss of every row of a table."""
 
     def __init__(
         self,
-        make: Callable[[np.ndarray], Any],
-        X: Any,
+        make: Callable[[np.ndarray], Any],  # the unfitted estimator at a point
+        X: Any,  # of training rows, as `y`
         y: Any,
         losses: Losses,
-        bound: float | None = None,
+        bound: float | None = None,  # on the losses, public
     ):
         self.make, self.losses, self.bound = make, losses, bound
         self.unit = 1.0  # losses are divided by it
@@ -103,10 +95,6 @@ class RowLosses:
 
         Other rows are replaced by copies of one row; rows of numbers are also tried
         with missing values, and beside large values.
-
-        Raises:
-            ValueError: Losses depend on other rows, or the estimator or the losses
-                fail.
         """
         table = _rows(self.training, np.arange(count(self.training[-1]))[:_TRIED])
         try:
@@ -160,9 +148,6 @@ class RowLosses:
 
         The clip range is `clip_range_of` held-out losses in the middle of a branch, the
         median over several branches. It is 1, with a warning, if there is none.
-
-        Args:
-            middles: The middles of the branches.
         """
         # Largest losses are those of confident errors: never clip below a bound.
         if self.bound is not None:
@@ -183,9 +168,7 @@ class RowLosses:
     def held_out_loss(self, point: Float[np.ndarray, " d"], worst: float) -> float:
         """Return the mean loss on half of the training rows, fitted to the other half.
 
-        Args:
-            point: Parameters.
-            worst: The limit of losses, and the loss of rows that have none.
+        Losses are limited by `worst`, the loss of rows that have none.
         """
         with _silence():
             try:
@@ -272,12 +255,9 @@ class RowLosses:
 def evaluations(losses: Callable[[np.ndarray], Any], n_jobs: int | None) -> Evaluations:
     """Return a function that evaluates the losses at points, in their order.
 
-    Several processes are used, not threads, because `_silence` acts on a process.
-
-    Args:
-        losses: The losses at a point.
-        n_jobs: The number of processes, -1 for all cores. Each has one thread, so that
-            no bit depends on the number. `None` evaluates in this process.
+    By `n_jobs` processes, -1 for all cores, each with one thread, so that no bit
+    depends on the number; `None` evaluates in this one. They are no threads, because
+    `_silence` acts on a process.
     """
     if n_jobs is None:
         return lambda points: map(losses, points)
@@ -295,29 +275,15 @@ def evaluations(losses: Callable[[np.ndarray], Any], n_jobs: int | None) -> Eval
     return evaluate
 
 
-def check_jobs(owner: str, n_jobs: Any) -> None:
-    """Check that `n_jobs` is a number of processes or `None`."""
-    whole = isinstance(n_jobs, int | np.integer) and not isinstance(n_jobs, bool)
-    if n_jobs is not None and not (whole and (n_jobs > 0 or n_jobs == -1)):
-        got = _checks.shown(n_jobs)
-        raise ValueError(f"{owner}: n_jobs must be positive, -1 or None, got {got}.")
-
-
 def _by_one_thread(losses, point):
     with threadpool_limits(1):
         return losses(point)
 
 
 def check_validation(X: Any, y: Any, validation: Any) -> None:
-    """Check that private records have the form of the training ones, by shapes only.
-
-    Raises:
-        TypeError: `validation` is no pair.
-        ValueError: Numbers of rows differ, or the columns are not the training ones.
-    """
+    """Check that private records have the form of the training ones, by shapes only."""
     if not isinstance(validation, tuple | list) or len(validation) != 2:
-        got = _checks.shown(validation)
-        what = f"(X, y) or (X, y, groups), got {got}"
+        what = f"(X, y) or (X, y, groups), got {_checks.shown(validation)}"
         raise TypeError(f"PrivateSearch.fit: validation must be {what}.")
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:

@@ -44,24 +44,14 @@ Result = tuple[Solution, NoisyLosses]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run before its first evaluation.
+    """A run before its first evaluation."""
 
-    Attributes:
-        owner: Name for error messages.
-        problem: The problem without its losses, which compiled code must not read or
-            keep alive.
-        solver: The solver, calibrated and bound to the problem's number of records.
-        report: The guarantee; `None` if the solver was calibrated before.
-        costs: Epsilon and delta of the run.
-        first: Checkpoint before the first step.
-    """
-
-    owner: str
-    problem: BlackBox
-    solver: AbstractAskTellSolver
-    report: PrivacyReport | None
-    costs: tuple[float, float]
-    first: Checkpoint
+    owner: str  # for error messages
+    problem: BlackBox  # without its losses, which compiled code must not read or keep
+    solver: AbstractAskTellSolver  # calibrated and bound to the number of records
+    report: PrivacyReport | None  # `None` if the solver was calibrated before
+    costs: tuple[float, float]  # epsilon and delta
+    first: Checkpoint  # before the first step
 
 
 def plan_run(
@@ -76,19 +66,7 @@ def plan_run(
 ) -> Run:
     """Return a `Run` before its first evaluation, calibrated if there is a budget.
 
-    Args:
-        owner: Name for error messages.
-        problem: The black box.
-        solver: An ask/tell solver: calibrated, or any with `budget`.
-        w0: The initial point.
-        key: One typed key.
-        budget: The guarantee; `None` if the solver is calibrated.
-        precision: As in `calibrate`; used with `budget` only.
-        folder: Folder of evaluations; checked here, not read or written.
-
-    Raises:
-        TypeError: As `minimize`.
-        ValueError: As `minimize`.
+    Arguments and errors are those of `minimize`; the folder is not read or written.
     """
     _check(owner, problem, solver, key, budget, folder)
     w0 = _start(owner, problem, w0)
@@ -123,7 +101,6 @@ def _unseen(point: np.ndarray) -> np.ndarray:
 
 
 def _check(owner, problem, solver, key, budget, folder) -> None:
-    """Check the arguments before anything is planned."""
     check_key(key)
     _checks.instance(owner, BlackBox, problem=problem)
     if not isinstance(solver, AbstractAskTellSolver):
@@ -189,7 +166,11 @@ def check_losses(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder with every evaluation and a checkpoint of every step. SECRET."""
+    """A folder with every evaluation and a checkpoint of every step. SECRET.
+
+    Methods raise `ValueError` if the lock was lost, or files are damaged or of another
+    run; `OSError` if the disk refuses.
+    """
 
     path: Path  # its lock is held
     check: Callable[[], None]  # raises if the lock was lost
@@ -201,11 +182,7 @@ class Folder:
         return self.first.fingerprint["run"]
 
     def result(self) -> Result | None:
-        """Return the `Solution` and the noisy losses of a finished run, or `None`.
-
-        Raises:
-            ValueError: Another run finished here, or its result is damaged.
-        """
+        """Return the `Solution` and the noisy losses of a finished run, or `None`."""
         file = self.path / checkpoint.SEARCH
         if not file.is_file():
             return None
@@ -225,13 +202,7 @@ class Folder:
         return Solution(value, path, rejected), (points, values)
 
     def begin(self) -> Checkpoint:
-        """Record the spending of a run, and return its `Checkpoint`, resumed or new.
-
-        Raises:
-            ValueError: The folder holds another run or something else, or the total
-                spending would exceed a limit of a folder above it.
-            OSError: The disk refuses.
-        """
+        """Record the spending of a run, and return its `Checkpoint`, resumed or new."""
         records = (
             "the records, their order, or their evaluation (in a PrivateSearch also "
             "the estimator, its losses, the space and the training records)"
@@ -242,13 +213,7 @@ class Folder:
         return saved
 
     def losses(self, step: int, number: int, point: Point) -> Losses | None:
-        """Return the stored losses of all records at a point, or `None`.
-
-        Raises:
-            ValueError: The stored evaluation is damaged, or from another point; or the
-                lock of the folder was lost.
-            OSError: The disk refuses.
-        """
+        """Return the stored losses of all records at a point, or `None`."""
         self.check()
         file = self._evaluation(step, number)
         if not file.is_file():
@@ -266,12 +231,7 @@ class Folder:
         return losses
 
     def keep_losses(self, step: int, number: int, point: Point, losses: Losses) -> None:
-        """Store all records' losses at a point.
-
-        Raises:
-            ValueError: The lock of the folder was lost.
-            OSError: The disk refuses.
-        """
+        """Store all records' losses at a point."""
         self.check()
         content = checkpoint.npz({"point": point, "losses": losses})
         checkpoint.replace(self._evaluation(step, number), content, mode=0o600)
@@ -279,9 +239,7 @@ class Folder:
     def keep(self, saved: Checkpoint) -> None:
         """Replace the checkpoint, then delete the evaluations of finished steps.
 
-        Raises:
-            ValueError: The lock of the folder was lost.
-            OSError: The disk refuses; the previous checkpoint is intact.
+        If the disk refuses, the previous checkpoint is intact.
         """
         self.check()
         checkpoint.write(self.path, saved)
@@ -290,13 +248,7 @@ class Folder:
     def finish(self, solution: Solution, noisy: NoisyLosses) -> None:
         """Write the result: released values and public ones only.
 
-        Args:
-            solution: The released solution.
-            noisy: The released noisy losses, with their points.
-
-        Raises:
-            ValueError: The lock of the folder was lost.
-            OSError: The disk refuses; the last checkpoint is intact.
+        If the disk refuses, the last checkpoint is intact.
         """
         page = {
             "format": 1,

@@ -210,19 +210,8 @@ class Space:
     """The box [-1, 1]^d of parameters by name, each with coordinates of its own.
 
     A branch is the part of the space in which the active categories are the same; its
-    middle has all other coordinates at zero.
-
-    Args:
-        entries: A `Range` or a `Categorical` per parameter.
-
-    Attributes:
-        categories: The categorical parameters, by name.
-        coordinates: Number of coordinates of all parameters.
-        names: The parameters; each stands after those in its condition.
-
-    Raises:
-        TypeError: An entry has another type.
-        ValueError: A condition names no category of the space, or never holds.
+    middle has all other coordinates at zero. In `names` a parameter stands after those
+    in its condition.
     """
 
     def __init__(self, entries: Mapping[str, Range | Categorical]):
@@ -257,11 +246,7 @@ class Space:
         }
 
     def position(self, parameters: Mapping[str, Any]) -> Point:
-        """Return coordinates of named parameters; others are in the middle.
-
-        Raises:
-            ValueError: A name is not in the space, or a value is outside its range.
-        """
+        """Return coordinates of named parameters; others are in the middle."""
         unknown = sorted(parameters.keys() - self.entries.keys())
         if unknown:
             names = sorted(self.entries)

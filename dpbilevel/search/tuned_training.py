@@ -33,17 +33,11 @@ BEST = "model of the least validation loss"
 
 
 class Trained(eqx.Module):
-    """The outcome of one run.
+    """The outcome of one run."""
 
-    Attributes:
-        pair: $(x, y)$.
-        setting: Index of its candidate, -1 for the initial point.
-        rejected: Number of its skipped updates.
-    """
-
-    pair: PyTree
-    setting: Int[Array, ""]
-    rejected: Int[Array, ""]
+    pair: PyTree  # (x, y)
+    setting: Int[Array, ""]  # index of the candidate, -1 for the initial point
+    rejected: Int[Array, ""]  # number of skipped updates
 
 
 class TuningState(eqx.Module):
@@ -157,23 +151,18 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         count = len(self.candidates)
         setting = jax.random.randint(key_setting, (), 0, count, jnp.int32)  # line 1
         y, rejected = _train_one(self.candidates, setting, train)  # line 2
-        value = self._value(problem, data, x, y, key=key_value)  # line 3
+        center = clip_and_center(self.clip_range)  # line 3
+        losses = {"upper": lambda record: center(problem.upper(x, y, record))}
+        release = self._selection(problem, self.sizes)
+        value = release.apply(losses, data, key=key_value)
+        value += jnp.asarray(self.clip_range, value.dtype) / 2  # back in [0, B]
+        if problem.upper_public is not None:
+            value += jnp.asarray(problem.upper_public(x, y), value.dtype)
         value = value.astype(state.runs.value.dtype)
         trained = Trained((x, y), setting, rejected)
         planned = self.repetitions, self.num_steps
         runs = state.runs.after(trained, value, *planned, key=key_repeats)
         return TuningState(runs, SkippedUpdates(runs.w.rejected))
-
-    def _value(self, problem, data, x, y, *, key) -> Float[Array, ""]:
-        """Return the noisy validation loss."""
-        center = clip_and_center(self.clip_range)
-        losses = {"upper": lambda record: center(problem.upper(x, y, record))}
-        release = self._selection(problem, self.sizes)
-        value = release.apply(losses, data, key=key)
-        value += jnp.asarray(self.clip_range, value.dtype) / 2  # back in [0, B]
-        if problem.upper_public is None:
-            return value
-        return value + jnp.asarray(problem.upper_public(x, y), value.dtype)
 
     def released(self, state: TuningState) -> tuple[Trained, Float[Array, ""]]:
         """Return (`Trained`, loss): the initial point and 0, at the end the best."""
