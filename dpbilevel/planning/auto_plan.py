@@ -293,9 +293,7 @@ def _trials(
 ) -> tuple[tuple[Trial, ...], tuple[float, ...], str, dict[str, str]]:
     """Make the dry runs; return trials, constant answers, outlook and methods left out.
 
-    Returns:
-        The best setting of each method, the losses of the best constant answers, the
-        outlook for larger budgets, and the methods that were left out.
+    The trials are the best setting of each method.
     """
     entries, solvers, left_out = dry.feasible(methods, neighbours, budget)
     tried = [method for method, _ in entries]
@@ -343,12 +341,7 @@ def _trials(
 def _populations(
     problem: AbstractProblem, w0, clip_norm, records, synthetic, effort: Effort = "fast"
 ) -> tuple[AbstractPopulation, ...]:
-    """Return the populations that were passed, or the default ones.
-
-    Raises:
-        ValueError: There are none.
-        TypeError: One is no population.
-    """
+    """Return the populations that were passed, or the default ones."""
     if synthetic is None:
         linear = is_linear(model := model_of(problem, w0))
         norm = clip_norm / longest_gradient(model) if linear else 1.0

@@ -26,26 +26,17 @@ from .synthetic import Layout
 def toml_of(solver: AbstractSolver) -> str:
     """Return config text: the table `[solver]`, and `[refit]` if there is one.
 
-    Args:
-        solver: The solver; its noise is left out, because a config has none.
-
-    Raises:
-        ValueError: The solver is for Python alone, or holds a function or optax rule.
+    Without the noise, as a config has none. A solver that is for Python alone, or holds
+    a function or optax rule, is refused.
     """
-    return "\n".join(_lines(solver)) + "\n"
-
-
-def _lines(solver: AbstractSolver) -> Iterator[str]:
     if not isinstance(solver, Refitted):
-        yield from _table("solver", solver, named=True)
-        return
-    yield from _table("solver", solver.search, named=True)
-    yield ""
+        return "\n".join(_table("solver", solver, named=True)) + "\n"
+    lines = [*_table("solver", solver.search, named=True), ""]
     head, *rest = _table("refit", solver.refit, named=True)
-    yield from (head, f"budget_split = {toml_value(solver.budget_split)}")
+    lines += [head, f"budget_split = {toml_value(solver.budget_split)}"]
     if solver.refit_reads != "lower":
-        yield f"refit_reads = {toml_value(solver.refit_reads)}"
-    yield from rest
+        lines.append(f"refit_reads = {toml_value(solver.refit_reads)}")
+    return "\n".join((*lines, *rest)) + "\n"
 
 
 def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
@@ -78,11 +69,7 @@ def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
 
 
 def toml_value(value: Any) -> str:
-    """Return the text of a value in a config.
-
-    Raises:
-        ValueError: As `toml_of`.
-    """
+    """Return the text of a value in a config; refuse what `toml_of` refuses."""
     if isinstance(value, Rule):
         raise _unwritten("an optax rule")
     if isinstance(value, eqx.Module):  # an output rule, a sampling

@@ -110,14 +110,10 @@ def reason_of(
     *,
     default: bool = True,
 ) -> str:
-    """Return a few sentences on why the first method is planned.
+    """Return a few sentences on why the first of the ranked methods is planned.
 
-    Args:
-        ranked: The best setting of each method.
-        budget: The budget.
-        populations: The names of the populations.
-        starts: The losses of the best constant answers.
-        default: Whether they are the default populations.
+    `starts` are the losses of the best constant answers; `default` is whether the
+    populations are the default ones.
     """
     first = ranked[0]
     if not improves(first, starts):
@@ -191,13 +187,8 @@ def outlook_of(
 ) -> str:
     """Return a sentence: from which epsilon two levels, or any method, are useful.
 
-    Args:
-        ranked: The best setting of each method.
-        starts: The losses of the best constant answers.
-        budget: The budget.
-        losses: Returns the losses of solvers within a budget in one run, by solver and
-            population.
-        constants: The losses of the best constant answers in that run.
+    `losses` returns those of solvers within a budget in one run, by solver and
+    population; `constants` are those of the best constant answers in that run.
     """
     useful = improves(ranked[0], starts)
     single = all(trial.levels == 1 for trial in ranked)
@@ -207,16 +198,12 @@ def outlook_of(
         larger = PrivacyBudget(epsilon, budget.delta)
         table = losses([trial.solver for trial in ranked], larger)
         worst = np.max(regret(np.asarray(table), constants), 1).tolist()
-        again = {
-            index: dataclasses.replace(
-                trial,
-                losses=tuple(table[index]),
-                regret=worst[index],
-                runs=1,
-                excess=excess_of([table[index]], [constants]),
+        again = {}
+        for index, (trial, found) in enumerate(zip(ranked, table, strict=True)):
+            excess = excess_of([found], [constants])
+            again[index] = dataclasses.replace(
+                trial, losses=tuple(found), regret=worst[index], runs=1, excess=excess
             )
-            for index, trial in enumerate(ranked)
-        }
         best = again[ranked_best(again, constants)[0]]
         if not useful and improves(best, constants):
             return f" {best.method} may improve on it from about epsilon = {epsilon:g}."
@@ -232,11 +219,7 @@ def estimate_of(
 ) -> str:
     """Return a line on about how long dry runs take.
 
-    Args:
-        methods: The methods.
-        rounds: The number of runs of each remaining setting, round after round.
-        populations: The number of populations.
-        numbers: The numbers that a step reads, in records times parameters.
+    A step reads so many `numbers`, in records times parameters.
     """
     settings = {method.name: len(method.solvers) for method in methods}
     runs = most_runs(settings, rounds, 0) * populations

@@ -45,13 +45,6 @@ def released(
 
     Compiling takes most of the time of short runs. So a stage of a pipeline is a
     program of its own: pipelines that have it in common compile it once.
-
-    Args:
-        problem: The problem.
-        solver: A solver that is bound to the sizes of the data.
-        data: Synthetic records.
-        w0: The initial point.
-        key: A typed key; it protects nothing.
     """
     data = planned_rows(solver, data, "auto")
     keys = _step_keys(key, solver.num_steps)
@@ -91,7 +84,6 @@ def less_noise(part: Any, factor: float) -> Any:
 
 
 def _answer(problem: Any, solver: Any, data, w0, keys: Key[Array, " steps"]) -> PyTree:
-    """Return the answer of a run with these keys, one for each step."""
     if isinstance(solver, WarmStarted):
         (first, then), parts = solver.parts, _both_keys(keys)
         x, y = _answer(problem, first, data, w0, parts[: first.num_steps, 0])
@@ -152,9 +144,7 @@ class Stopped(Exception):
 class Workers:
     """Threads for dry runs. Python waits for their compilers and runs only.
 
-    Args:
-        time_limit: Seconds until no further run begins, or `None`. It holds from when
-            `finished` is set.
+    No further run begins `time_limit` seconds after the start, if `finished` is set.
     """
 
     def __init__(self, time_limit: float | None = None):
@@ -166,11 +156,7 @@ class Workers:
         self.stopped = ""
 
     def check(self) -> None:
-        """Check that time is left.
-
-        Raises:
-            Stopped: The time limit has passed, or there was an interrupt.
-        """
+        """Raise `Stopped` if the time limit has passed, or there was an interrupt."""
         if self.finished and self._end is not None and time.monotonic() > self._end:
             self.stopped = self.stopped or "Stopped by the time limit"
         if self.stopped:
@@ -179,13 +165,15 @@ class Workers:
     def each(
         self, fun: Callable[[Item], Result], items: Sequence[Item]
     ) -> Iterator[Result]:
-        """Yield `fun` of each item, in the order of the items.
-
-        Raises:
-            Stopped: The time limit has passed.
-            KeyboardInterrupt: There was an interrupt; no further run begins.
-        """
-        settings = _settings()
+        """Yield `fun` of each item, in their order; an interrupt stops all others."""
+        config: Any = jax.config
+        # Settings that a `with` statement sets for one thread alone.
+        settings = [
+            (jax.enable_x64, config.jax_enable_x64),
+            (jax.default_device, config.jax_default_device),
+            (jax.default_matmul_precision, config.jax_default_matmul_precision),
+            (jax.numpy_dtype_promotion, config.jax_numpy_dtype_promotion),
+        ]
 
         def call(item):
             self.check()
@@ -205,14 +193,3 @@ class Workers:
                     self.stopped = "Stopped by an interrupt"
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-
-def _settings() -> list[tuple[Any, Any]]:
-    """Return the settings of JAX that a `with` statement sets for one thread alone."""
-    config: Any = jax.config
-    return [
-        (jax.enable_x64, config.jax_enable_x64),
-        (jax.default_device, config.jax_default_device),
-        (jax.default_matmul_precision, config.jax_default_matmul_precision),
-        (jax.numpy_dtype_promotion, config.jax_numpy_dtype_promotion),
-    ]

@@ -71,10 +71,26 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
 
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
         """Draw rows of norm 1 with a constant last: by default as `columns` says."""
+        rng, ones = synthetic.generator(key), np.ones((rows, 1))
         if self.columns == "categories" and columns >= _FEWEST_COLUMNS:
-            return jnp.asarray(_categories(key, rows, self.blocks(columns)))
-        skewed = self.columns == "skewed"
-        return jnp.asarray(_features(key, rows, columns, skewed=skewed))
+            blocks = []  # one-hot
+            for width in self.blocks(columns):
+                chance = 1 / np.arange(1, width + 1)
+                drawn = rng.choice(width, rows, p=chance / chance.sum())
+                blocks.append(np.eye(width)[drawn])
+            features = _unit(np.concatenate([*blocks, ones], 1))
+        elif columns == 1:
+            features = rng.choice([-1.0, 1.0], (rows, 1))
+        else:
+            spectrum = 1 / np.sqrt(np.arange(1, columns))  # of decaying scale
+            free = rng.standard_normal((rows, columns - 1))
+            if self.columns == "skewed":
+                shared = rng.standard_normal((rows, 1))
+                free = math.sqrt(1 - _COMMON) * free + math.sqrt(_COMMON) * shared
+                free[:, ::2] = np.exp(free[:, ::2]) / 2
+            constant = np.linalg.norm(spectrum) * ones
+            features = _unit(np.concatenate([free * spectrum, constant], 1))
+        return jnp.asarray(features.astype(jnp.result_type(float)))
 
     def blocks(self, columns: int) -> list[int]:
         """Return the widths of the blocks of features before a constant one."""
@@ -206,28 +222,3 @@ def expand(values: Float[Array, " k"], like: Array) -> Array:
 def _unit(rows: np.ndarray) -> np.ndarray:
     """Return rows divided by their norms."""
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
-def _features(key, rows: int, columns: int, *, skewed: bool) -> np.ndarray:
-    """Draw rows of norm 1: features of decaying scale, and a constant last."""
-    rng, kind = synthetic.generator(key), jnp.result_type(float)
-    if columns == 1:
-        return rng.choice([-1.0, 1.0], (rows, 1)).astype(kind)
-    spectrum = 1 / np.sqrt(np.arange(1, columns))
-    free = rng.standard_normal((rows, columns - 1))
-    if skewed:
-        shared = rng.standard_normal((rows, 1))
-        free = math.sqrt(1 - _COMMON) * free + math.sqrt(_COMMON) * shared
-        free[:, ::2] = np.exp(free[:, ::2]) / 2
-    constant = np.full((rows, 1), np.linalg.norm(spectrum))
-    return _unit(np.concatenate([free * spectrum, constant], 1)).astype(kind)
-
-
-def _categories(key, rows: int, widths: list[int]) -> np.ndarray:
-    """Draw rows of norm 1: one-hot blocks of these widths, and a constant last."""
-    rng, chosen = synthetic.generator(key), []
-    for width in widths:
-        chance = 1 / np.arange(1, width + 1)
-        chosen.append(np.eye(width)[rng.choice(width, rows, p=chance / chance.sum())])
-    every = np.concatenate([*chosen, np.ones((rows, 1))], 1)
-    return _unit(every).astype(jnp.result_type(float))

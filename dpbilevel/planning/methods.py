@@ -52,11 +52,7 @@ def num_classes(model: PyTree) -> int:
 
 
 def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
-    """Return `intercept`, checked to be a feature; `None` if a model is not linear.
-
-    Raises:
-        ValueError: The model has no feature at this index.
-    """
+    """Return `intercept`, checked to be a feature; `None` if a model is not linear."""
     if intercept is None or not is_array(model) or jnp.ndim(model) not in (1, 2):
         return None
     constants_of(owner, model, intercept)
@@ -79,14 +75,7 @@ def constant_loss(
 ) -> float:
     """Return the loss of the best constant answer, or of the initial point if less.
 
-    Args:
-        problem: The problem.
-        w0: The initial point.
-        test: Synthetic test records.
-        intercept: The index of the constant feature, or `None`.
-
-    Raises:
-        ValueError: The loss cannot read the records.
+    On synthetic test records; `intercept` is the index of the constant feature.
     """
     try:
         initial = float(mean_loss(problem, w0, test))
@@ -157,17 +146,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """Candidates for models of one shape.
+    """Candidates for models of one shape."""
 
-    Attributes:
-        clip_norm: Largest norm of a gradient, as for `candidates`.
-        model: Initial model.
-        intercept: Index of the constant feature, or `None`.
-    """
-
-    clip_norm: float
-    model: PyTree
-    intercept: int | None = None
+    clip_norm: float  # the largest norm of a gradient, as for `candidates`
+    model: PyTree  # the initial one
+    intercept: int | None = None  # index of the constant feature
 
     def descent(self) -> tuple[Candidate, ...]:
         """Return a tuple of `Candidate`s: descent on a problem of one level."""
@@ -240,9 +223,6 @@ class Methods:
         also a draw from 64 of its points by the hyper-objective or by the norm of the
         gradient mapping, and steps from a drawn point. All release $x$ alone; the model
         is fitted at that $x$.
-
-        Raises:
-            ValueError: The certificate is of another problem.
         """
         step_size = 1 / (2 * certificate_of(problem).second_order.smoothness)
         steps = [ImplicitBilevel(t, step_size=step_size) for t in (1, 5, 20)]
@@ -381,10 +361,9 @@ def _fast(clip_norm: float, steps: int, size: float, clip: float = _CLIP) -> Noi
 
 
 def _points(x_set: AbstractSet, x: PyTree) -> jax.Array | None:
-    """Return points of a box of vectors: a lattice up to three dimensions, else random.
+    """Return points of a box, one a row: a lattice up to three dimensions, else random.
 
-    Returns:
-        An array of shape (points, dimension), or `None` for other sets.
+    `None` for other sets.
     """
     if not isinstance(x_set, Box) or len(jax.tree.leaves(x)) != 1 or np.ndim(x) != 1:
         return None

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import NonNegative, Positive
@@ -159,7 +159,11 @@ class NoiseGroups(AbstractLinearPopulation):
     def models(self, problem, shape, key):
         first, then = jax.random.split(key)
         (target,) = self.teachers(first, 1, shape)
-        group = _groups(problem, shape[0])
+        group = np.arange(shape[0])  # each feature its own, if groups are not of these
+        if isinstance(problem, PenaltyTuning):
+            leaves = jax.tree.leaves(problem.groups)
+            if len(leaves) == 1 and len(leaves[0]) == shape[0]:
+                group = np.asarray(leaves[0]).reshape(shape[0], -1)[:, 0]
         # Zero all other groups, and keep the scale of the margins.
         count = int(np.max(group)) + 1
         order = jax.random.permutation(then, count)
@@ -207,15 +211,6 @@ def populations(
         )
     categories = Alike(**table, columns="categories", rate=0.1)
     return Alike(**shared, rate=0.5), skewed, categories
-
-
-def _groups(problem: AbstractProblem, columns: int) -> Int[np.ndarray, " d"]:
-    """Return the group of every feature; its own if the groups are not of features."""
-    if isinstance(problem, PenaltyTuning):
-        leaves = jax.tree.leaves(problem.groups)
-        if len(leaves) == 1 and len(leaves[0]) == columns:
-            return np.asarray(leaves[0]).reshape(columns, -1)[:, 0]
-    return np.arange(columns)
 
 
 def _num_sources(problem: AbstractProblem) -> int:

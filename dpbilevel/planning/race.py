@@ -43,17 +43,11 @@ _LEAST = 0.15
 
 
 class Outcome(NamedTuple):
-    """Losses of the best setting of a method in its dry runs.
+    """Losses of the best setting of a method in its dry runs."""
 
-    Attributes:
-        setting: Index of the setting.
-        losses: Losses by run and population.
-        regret: Regret on the worst population; of methods that were dropped as it was
-            then, from fewer runs.
-    """
-
-    setting: int
+    setting: int  # index
     losses: Losses
+    # On the worst population; of dropped methods as it was then, from fewer runs.
     regret: float
 
 
@@ -74,36 +68,24 @@ def race(
     """Run successive halving; return each method's `Outcome`, and constant answers.
 
     The best method of one level stays, for comparison with two levels. If the race is
-    stopped, the runs that all remaining settings have made decide.
-
-    Args:
-        methods: The method of each setting.
-        rounds: The number of runs of each remaining setting, round after round.
-        dry_run: Returns the losses of a setting on all populations, by the index of
-            the setting and of the run.
-        constant_losses: Returns the losses of the best constant answers on all
-            populations, by the index of the run.
-        progress: Is called with the number of runs done and the number planned.
-        each: Yields a function of each setting, as `map` does.
-
-    Returns:
-        The best setting of every method, and the losses of the constant answers.
-
-    Raises:
-        Stopped: As `each`, if no run was finished.
-        KeyboardInterrupt: There was one before a run was finished.
+    stopped, the runs that all remaining settings have made decide; it is raised if
+    there are none. `dry_run` returns the losses of a setting on all populations, by the
+    index of the setting and of the run, and `constant_losses` those of the best
+    constant answers; `progress` takes the numbers of runs done and planned.
     """
     losses: dict[int, Losses] = {index: [] for index in range(len(methods))}
-    left, dropped, constants = _in_turn(methods), {}, []
-    done = 0
+    names = [method.name for method in methods]
+    # The first setting of every method comes first.
+    left = sorted(losses, key=lambda index: names[:index].count(names[index]))
+    dropped, constants, done = {}, [], 0
     try:
         for number, count in enumerate(rounds):
             if number:
                 made = {index: losses[index] for index in left}
                 left, worst = _survivors(methods, made, constants, number - 1)
                 dropped |= worst
-            names = collections.Counter(methods[index].name for index in left)
-            total = done + most_runs(names, rounds, number)
+            settings = collections.Counter(names[index] for index in left)
+            total = done + most_runs(settings, rounds, number)
             for run in range(len(constants), len(constants) + count):
                 constants.append(constant_losses(run))
                 runs = each(lambda index, run=run: dry_run(index, run), left)
@@ -124,16 +106,6 @@ def race(
     return [Outcome(index, losses[index], regret[index]) for index in regret], constants
 
 
-def _in_turn(methods: list[Candidate]) -> list[int]:
-    """Return the settings, the first of every method first."""
-    place: collections.Counter[str] = collections.Counter()
-    order = []
-    for index, method in enumerate(methods):
-        order.append((place[method.name], index))
-        place[method.name] += 1
-    return [index for _, index in sorted(order)]
-
-
 def most_runs(settings: Mapping[str, int], rounds: tuple[int, ...], number: int) -> int:
     """Return the largest possible number of runs from round `number` on.
 
@@ -148,23 +120,15 @@ def most_runs(settings: Mapping[str, int], rounds: tuple[int, ...], number: int)
 
 
 def _stay(settings: int, number: int) -> int:
-    """Return how many settings of a method stay after a round."""
     return max(1, round(_STAY[number] * settings))
 
 
 def _survivors(
     methods: list[Candidate], losses: dict[int, Losses], constants: Losses, number: int
 ) -> tuple[list[int], dict[int, float]]:
-    """Return a list of the settings that stay, and a dict of dropped ones' regrets.
+    """Return a list of settings that stay after a round, and worst regrets of others.
 
-    Args:
-        methods: The method of each setting.
-        losses: The losses of the settings that are left.
-        constants: The losses of the constant answers.
-        number: The index of the round that was made.
-
-    Returns:
-        Settings that stay, and the worst regret of dropped ones.
+    The latter are a dict of the best setting of each method that is dropped.
     """
     table = regrets([*losses.values()], constants)
     mean, worst, score = (
@@ -221,9 +185,7 @@ def regret(
 ) -> Float[np.ndarray, "settings populations"]:
     """Return the missing fraction of improvement, by setting and population.
 
-    Args:
-        table: The mean losses.
-        starts: The mean losses of the best constant answers.
+    From tables of mean losses: of the settings, and of the best constant answers.
     """
     starts = np.asarray(starts)
     best = np.minimum(np.min(table, 0), starts)
@@ -234,13 +196,8 @@ def regret(
 def advantage(losses: Losses, of: Losses, starts: Sequence[float]) -> tuple[float, ...]:
     """Return by how much a setting is better than another one on each population.
 
-    Args:
-        losses: The losses of the setting.
-        of: The losses of the other setting; the runs that both made are compared.
-        starts: The mean losses of the best constant answers.
-
-    Returns:
-        Fractions of the achievable improvement, negative if the setting is worse.
+    In the runs that both made, in fractions of the achievable improvement; negative if
+    the setting is worse. `starts` are mean losses of the best constant answers.
     """
     both = min(len(losses), len(of))
     table = np.asarray([np.mean(runs[:both], 0) for runs in (losses, of)])
@@ -254,26 +211,16 @@ class DryRuns:
 
     A run has the same records and noise for all solvers. Other runs have others,
     because a method that needs luck needs it in all of them.
-
-    Attributes:
-        problem: The problem.
-        w0: The initial point.
-        populations: The populations that records are drawn from.
-        seed: Seed of records and noise, which protect nothing.
-        intercept: Index of the constant feature, or `None`.
-        options: Arguments of `calibrate`.
-        workers: The threads of the runs.
-        thinning: The numbers of records over those that dry runs draw. Noise is that of
-            all records.
     """
 
     problem: Any
     w0: PyTree
     populations: tuple[AbstractPopulation, ...]
-    seed: int
-    intercept: int | None
-    options: dict[str, Any]
+    seed: int  # of records and noise, which protect nothing
+    intercept: int | None  # index of the constant feature
+    options: dict[str, Any]  # of `calibrate`
     workers: Workers = dataclasses.field(default_factory=Workers)
+    # Numbers of records over those that dry runs draw; noise is that of all records.
     thinning: int = 1
     _last: dict[int, list[SyntheticData]] = dataclasses.field(default_factory=dict)
 
@@ -315,14 +262,9 @@ class DryRuns:
         neighbours: Neighbours,
         budget: PrivacyBudget,
     ) -> tuple[list[tuple[Candidate, AbstractSolver]], list[Any], dict[str, str]]:
-        """Calibrate all settings; return those that work, solvers, and refusals.
+        """Calibrate all settings; return method and solver of each that works.
 
-        Returns:
-            Method and solver of each setting, the calibrated solvers, and by method why
-            it was left out.
-
-        Raises:
-            ValueError: No setting can be calibrated.
+        And the calibrated solvers, and by method why it was left out.
         """
         entries, solvers, refused = [], [], {}
         for method in methods:
@@ -347,13 +289,13 @@ class DryRuns:
         if number not in self._last:
             self._last.clear()
             keys = jax.random.split(self._key(number), len(self.populations))
-            self._last[number] = [*self.workers.each(self._draw, [*enumerate(keys)])]
-        return self._last[number]
 
-    def _draw(self, placed: tuple[int, Key]) -> SyntheticData:
-        """Draw the `SyntheticData` of the population at a place with a key."""
-        place, key = placed
-        return self.populations[place].draw(self.problem, self.w0, self._sizes, key)
+            def draw(pair: tuple[AbstractPopulation, Key]) -> SyntheticData:
+                return pair[0].draw(self.problem, self.w0, self._sizes, pair[1])
+
+            pairs = [*zip(self.populations, keys, strict=True)]
+            self._last[number] = [*self.workers.each(draw, pairs)]
+        return self._last[number]
 
     @property
     def _sizes(self) -> Sizes | int:

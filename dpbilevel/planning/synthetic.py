@@ -85,7 +85,12 @@ class FunctionPopulation(AbstractPopulation):
     @override
     def draw(self, problem, w0, sizes, key):
         draw, order = jax.random.split(key)
-        request = _with_tests(sizes)
+        # Twice the records of the level that a model is tested on.
+        size = sizes.upper if isinstance(sizes, Sizes) else sizes
+        request: Any = 2 * size
+        if isinstance(sizes, Sizes):
+            lower = sizes.lower * (2 if sizes.people is People.SHARED else 1)
+            request = Sizes(2 * size, lower, sizes.people)
         try:
             data = jax.tree.map(jnp.asarray, self.fun(draw, request))
         except Exception as error:
@@ -108,7 +113,6 @@ class FunctionPopulation(AbstractPopulation):
                 f"{_in_words(request)}, which includes the test records."
             )
         upper = data.upper if isinstance(data, Levels) else data
-        size = sizes.upper if isinstance(sizes, Sizes) else sizes
         rows = jax.random.permutation(order, 2 * size)  # they may be sorted
         upper, test = (
             jax.tree.map(operator.itemgetter(part), upper)
@@ -126,14 +130,6 @@ def _in_words(sizes: Sizes | int) -> str:
         return f"{sizes} records"
     people = f'people="{sizes.people.value}"'
     return f"Sizes(upper={sizes.upper}, lower={sizes.lower}, {people})"
-
-
-def _with_tests(sizes: Sizes | int) -> Sizes | int:
-    """Return sizes with twice the records of the level that a model is tested on."""
-    if isinstance(sizes, int):
-        return 2 * sizes
-    lower = sizes.lower * (2 if sizes.people is People.SHARED else 1)
-    return Sizes(2 * sizes.upper, lower, sizes.people)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +180,8 @@ def shapes_of(record: PyTree) -> PyTree:
 class Layout:
     """One label and features, the leaves of a record.
 
-    Args:
-        record: A pytree of the shapes of one record, `jax.ShapeDtypeStruct` or arrays,
-            with `Classes` in the place of the label.
-
-    Raises:
-        ValueError: There is not one label, or a feature is no floating-point number.
+    The record is a pytree of shapes, `jax.ShapeDtypeStruct` or arrays, with `Classes`
+    in the place of the label.
     """
 
     record: PyTree
@@ -234,12 +226,8 @@ class Layout:
     ) -> PyTree:
         """Draw records whose labels follow the linear models of their sources.
 
-        Args:
-            features: A row for each record, with all of its features.
-            models: Models of the shape `teacher`, one for each source. Labels follow
-                the logistic or softmax distribution of their scores.
-            source: The source of each record.
-            key: A typed key; it protects nothing.
+        In the logistic or softmax distribution of the scores. Features have a row for
+        each record, and there is a model of the shape `teacher` for each source.
         """
         every = np.tensordot(np.asarray(features), np.asarray(models), (1, 1))
         scores = every[np.arange(len(source)), np.asarray(source)]
@@ -285,9 +273,6 @@ def of_linear_model(model: PyTree) -> PyTree:
     """Return a dict that describes the records of a linear model, by shapes.
 
     A vector has labels -1 and 1, a matrix has a column for each class.
-
-    Raises:
-        ValueError: The model is something else.
     """
     leaves = jax.tree.leaves(model)
     if len(leaves) != 1 or leaves[0].ndim not in (1, 2):
