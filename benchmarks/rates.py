@@ -19,8 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.bilevel.penalty_plans import PenaltyPlanner
-from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
+from dpbilevel.bilevel.penalty_plans import PenaltyPlanner, PenaltyTheorem
 from tests.zoo import two_levels
 
 from .pages import RESULTS, spread, table

@@ -29,13 +29,9 @@ LossBlocks = Callable[[Callable[[PyTree, PyTree], Any]], Any]
 
 
 class AbstractBlocks(eqx.Module):
-    """Two entries like y, whose names subclasses choose, and one like x.
+    """Two entries like y, whose names subclasses choose, and one like x."""
 
-    Attributes:
-        x: The last entry; `None` if no record's loss reads x.
-    """
-
-    x: AbstractVar[Any]
+    x: AbstractVar[Any]  # the last one; `None` if no record's loss reads x
 
 
 class JointState(eqx.Module):
@@ -56,17 +52,8 @@ class AbstractJointSolver(
     of one lower record and the fraction $s_b$ of the squared budget. A record's blocks
     are clipped together in these units. A record whose blocks are within their bounds
     is left as it is. The `step` of a subclass maps one record of each level to its
-    blocks, for `directions`, and ends in `moved`.
-
-    Attributes:
-        blocks: The class of the blocks.
-        step_size: The step size of $x$, or an optax optimizer.
-        lower_step_size: The step size of the first variable, or an optax optimizer.
-        clip_norm: The bound on the first block of one lower record.
-        cross_clip_norm: The bound on the block like x of one lower record.
-        upper_clip_norm: The bound on a block of one upper record.
-        budget_split: $s_b$, of any sum. If no record's loss reads x, the first two
-            count.
+    blocks, for `directions`, and ends in `moved`. If no record's loss reads x, the
+    first two parts of the budget count. The first variable has `lower_step_size`.
 
     Privacy:
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
@@ -79,6 +66,7 @@ class AbstractJointSolver(
     second_clip_norm: ClassVar[str] = "clip_norm"
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     lower_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    # Bounds on a record's blocks: a lower one's first, the one like x, an upper one's.
     clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
     cross_clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
     upper_clip_norm: Positive = eqx.field(default=1.0, kw_only=True)
@@ -161,37 +149,43 @@ class AbstractJointSolver(
     def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
         """Return the three clip norms $C_b$ of a lower record's blocks.
 
-        Args:
-            sizes: The planned sizes, which decide bounds that are not given.
+        A second one that is not given is $C_f n_g / n_f$ with the records of a batch,
+        or `clip_norm` if that is larger or there are no sizes. One upper record then
+        moves the block no more than a lower one does. Otherwise few upper records would
+        decide the noise of all blocks.
         """
-        second = self.balanced(getattr(self, self.second_clip_norm), sizes)
+        second: Any = getattr(self, self.second_clip_norm)
+        if second is None:
+            second = self.clip_norm
+            if sizes is not None:
+                denominator = self.sampling.denominator
+                upper, lower = denominator(sizes.upper), denominator(sizes.lower)
+                bounds: Any = second, self.upper_clip_norm * lower / upper
+                known = all(map(_checks.concrete, bounds))  # not in a compiled step
+                second = max(bounds) if known else jnp.maximum(*bounds)
         return self.clip_norm, second, self.cross_clip_norm
 
     def upper_bounds(self) -> tuple[float | None, Number | None, float]:
         """Return the three clip norms of an upper record; `None` for no such block."""
         return None, self.upper_clip_norm, self.upper_clip_norm
 
-    def balanced(self, bound: float | None, sizes: Sizes | None) -> Any:
-        r"""Return `bound`, or if `None` a clip norm of lower records that fits $C_f$.
-
-        $C_f n_g / n_f$ with the records of a batch, or `clip_norm` if that is larger.
-        One upper record then moves the block no more than a lower one does. Otherwise
-        few upper records would decide the noise of all blocks.
-        """
-        if bound is not None or sizes is None:
-            return self.clip_norm if bound is None else bound
-        upper, lower = map(self.sampling.denominator, (sizes.upper, sizes.lower))
-        bounds: Any = self.clip_norm, self.upper_clip_norm * lower / upper
-        known = all(map(_checks.concrete, bounds))  # not in a compiled step
-        return max(bounds) if known else jnp.maximum(*bounds)
-
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
         """Return the `Release` of all blocks at once, in their units."""
         units = self._units(bool(problem.x_in_records), sizes)
-        clip_norms = self._clip_norms(problem, _entries(units), sizes)
+
+        def clip_norm(role, bounds):
+            *both, of_x = zip(bounds, _entries(units), strict=True)
+            # A level that does not read x has no block there to bound.
+            terms = both + ([of_x] if problem.reads_x(role) else [])
+            squares = [(b / unit) ** 2 for b, unit in terms if b is not None]
+            return sum(squares[1:], squares[0]) ** 0.5
+
+        clip_norms = Levels(  # of a record, over all blocks in their units
+            clip_norm("upper", self.upper_bounds()),
+            clip_norm("lower", self.lower_bounds(sizes)),
+        )
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-        name = _name(units)
-        return Release(name, 1, queries, self.release_noise, joint=joint)
+        return Release(_name(units), 1, queries, self.release_noise, joint=joint)
 
     @override
     def dimensions(self, w0):
@@ -209,21 +203,14 @@ class AbstractJointSolver(
         like: PyTree,
         key: PRNGKey,
     ) -> Any:
-        """Return released `blocks` of directions; zero for x if no loss reads it.
+        """Return released `blocks` of directions; zeros like x if no loss reads x.
 
-        Args:
-            problem: The problem.
-            data: The records.
-            upper: The blocks of an upper loss, a function of (x, y).
-            lower: The blocks of a lower loss.
-            like: A pytree like x.
-            key: A typed key for batches and noise.
+        `upper` and `lower` return the blocks of such a loss, a function of (x, y).
 
         Privacy:
             One `release`.
         """
         units = self._units(bool(problem.x_in_records), self.sizes)
-        release = self.release(problem, self.sizes)
 
         def of_record(blocks, loss):
             def scaled(record):
@@ -231,12 +218,15 @@ class AbstractJointSolver(
 
             return scaled
 
-        of_upper, of_lower = (upper, problem.upper), (lower, problem.lower)
-        funs = {"upper": of_record(*of_upper), "lower": of_record(*of_lower)}
+        release = self.release(problem, self.sizes)
+        funs = {
+            "upper": of_record(upper, problem.upper),
+            "lower": of_record(lower, problem.lower),
+        }
         q = _scaled(release.apply(funs, data, key=key), units, 1)
-        if q.x is None:
-            q = dataclasses.replace(q, x=optax.tree.zeros_like(like))
-        return q
+        if q.x is not None:
+            return q
+        return dataclasses.replace(q, x=optax.tree.zeros_like(like))
 
     def with_public(
         self, problem: BilevelProblem, q: Any, upper: LossBlocks, lower: LossBlocks
@@ -262,21 +252,6 @@ class AbstractJointSolver(
             for bound, share in zip(self.lower_bounds(sizes), split, strict=True)
         )
         return self.blocks(first, second, x if meets_x else None)
-
-    def _clip_norms(self, problem: BilevelProblem, units: list, sizes: Sizes) -> Levels:
-        """Return `Levels` of a record's clip norm over all blocks in their units."""
-
-        def clip_norm(role, bounds):
-            *both, of_x = zip(bounds, units, strict=True)
-            # A level that does not read x has no block there to bound.
-            terms = both + ([of_x] if problem.reads_x(role) else [])
-            squares = [(b / unit) ** 2 for b, unit in terms if b is not None]
-            return sum(squares[1:], squares[0]) ** 0.5
-
-        return Levels(
-            clip_norm("upper", self.upper_bounds()),
-            clip_norm("lower", self.lower_bounds(sizes)),
-        )
 
 
 def _entries(blocks: AbstractBlocks) -> list[Any]:

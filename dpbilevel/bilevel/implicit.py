@@ -244,15 +244,12 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
         """Return the hypergradient's `Release`; raise if no sensitivity is proved."""
-        query = self._query(problem, sizes)
+        query = certified.HypergradientQuery(problem, sizes, self.upper_clip_norm)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
-
-    def _query(self, problem, sizes) -> certified.HypergradientQuery:
-        return certified.HypergradientQuery(problem, sizes, self.upper_clip_norm)
 
     def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
         """Return the assumptions of certificate and computation, as sentences."""
-        certificate = self._query(problem, sizes).certificate
+        certificate = certified.certificate_of(problem, self.upper_clip_norm)
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
             f"{counts.lower} accelerated gradient and {counts.linear} Chebyshev steps "

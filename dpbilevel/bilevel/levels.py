@@ -65,23 +65,16 @@ def queries_of(reads: Reads) -> Queries:
 
 
 def equal_weights(sizes: Sizes | None) -> float:
-    """Return the penalty n_g / n_f, which weighs all records of both levels equally.
-
-    Raises:
-        ValueError: The sizes are not known yet.
-    """
+    """Return the penalty n_g / n_f, which weighs all records of both levels equally."""
     if sizes is None:
         raise ValueError("both levels need sizes; call solver.with_sizes(sizes).")
     return sizes.lower / sizes.upper
 
 
 def noise_std(solver: Any, queries: Queries, sizes: Any) -> Array:
-    """Return the standard deviation of the noise of one release, also if traced.
+    """Return the standard deviation of one release's noise, also if traced.
 
-    Args:
-        solver: A one-level solver of clipped means, with its noise.
-        queries: What it reads.
-        sizes: The planned sizes.
+    For a one-level solver of clipped means, with its noise.
     """
     read, _ = queries(solver.clip_norm, solver.sampling, sizes)
     parts = sum(q.clip_norm / q.sampling.denominator(q.size) for q in read)
@@ -91,33 +84,21 @@ def noise_std(solver: Any, queries: Queries, sizes: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """Function that a one-level run minimizes, given by its gradients.
-
-    Attributes:
-        w_set: The feasible set.
-        records: The gradients of one record's loss, by the level of the record.
-        public: The gradient of the public terms but for a proximal one.
-        prox: The proximal operator of that term, or `None`.
-    """
+    """Function that a one-level run minimizes, given by its gradients."""
 
     w_set: AbstractSet
-    records: Mapping[str, RecordGradient]
+    records: Mapping[str, RecordGradient]  # by the level of the record
+    # The gradient of the public terms but for a proximal one, which has an operator.
     public: Callable[[PyTree], PyTree] = optax.tree.zeros_like
     prox: Callable[[Any, PyTree], PyTree] | None = None
 
 
 class Level(AbstractFiniteSum):
-    """One-level problem inside a bilevel one.
-
-    Attributes:
-        problem: The bilevel problem.
-        reads: The queries, which depend on no released value.
-        objective: The `Objective` to minimize; `None` for a ledger, which needs the
-            queries alone.
-    """
+    """One-level problem inside a bilevel one."""
 
     problem: BilevelProblem
-    reads: Queries = eqx.field(static=True)
+    reads: Queries = eqx.field(static=True)  # depend on no released value
+    # An `Objective`; `None` for a ledger, which needs the queries alone.
     objective: Any = eqx.field(static=True, default=None)
 
     @property
@@ -166,13 +147,10 @@ def lower_level(problem: BilevelProblem, x: PyTree) -> Level:
 def penalized_level(
     problem: BilevelProblem, x: PyTree, penalty: Number, upper_clip_norm: Number
 ) -> Level:
-    r"""Return the `Level` $\min_y g(x, y) + f(x, y) / \lambda$, a one-level problem.
+    r"""Return the `Level` $\min_y g(x, y) + f(x, y) / \lambda$, at a released x.
 
-    Args:
-        problem: The bilevel problem.
-        x: The upper variable, released.
-        penalty: $\lambda$.
-        upper_clip_norm: The clip norm of $\nabla_y f(x, y; z)$, before $1 / \lambda$.
+    `penalty` is $\lambda$. The clip norm is that of $\nabla_y f(x, y; z)$, before $1 /
+    \lambda$.
     """
 
     def queries(clip_norm, sampling, sizes):
@@ -187,19 +165,13 @@ def lower_objective(
 ) -> Objective:
     r"""Return the `Objective` $g(x, \cdot)$, or $g + f / \lambda$ with a penalty.
 
-    The latter has the minimizer of $f + \lambda g$, and gradients of order one.
-
-    Args:
-        problem: The bilevel problem.
-        x: The upper variable, released.
-        penalty: $\lambda$.
+    The latter has the minimizer of $f + \lambda g$, and gradients of order one. `x` is
+    released.
     """
 
-    def over_penalty(gradient):
-        return jax.tree.map(lambda v: v / penalty, gradient)
-
     def upper(w, record):
-        return over_penalty(jax.grad(problem.upper, 1)(x, w, record))
+        gradient = jax.grad(problem.upper, 1)(x, w, record)
+        return jax.tree.map(lambda v: v / penalty, gradient)
 
     def lower(w, record):
         return jax.grad(problem.lower, 1)(x, w, record)
@@ -216,12 +188,7 @@ def lower_objective(
 
 
 def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
-    r"""Return the `Objective` $f(\cdot, y)$, a function of x.
-
-    Args:
-        problem: The bilevel problem.
-        y: The lower variable, released.
-    """
+    r"""Return the `Objective` $f(\cdot, y)$, a function of x, at a released y."""
 
     def upper(w, record):
         return jax.grad(problem.upper)(w, y, record)
@@ -233,12 +200,7 @@ def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
 
 
 def validation_objective(problem: BilevelProblem, x: PyTree) -> Objective:
-    r"""Return the `Objective` $f(x, \cdot)$, a function of y.
-
-    Args:
-        problem: The bilevel problem.
-        x: The upper variable, released.
-    """
+    r"""Return the `Objective` $f(x, \cdot)$, a function of y, at a released x."""
 
     def upper(w, record):
         return jax.grad(problem.upper, 1)(x, w, record)
@@ -307,16 +269,10 @@ def rows_of_steps(
 ) -> tuple[ForecastRow, ...]:
     """Return `ForecastRow`s for steps in y that overshoot the public terms.
 
-    Args:
-        problem: The problem.
-        w0: The initial point.
-        steps: Solvers of one level or `Descent`s that move variables like y, by name.
-            A solver without a `step_size` has no row.
-        penalty: The penalty of the penalized level, or `None` for the lower level.
-
-    Returns:
-        As `overshooting_row`: one row for the initial point. One more row, whose
-        `from_start` is false, if an end of a box of x is worse.
+    `steps` are solvers of one level or `Descent`s, by name; those without a `step_size`
+    have no row. The level is the penalized one, or the lower one without a penalty. As
+    `overshooting_row`: one row for the initial point. One more row, whose `from_start`
+    is false, if an end of a box of x is worse.
     """
     if problem.lower_public is None and problem.upper_public is None:
         return ()
@@ -333,7 +289,11 @@ def rows_of_steps(
         return sorted(rows, key=_excess)[-1:]
 
     at_start = worst(problem.x_set.project(x))
-    at_ends = [row for end in _ends(problem.x_set, x) for row in worst(end)]
+    at_ends = []
+    ends = corners(problem.x_set, x) if isinstance(problem.x_set, Box) else ()
+    for end in ends:  # with entries of x where the box is unbounded
+        inside = jax.tree.map(lambda v, e: jnp.where(jnp.isfinite(e), e, v), x, end)
+        at_ends += worst(inside)
     worse = [
         dataclasses.replace(row, from_start=False)
         for row in sorted(at_ends, key=_excess)[-1:]
@@ -356,13 +316,3 @@ def row_in_x(
 
 def _excess(row: ForecastRow) -> float:
     return (row.step_size or 0.0) * (row.public_curvature or 0.0)
-
-
-def _ends(x_set: AbstractSet, x: PyTree) -> list[PyTree]:
-    """Return a list of a box's two ends, with entries of x where it is unbounded."""
-    if not isinstance(x_set, Box):
-        return []
-    return [
-        jax.tree.map(lambda v, e: jnp.where(jnp.isfinite(e), e, v), x, end)
-        for end in corners(x_set, x)
-    ]

@@ -1,4 +1,4 @@
-"""Planner of the penalty method: parameters and promises before any data."""
+"""Planner of the penalty method: parameters and promises, public, before any data."""
 
 import dataclasses
 import math
@@ -8,17 +8,160 @@ from typing import Any, Literal, Self
 import scipy
 
 from .. import _checks
+from ..core.descent import Rule
 from ..core.outputs import SmallestStep, TailMean
 from ..core.plan import calibrated, check_promise, least_multiplier
+from ..core.proximal import check_smooth
 from ..core.solver import AbstractSolver
 from ..onelevel.localized import LocalizedGD, theorem_radii
 from ..onelevel.noisy_gd import NoisyGD
-from ..privacy import FullBatch, Gaussian, PrivacyBudget
-from .penalty_theorem import PenaltyTheorem
+from ..privacy import FullBatch, Gaussian, Ledger, PrivacyBudget
+from ..sets import moves_by_entropy
+from .certificates.constants import Constants
 from .problem import BilevelProblem, Sizes
 
 Inner = AbstractSolver | Literal["localized"]
 Fields = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PenaltyTheorem:
+    r"""Bound of the penalty method, every hidden constant and logarithm set to 1.
+
+    $n$ is the number of records of the smaller level, `records`.
+
+    References:
+        Kornowski, "Differentially private bilevel optimization", Theorems 4, 11 and 13;
+        what batches and the population add is derived in docs/mathematics.md.
+    """
+
+    constants: Constants
+    initial_gap: float  # Delta
+    dimension_x: int
+    dimension_y: int
+    outer: bool  # whether the outer gradient reads records
+    population: bool
+
+    @classmethod
+    def of(
+        cls,
+        owner: str,
+        problem: BilevelProblem,
+        dimension_x: int,
+        dimension_y: int,
+        initial_gap: float,
+        population: bool,
+    ) -> Self:
+        """Return a `PenaltyTheorem` for a problem, from checked arguments."""
+        _checks.count(owner, dimension_x=dimension_x, dimension_y=dimension_y)
+        _checks.positive(owner, initial_gap=initial_gap)
+        constants: Any = problem.constants
+        _checks.instance(owner, Constants, constants=constants)
+        check_smooth(owner, problem)
+        if moves_by_entropy(problem.x_set):
+            raise ValueError(f"{owner}: no theorem covers steps of the entropy.")
+        needed = "upper_lipschitz", "lower_lipschitz", "lower_smoothness"
+        _checks.positive(owner, **{name: getattr(constants, name) for name in needed})
+        outer = bool(problem.x_in_records)
+        return cls(constants, initial_gap, dimension_x, dimension_y, outer, population)
+
+    @property
+    def smoothness(self) -> float:
+        r"""Smoothness $\ell \kappa^3$ of the penalized hyper-objective."""
+        return self.constants.ell * self.constants.kappa**3
+
+    @property
+    def outer_lipschitz(self) -> float:
+        r"""$\ell \kappa$, which bounds one record's part of the outer gradient."""
+        return self.constants.ell * self.constants.kappa
+
+    def bound(self, solver: Any, problem: BilevelProblem) -> float:
+        r"""Return the proof's bound on the gradient mapping for any parameters.
+
+        $$\frac{\ell \kappa^3}{\lambda} + \sqrt{\frac{\Delta}{\eta T}} + \sigma
+        \sqrt{d_x} + \lambda \kappa\, \sigma_{in} \sqrt{d_y} + \ell \kappa
+        \sqrt{\frac1b - \frac1n} + \ell \kappa^3 \sqrt{\frac{d_x}{n}}:$$
+
+        bias of the penalty, steps, noise of the outer gradient, noise of the inner
+        solutions, batches, population. Inner solves are taken to be as accurate as
+        their noise allows: off by $\sigma_{in} \sqrt{d_y} / \mu_g$. The solver is a
+        calibrated `PenaltyBilevel` that the theorem covers.
+        """
+        records = min(solver.sizes.upper, solver.sizes.lower)
+        batches = population = 0.0
+        if self.outer:
+            batch = solver.sampling.denominator(math.ceil(records))
+            apart = max(1 / batch - 1 / records, 0.0)
+            batches = self.outer_lipschitz * math.sqrt(apart)
+        if self.population:
+            population = self.smoothness * math.sqrt(self.dimension_x / records)
+        return (
+            self.smoothness / float(solver.penalty)
+            + math.sqrt(self.initial_gap / (solver.step_size * solver.num_steps))
+            + sum(self.noise_terms(solver, problem))
+            + batches
+            + population
+        )
+
+    def noise_terms(
+        self, solver: Any, problem: BilevelProblem
+    ) -> tuple[float, float, float]:
+        """Return the terms of lower solves, penalized solves and outer gradients."""
+
+        def averaged_std(ledger: Ledger) -> float:
+            releases: Any = ledger.releases
+            if any(release.noise_std == 0 for release in releases):
+                return 0.0
+            # The best weighted mean of a run's noises.
+            weights = (release.count / release.noise_std**2 for release in releases)
+            return sum(weights) ** -0.5
+
+        *both, outer = solver.ledgers(problem, solver.sizes)
+        scale = float(solver.penalty) * self.constants.kappa
+        inner = scale * math.sqrt(self.dimension_y)
+        noise = sum(release.noise_std for release in outer.releases)  # at most one
+        lower, penalized = (inner * averaged_std(ledger) for ledger in both)
+        return lower, penalized, noise * math.sqrt(self.dimension_x)
+
+    @property
+    def everywhere(self) -> float:
+        r"""Bound $L_0^f (1 + L_1^g / \mu_g)$ on the length of every hypergradient."""
+        c = self.constants
+        return c.upper_lipschitz * (1 + c.lower_smoothness / c.strong_convexity)
+
+    @property
+    def least_penalty(self) -> tuple[float, str]:
+        """Least penalty that the lemmas of the proof admit, and its name."""
+        c = self.constants
+        lipschitz = c.upper_lipschitz / c.lower_lipschitz
+        smoothness = c.upper_smoothness / c.lower_smoothness
+        return max(
+            (2 * c.kappa, "2 kappa"),
+            (lipschitz, "upper_lipschitz / lower_lipschitz"),
+            (smoothness, "upper_smoothness / lower_smoothness"),
+            (c.ell * c.kappa / self.initial_gap, "ell kappa / initial_gap"),
+        )
+
+    def check_covers(self, owner: str, solver: Any) -> None:
+        """Raise `ValueError` if no theorem is about a `PenaltyBilevel`."""
+        c, fault, (least, name) = self.constants, None, self.least_penalty
+        clip_norms = [getattr(v, "clip_norm", math.inf) for v in solver.inner_solvers]
+        if type(solver.output) is not SmallestStep:
+            fault = "use output=SmallestStep()"
+        elif solver.clip_norm < self.outer_lipschitz * (1 - 1e-6) and self.outer:
+            fault = f"use clip_norm of at least ell kappa = {self.outer_lipschitz:.4g}"
+        elif solver.upper_clip_norm < c.upper_lipschitz * (1 - 1e-6):
+            fault = f"use upper_clip_norm of at least {c.upper_lipschitz:.4g}"
+        elif isinstance(solver.step_size, Rule):
+            fault = "use a number as step_size"
+        elif solver.step_size > (1 + 1e-6) / self.smoothness:
+            fault = f"use step_size of at most {1 / self.smoothness:.4g}"
+        elif solver.penalty < (1 - 1e-6) * least:
+            fault = f"use penalty of at least {name} = {least:.4g}"
+        elif min(clip_norms) < c.lower_lipschitz * (1 - 1e-6):
+            fault = f"use inner with clip_norm of at least {c.lower_lipschitz:.4g}"
+        if fault is not None:
+            raise ValueError(f"{owner}: no theorem covers this solver; {fault}.")
 
 
 class PlannedPenalty:
@@ -86,9 +229,8 @@ class PlannedPenalty:
             rates and last two terms are in docs/mathematics.md.
         """
         owner = "PenaltyBilevel.tuned"
-        theorem = PenaltyTheorem.of(
-            owner, problem, dimension_x, dimension_y, initial_gap, population
-        )
+        given = problem, dimension_x, dimension_y, initial_gap, population
+        theorem = PenaltyTheorem.of(owner, *given)
         planner = PenaltyPlanner(cls, owner, theorem, problem, budget, inner_steps)
         return planner.kept(inner, sizes, fields)
 
@@ -106,14 +248,8 @@ class PlannedPenalty:
         It bounds the norm of the gradient mapping at the answer, up to absolute
         constants and logarithms, with the noise of the plan. It takes for granted that
         $y^*(x)$ is inside `y_set`, and that inner solves are as accurate as their noise
-        allows: averages of enough steps are, the last of few steps is not.
-
-        Args:
-            problem: A problem with declared `Constants`.
-            dimension_x: $d_x$.
-            dimension_y: $d_y$.
-            initial_gap: $\Delta \ge F(x_0) - \inf F$.
-            population: Whether it is to hold for the population of the records.
+        allows: averages of enough steps are, the last of few steps is not. Arguments
+        are those of `tuned`.
 
         Raises:
             ValueError: The solver is not calibrated, or no theorem covers it: its
@@ -123,9 +259,8 @@ class PlannedPenalty:
                 \kappa$.
         """
         owner = "PenaltyBilevel.bound"
-        theorem = PenaltyTheorem.of(
-            owner, problem, dimension_x, dimension_y, initial_gap, population
-        )
+        given = problem, dimension_x, dimension_y, initial_gap, population
+        theorem = PenaltyTheorem.of(owner, *given)
         if self.sizes is None:
             raise ValueError(
                 f"{owner}: give a solver from dpbilevel.calibrate(...).solver."
@@ -155,26 +290,25 @@ class PenaltyPlanner:
             "output": SmallestStep(),
         }
 
-    def planned(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
-        """Return the solver with the least bound, whatever that is."""
-        noise = fields.get("run_noise", Gaussian())
-        chosen = self.common | self.least(inner, sizes, noise)
-        if inner == "localized":
-            chosen |= self.localized(sizes, chosen["num_steps"], chosen["penalty"])
-        return self.solver(**(chosen | fields))
-
     def kept(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
         """Return the solver for the sizes; refuse one with a trivial bound."""
         _checks.instance(self.owner, PrivacyBudget, budget=self.budget)
         self.problem.check_sizes(self.owner, sizes)
         theorem, records = self.theorem, min(sizes.upper, sizes.lower)
+        noise = fields.get("run_noise", Gaussian())
 
-        planned = self.planned(inner, sizes, fields)
+        def with_least_bound(sizes: Sizes) -> Any:
+            chosen = self.common | self.least(inner, sizes, noise)
+            if inner == "localized":
+                chosen |= self.localized(sizes, chosen["num_steps"], chosen["penalty"])
+            return self.solver(**(chosen | fields))
+
+        planned = with_least_bound(sizes)
 
         def bound(n: int) -> float:
             upper, lower = (-(-v * n // records) for v in (sizes.upper, sizes.lower))
             scaled = Sizes(upper, lower, sizes.people)
-            found = planned if n == records else self.planned(inner, scaled, fields)
+            found = planned if n == records else with_least_bound(scaled)
             theorem.check_covers(self.owner, found)
             given: Any = {"sizes": scaled, "precision": "float"}
             plan = calibrated(self.problem, found, self.budget, **given)
@@ -244,9 +378,8 @@ class PenaltyPlanner:
         within the last solve's error and the way that the solution has moved.
         """
         c, theorem = self.theorem.constants, self.theorem
-        budget = (
-            self.budget.epsilon / math.sqrt(18 * steps) * min(sizes.upper, sizes.lower)
-        )
+        n = min(sizes.upper, sizes.lower)
+        budget = self.budget.epsilon / math.sqrt(18 * steps) * n
         moved = (theorem.outer_lipschitz + theorem.everywhere) / theorem.smoothness
         slope = c.lower_smoothness / c.strong_convexity * moved
 

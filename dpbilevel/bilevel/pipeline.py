@@ -32,15 +32,10 @@ from .problem import BilevelProblem, Sizes
 
 
 class AbstractStages(AbstractSolver[BilevelProblem, State]):
-    """Solvers in turn, in fields that `stages` names.
+    """Solvers in turn, in fields that `stages` names."""
 
-    Attributes:
-        stages: The fields of the solvers, and the problems that these must solve.
-        budget_split: The split of the squared budget over the stages.
-    """
-
-    stages: ClassVar[Mapping[str, type]]
-    budget_split: AbstractVar[tuple[float, ...]]
+    stages: ClassVar[Mapping[str, type]]  # the problems that these must solve
+    budget_split: AbstractVar[tuple[float, ...]]  # of the squared budget
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
 
@@ -127,21 +122,13 @@ Outputs = dict[str, PyTree]
 
 
 class PipelineState(eqx.Module):
-    """Released values of a pipeline.
-
-    Attributes:
-        w0: The initial point.
-        outputs: The answers of the stages, zeros for those still to come.
-        solution: The current pair (x, y).
-        rejections: The updates that were left out.
-        t: The number of finished stages.
-    """
+    """Released values of a pipeline."""
 
     w0: PyTree
-    outputs: Outputs
-    solution: PyTree
+    outputs: Outputs  # the answers of the stages, zeros for those still to come
+    solution: PyTree  # the current pair (x, y)
     rejections: SkippedUpdates
-    t: Int[Array, ""]
+    t: Int[Array, ""]  # number of finished stages
 
 
 class AbstractPipeline(AbstractStages[PipelineState]):
@@ -166,25 +153,21 @@ class AbstractPipeline(AbstractStages[PipelineState]):
     ) -> Objective:
         """Return the `Objective` that a stage minimizes.
 
-        Args:
-            name: The stage, a key of `stages`.
-            problem: The bilevel problem.
-            w0: The initial point.
-            outputs: The answers of earlier stages.
+        `outputs` are the answers of earlier stages.
         """
 
     @abc.abstractmethod
     def start(self, name: str, w0: PyTree, outputs: Outputs) -> PyTree:
-        """Return the initial point of a stage; arguments as in `objective`."""
+        """Return the initial point of a stage."""
 
     @abc.abstractmethod
     def current_solution(
         self, name: str, problem: Any, w0: PyTree, outputs: Outputs
     ) -> PyTree:
-        """Return the pair (x, y) after a stage; arguments as in `objective`."""
+        """Return the pair (x, y) after a stage."""
 
     def stage_solver(self, name: str, outputs: Outputs) -> AbstractSolver:
-        """Return the solver of a stage; arguments as in `objective`."""
+        """Return the solver of a stage."""
         solver = getattr(self, name).with_sizes(self.sizes)
         factor = self.step_factor(name, outputs)
         step_size: Any = getattr(solver, "step_size", None)
@@ -193,10 +176,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return dataclasses.replace(solver, step_size=factor * step_size)
 
     def step_factor(self, name: str, outputs: Outputs) -> Array | None:
-        """Return the factor of the step size of a stage, or `None`.
-
-        The steps of an optax rule are taken as they are. Arguments as in `objective`.
-        """
+        """Return the factor of a stage's step size, or `None`; rules are not scaled."""
         return None
 
     @override
@@ -207,12 +187,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return PipelineState(w0, self._zeros(w0), w0, none, jnp.zeros((), jnp.int32))
 
     def check_problem(self, problem: BilevelProblem, w0: PyTree | None = None) -> None:
-        """Refuse problems that the pipeline does not solve; by default none.
-
-        Args:
-            problem: The problem.
-            w0: The initial point, if it is known.
-        """
+        """Refuse problems that the pipeline does not solve; by default none."""
 
     def _zeros(self, w0: PyTree) -> Outputs:
         """Return zeros by stage, each of the shape of the stage's initial point."""
@@ -233,13 +208,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
     ) -> tuple[PyTree, Array]:
         """Run a stage; return its answer and the number of skipped updates.
 
-        Args:
-            name: The stage, a key of `stages`.
-            problem: The bilevel problem.
-            data: The records, as a step reads them.
-            w0: The initial point.
-            outputs: The answers of earlier stages.
-            key: The key of the step.
+        `key` is that of the step, `outputs` are the answers of earlier stages.
         """
         keys = dict(zip(self.stages, derive(key, *self.stages), strict=True))
         objective = self.objective(name, problem, w0, outputs)

@@ -210,15 +210,13 @@ class LowerFirst(AbstractPipeline):
             raise ValueError(
                 "LowerFirst: lower losses read x. Use PenaltyBilevel or bilevel.F2SA."
             )
-        if w0 is not None and _public_reads_x(problem, w0):
+        if w0 is not None and not lower_ignores_x(problem, w0):
             raise ValueError("LowerFirst: lower_public reads x; use PenaltyBilevel.")
 
 
 def lower_ignores_x(problem: BilevelProblem, w0: PyTree) -> bool:
     """Return whether the lower level reads no x, by declaration and tracing."""
-    return not (problem.reads_x(LOWER) or _public_reads_x(problem, w0))
-
-
-def _public_reads_x(problem: BilevelProblem, w0: PyTree) -> bool:
     public = problem.lower_public
-    return public is not None and reads_first(public, *w0)
+    return not (
+        problem.reads_x(LOWER) or (public is not None and reads_first(public, *w0))
+    )

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
+from dpbilevel.bilevel.penalty_plans import PenaltyTheorem
 from tests.zoo import two_levels as zoo
 
 CONSTANTS = dpb.bilevel.Constants(

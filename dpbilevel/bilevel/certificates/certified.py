@@ -53,16 +53,11 @@ class Adapted(AbstractCertificate):
       moves by at most $S_{low}$. Clipping is a projection onto a ball and sets no two
       of them further apart, nor does their mean: it moves by at most $\min(S_{low}, 2
       C(x))$. The constants of numerical errors carry over by the same argument.
-
-    Args:
-        certificate: The one of the problem.
-        clip_norm: $C > 0$; `None` without clipping.
-        rows: The largest number of rows of a record.
     """
 
-    certificate: AbstractCertificate
-    clip_norm: float | None = None
-    rows: int = 1
+    certificate: AbstractCertificate  # of the problem
+    clip_norm: float | None = None  # C > 0; `None` without clipping
+    rows: int = 1  # of a record, at most
 
     def __post_init__(self):
         if self.clip_norm is not None:
@@ -128,11 +123,6 @@ class HypergradientQuery(AbstractCertifiedQuery):
     With `clip_norm` it is instead the mean of the upper records' contributions, each
     clipped; see `Adapted`. A contribution has the public term of the upper level.
 
-    Args:
-        problem: The problem, with a certificate as `constants`.
-        sizes: The planned sizes.
-        clip_norm: $C$, the bound on the contribution of an upper record, or `None`.
-
     Privacy:
         One query. Its sensitivity under replace-one is `hypergradient_sensitivity` at
         the point, and on the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of
@@ -178,7 +168,11 @@ class HypergradientQuery(AbstractCertifiedQuery):
         """
         _checks.strict_floats("ImplicitBilevel")
         (x, y0), sizes = point, self.sizes
-        _check_rows(data, sizes)
+        for role in LEVELS:  # constants bound means of so many records at most
+            rows = _checks.leading_axis(role, getattr(data, role))
+            if rows > getattr(sizes, role):
+                what = f"{rows} {role} records exceed the plan"
+                raise ValueError(f"ImplicitBilevel: {what}.")
         certificate, dtype = self.certificate, common_dtype(point)
         sensitivities.check_dtype(certificate, sizes, dtype)
         bounds = certificate.bounds(sizes, x)
@@ -233,21 +227,12 @@ def _with_lower(
     return clipped + moved, Levels(shares.upper, lower)
 
 
-def _check_rows(data: Levels, sizes: Sizes) -> None:
-    """Refuses more records than planned: constants bound means of so many at most."""
-    for role in LEVELS:
-        rows = _checks.leading_axis(role, getattr(data, role))
-        if rows > getattr(sizes, role):
-            raise ValueError(f"ImplicitBilevel: {rows} {role} records exceed the plan.")
-
-
 def certificate_of(
     problem: BilevelProblem, clip_norm: float | None = None
 ) -> AbstractCertificate:
     """Return the problem's certificate, where upper records are clipped if they are.
 
-    Raises:
-        ValueError: It has none, or one for other functions; its lower level has a set.
+    Refused are none, one for other functions, and a lower level with a set.
     """
     if not isinstance(problem.constants, AbstractCertificate):
         none = problem.constants is None
@@ -268,24 +253,14 @@ def certificate_of(
 
 
 class LowerLevel(NamedTuple):
-    """The lower level at an upper variable, solved inexactly. NON-PRIVATE.
-
-    Attributes:
-        problem: The problem.
-        data: The records.
-        x: The upper variable.
-        y0: The point where the lower solve starts.
-        sizes: The planned sizes.
-        bounds: The bounds of the certificate at `x`.
-        counts: The numbers of steps.
-    """
+    """The lower level at an upper variable, solved inexactly. NON-PRIVATE."""
 
     problem: BilevelProblem
     data: Levels
     x: PyTree
-    y0: PyTree
+    y0: PyTree  # where the lower solve starts
     sizes: Sizes
-    bounds: Bounds
+    bounds: Bounds  # of the certificate at x
     counts: sensitivities.StepCounts
 
     def hypergradient(self) -> PyTree:

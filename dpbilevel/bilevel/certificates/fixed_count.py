@@ -26,15 +26,10 @@ _APART = 1.001
 
 @dataclasses.dataclass(frozen=True)
 class Spectrum:
-    r"""Bounds on the eigenvalues of a Hessian, and what can be solved with them.
+    r"""Bounds on the eigenvalues of a Hessian, and what can be solved with them."""
 
-    Attributes:
-        smallest: $\mu$, at most the least eigenvalue.
-        largest: $\beta$, at least the largest one.
-    """
-
-    smallest: Number
-    largest: Number
+    smallest: Number  # mu, at most the least eigenvalue
+    largest: Number  # beta, at least the largest one
 
     @property
     def condition_number(self) -> Number:
@@ -58,15 +53,8 @@ class Spectrum:
         \qquad \tau_k = \frac{q + S_k}{1 + S_k}, \quad w_{k+1} = \tau_k^2 / q.$$
 
         Of all methods that see $k$ gradients, this one has the smallest error in $z_k$.
-
-        Args:
-            gradient: Its gradient, on pytrees like `start`; $\beta$-Lipschitz.
-            start: $z_0$.
-            num_steps: $k$: exactly that many gradients; public.
-
-        Returns:
-            $z_k$, off by at most `accelerated_error`, and by at most $2 e / \mu$ more
-            where gradients are off by $e$.
+        It is off by at most `accelerated_error`, and by at most $2 e / \mu$ more where
+        gradients are off by $e$. `num_steps` is $k$, public.
 
         References:
             Taylor and Drori, "An optimal gradient method for smooth strongly convex
@@ -120,17 +108,10 @@ class Spectrum:
     ) -> PyTree:
         r"""Solve $A v = b$ by a fixed number of steps of Chebyshev's iteration.
 
-        A fixed polynomial of $A$ times $b$, the best one for a spectrum in $[\mu,
-        \beta]$.
-
-        Args:
-            matvec: $v \mapsto A v$, symmetric, on pytrees like `b`.
-            b: The right-hand side.
-            num_steps: $m$: exactly that many products.
-
-        Returns:
-            $v$ with $\|v - A^{-1} b\| \le$ `chebyshev_error` $\cdot \|A^{-1} b\|$, in
-            the Euclidean norm as in $\|v\|_A = \sqrt{v^T A v}$.
+        A fixed polynomial of the symmetric $A$ times $b$, the best one for a spectrum
+        in $[\mu, \beta]$, by exactly $m$ products. $\|v - A^{-1} b\| \le$
+        `chebyshev_error` $\cdot \|A^{-1} b\|$, in the Euclidean norm as in $\|v\|_A =
+        \sqrt{v^T A v}$.
 
         References:
             Saad, "Iterative methods for sparse linear systems", 2003, Algorithm 12.1.
@@ -178,45 +159,29 @@ class Spectrum:
 class Bounds:
     r"""Bounds that a certificate proves about the hypergradient at one $x$, or all.
 
-    For all records of both levels, so also where all upper ones are copies of one. With
-    $y^*$ the lower solution, $H = \nabla_{yy} G$ and $v = H^{-1} \nabla_y F$:
-
-    Attributes:
-        strong_convexity: $\mu_g$, the least eigenvalue of $H$ anywhere.
-        smoothness: $\beta$, the largest one.
-        solution_radius: $r \ge \|y^*\|$.
-        solution_shift: $d$, how far one replaced lower record moves $y^*$.
-        upper: $S_{up}$, how far one replaced upper record moves the hypergradient.
-        lower: $S_{low}$, how far one replaced lower record does.
-        lower_error: $C$: $\|\bar\nabla F(x, y) - \nabla \Phi(x)\| \le C \|y - y^*\|$
-            for $\|y\| \le r$.
-        linear_error: $c$: a $v$ with $\|v - H^{-1} \nabla_y F\|_H \le \tau / \sqrt
-            \mu_g$ moves the hypergradient by at most $c \tau$.
-        gradient: $\bar L \ge \|\nabla \Phi(x)\|$.
-        upper_gradient: $L_{fy} \ge \|\nabla_y F\|$ for $\|y\| \le r$.
-        lower_gradient: A bound on the parts of $\nabla_y G$, a record's and the public
-            one together, for $\|y\| \le 3 r$.
-        parts: The same for the other sums, as a multiple of the bounds above: more than
-            1 where records and a public term may cancel.
-        clip: The norm at which contributions of upper records are clipped, where they
-            are.
-        rows: The largest number of rows of a record, for people.
+    For all records of both levels, so also where all upper ones are copies of one, with
+    $y^*$ the lower solution and $H = \nabla_{yy} G$. $\|\bar\nabla F(x, y) - \nabla
+    \Phi(x)\| \le C \|y - y^*\|$ for $\|y\| \le r$, and a $v$ with $\|v - H^{-1}
+    \nabla_y F\|_H \le \tau / \sqrt \mu_g$ moves the hypergradient by at most $c \tau$.
     """
 
-    strong_convexity: Number
-    smoothness: Number
-    solution_radius: Number
-    solution_shift: Number
-    upper: Number
-    lower: Number
-    lower_error: Number
-    linear_error: Number
-    gradient: Number
-    upper_gradient: Number
+    strong_convexity: Number  # mu_g, the least eigenvalue of H anywhere
+    smoothness: Number  # beta, the largest one
+    solution_radius: Number  # r, at least the norm of y^*
+    solution_shift: Number  # d, how far one replaced lower record moves y^*
+    upper: Number  # S_up, how far a replaced upper record moves the hypergradient
+    lower: Number  # S_low, how far one replaced lower record does
+    lower_error: Number  # C
+    linear_error: Number  # c
+    gradient: Number  # L-bar, at least the norm of the hypergradient
+    upper_gradient: Number  # L_fy, at least the norm of grad_y F where |y| <= r
+    # A bound on the parts of grad_y G, a record's and the public one together, for
+    # |y| <= 3 r; and the same for the other sums, as a multiple of the bounds above:
+    # more than 1 where records and a public term may cancel.
     lower_gradient: Number
     parts: float = 1.0
-    clip: Number | None = None
-    rows: int = 1
+    clip: Number | None = None  # norm at which upper records' contributions are clipped
+    rows: int = 1  # of a record, at most, for people
 
     @property
     def largest(self) -> Number:
@@ -231,16 +196,9 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    r"""A public diagonal $M$ in which the lower level is better conditioned.
+    r"""A public diagonal $M$ in which the lower level is better conditioned."""
 
-    Attributes:
-        diagonal: $M$, positive, a pytree like $y$.
-        least: Its least entry.
-        spectrum: Of $M^{-1/2} H M^{-1/2}$.
-        radius: At least $\|M^{1/2} y^*\|$.
-    """
-
-    diagonal: PyTree
-    least: Any
-    spectrum: Spectrum
-    radius: Any
+    diagonal: PyTree  # positive, like y
+    least: Any  # its least entry
+    spectrum: Spectrum  # of M^{-1/2} H M^{-1/2}
+    radius: Any  # at least the norm of M^{1/2} y^*

@@ -40,15 +40,10 @@ ROWS, UNITS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class StepCounts:
-    """How many steps the two inner solves take, fixed before any data is seen.
+    """How many steps the two inner solves take, fixed before any data is seen."""
 
-    Attributes:
-        lower: Accelerated gradient steps for the lower solution.
-        linear: Chebyshev steps for the linear system.
-    """
-
-    lower: int
-    linear: int
+    lower: int  # accelerated gradient steps for the lower solution
+    linear: int  # Chebyshev steps for the linear system
 
 
 @functools.lru_cache
@@ -58,9 +53,6 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
     An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
     Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
     the worst $x$.
-
-    Raises:
-        ValueError: The condition number asks for more steps than anyone would run.
     """
     bounds = certificate.bounds(sizes)
     allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)  # solves, roles, neighbours
@@ -127,11 +119,7 @@ def hypergradient_sensitivity(
 def check_dtype(
     certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
 ) -> None:
-    """Refuses a plan whose rounding the dtype makes a large part of the sensitivity.
-
-    Raises:
-        ValueError: Rounding would add more than 5 % to the sum of sensitivities.
-    """
+    """Refuse a dtype whose rounding adds over 5 % to the sum of sensitivities."""
     bounds = certificate.bounds(sizes)
     check_rounding(
         "ImplicitBilevel",
@@ -257,8 +245,7 @@ def units_of(problem: AbstractProblem) -> int:
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
     """Return the one dtype of all variables `w`, which the bound on rounding refers to.
 
-    Raises:
-        ValueError: There are several dtypes, or one of half precision.
+    Several are refused, and half precision.
     """
     dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves(w)}
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
