@@ -54,27 +54,19 @@ class DrawPlan(NamedTuple):
 
 
 class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
-    """A solver whose only step is one draw.
-
-    Attributes:
-        basis: Constants, unless a subclass enforces a bound.
-        declared_convexity: Declared strong convexity of the score; `None` if none is
-            declared.
-        sampler: The sampler of the draw.
-        mechanism: The mechanism of the draw.
-        dimension: The declared number of coordinates of x. Static.
-        dtype: The dtype of scores in the plan; set by `calibrate`. Static.
-    """
+    """A solver whose only step is one draw."""
 
     sampler: AbstractSampler
     mechanism: AbstractDrawMechanism = eqx.field(kw_only=True)
+    # The declared number of coordinates of x.
     dimension: Count | None = eqx.field(static=True, default=None, kw_only=True)
+    # The dtype of scores in the plan; set by `calibrate`.
     dtype: str | None = eqx.field(static=True, default=None, kw_only=True)
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
     in_config: ClassVar[bool] = False
-    basis: ClassVar[Basis] = Basis.CONSTANTS
+    basis: ClassVar[Basis] = Basis.CONSTANTS  # unless a subclass enforces a bound
     num_steps: ClassVar[int] = 1
-    declared_convexity: AbstractVar[float | None]
+    declared_convexity: AbstractVar[float | None]  # strong convexity of the score
 
     @abc.abstractmethod
     def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
@@ -96,11 +88,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return self.mechanism.neighbours
 
     def init(self, problem, w0) -> DrawState:
-        """Return the public state before the draw, at `w0` projected onto the set.
-
-        Raises:
-            ValueError: It is of another size than planned for.
-        """
+        """Return the public state before the draw, at `w0` projected onto the set."""
         w0 = jax.tree.map(jnp.asarray, w0)
         two_levels = isinstance(problem, BilevelProblem)
         x, planned = (w0[0] if two_levels else w0), self.coordinates()
@@ -137,11 +125,17 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
         """Return a `DrawPlan`, the charge of the draw, computed on the host.
 
-        Raises:
-            ValueError: The problem lacks constants, the solver is not calibrated, or
-                the default floating-point dtype is too coarse.
+        Refused are a problem that lacks constants, a solver that is not calibrated, and
+        a default floating-point dtype that is too coarse.
         """
-        self._check_relation(problem)
+        # If the number of records is private and the denominator public, no constant
+        # bounds the mean loss, which all draws but those from candidates depend on.
+        moved = isinstance(problem, BilevelProblem) or self.sampler.continuous
+        if moved and self.neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                f"{type(self).__name__}: proved under replace-one only. Use "
+                "REPLACE_ONE, or ExponentialMechanism(Grid(...)) on one level."
+            )
         # The dtype of the plan or the default dtype, whichever is coarser.
         default = jnp.result_type(float)
         dtypes = default, jnp.dtype(self.dtype or default)
@@ -162,11 +156,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return DrawPlan(score, contributions, regularity, mechanism, rate, potential)
 
     def planned(self, problem: DrawProblem) -> tuple[DrawPlan, Any]:
-        """Return the plan and the release of a calibrated solver.
-
-        Raises:
-            ValueError: The solver is not calibrated, or its sampler is cut short.
-        """
+        """Return the plan and the release of a calibrated, proved solver."""
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
             raise ValueError(f"{owner}: calibrate the solver first.")
@@ -215,33 +205,12 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
-        """Return the number of coordinates, from the candidates or as declared.
-
-        Raises:
-            ValueError: It is not declared.
-        """
+        """Return the number of coordinates, from the candidates or as declared."""
         if isinstance(self.sampler, Grid):
             return self.sampler.dimension
         if self.dimension is None:
             raise ValueError(f"{type(self).__name__}: give dimension=, the size of x.")
         return self.dimension
-
-    def _check_relation(self, problem: DrawProblem) -> None:
-        """Check that everything that is proved holds under the relation.
-
-        If the number of records is private and the denominator public, no constant
-        bounds the mean loss, which all draws but those from candidates depend on.
-
-        Raises:
-            ValueError: Add-or-remove-one with two levels or a continuous sampler.
-        """
-        if self.neighbours is Neighbours.REPLACE_ONE:
-            return
-        if isinstance(problem, BilevelProblem) or self.sampler.continuous:
-            raise ValueError(
-                f"{type(self).__name__}: proved under replace-one only. Use "
-                "REPLACE_ONE, or ExponentialMechanism(Grid(...)) on one level."
-            )
 
     def scored_dtype(self, start: PyTree) -> jnp.dtype:
         """Return the dtype that rounding is counted in, for finer starts too.

@@ -267,10 +267,29 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         epsilon, delta, rate = budget.epsilon, budget.delta, None
         if not 0 < delta < 0.1:
             raise ValueError(f"{owner}: delta must be in (0, 1/10), got {delta}.")
+        dtype = jnp.result_type(float)
         if isinstance(problem, FiniteSum):
-            regularizer, rate = _one_level(problem, sizes, dimension, epsilon, delta)
+            score, n = MeanLoss(problem, "slope", sizes), sizes
+            lipschitz = score.regularity(dtype, dimension).lipschitz
+            diameter = float(problem.w_set.diameter)
+            private = 2 * math.log(3 / (4 * delta)) * dimension / (epsilon * n) ** 2
+            regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / n)
+            rate = 2 * n * dimension * regularizer / lipschitz**2
         else:
-            regularizer = _two_levels(problem, sizes, dimension, epsilon, delta)
+            score = HyperObjective(problem, "slope", sizes)
+            contributions = score.contributions(dtype).values()
+            constants = certificate_of(problem).second_order
+            n, mu = min(sizes.upper, sizes.lower), constants.strong_convexity
+            slope = n * sum(map(float, contributions))  # G: these are half of S
+            steep = constants.upper_y * constants.lower_xy
+            shift = steep * (1 + constants.lower_yy / mu) / mu
+            square = (  # Theorem B.8
+                slope * shift / (epsilon * n)
+                + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
+                + slope * shift / math.sqrt(n)
+                + slope * constants.upper_total / n
+            )
+            regularizer = math.sqrt(square) / float(problem.x_set.diameter)
         defaults = {"regularizer": regularizer, "largest_rate": rate}
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
@@ -319,11 +338,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return noise + mu / 2 * distance**2 + error
 
     def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
-        r"""Return the terms of `bound`: $d / k$, $\mu_0$ and $t L D$.
-
-        Raises:
-            ValueError: As `bound`.
-        """
+        r"""Return the terms of `bound`, as it refuses: $d / k$, $\mu_0$ and $t L D$."""
         plan, draw = self.planned(problem)
         diameter = float(feasible_set(problem).diameter)
         error = draw.failure * plan.regularity.lipschitz * diameter
@@ -362,30 +377,3 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         if isinstance(problem, FiniteSum):
             return MeanLoss(problem, "slope", sizes)
         return HyperObjective(problem, "slope", sizes, uniform=True)
-
-
-def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
-    r"""Return $\mu$ and the largest $k$ of the theorem for one level."""
-    score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
-    lipschitz = score.regularity(dtype, dimension).lipschitz
-    diameter = float(problem.w_set.diameter)
-    private = 2 * math.log(3 / (4 * delta)) * dimension / (epsilon * n) ** 2
-    regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / n)
-    return regularizer, 2 * n * dimension * regularizer / lipschitz**2
-
-
-def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
-    r"""Return $\mu$ of the theorem for two levels."""
-    score = HyperObjective(problem, "slope", sizes)
-    contributions = score.contributions(jnp.result_type(float)).values()
-    constants = certificate_of(problem).second_order
-    n, mu = min(sizes.upper, sizes.lower), constants.strong_convexity
-    slope = n * sum(map(float, contributions))  # G: contributions are half of S
-    shift = constants.upper_y * constants.lower_xy * (1 + constants.lower_yy / mu) / mu
-    square = (  # Theorem B.8
-        slope * shift / (epsilon * n)
-        + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
-        + slope * shift / math.sqrt(n)
-        + slope * constants.upper_total / n
-    )
-    return math.sqrt(square) / float(problem.x_set.diameter)

@@ -37,17 +37,11 @@ class HyperObjective(AbstractScore):
     constants or by clipping to $[0, B]$. A lower record moves them by at most $S_{low}
     D$ and by $2 L_{fy} d$, where it moves $y^*$ by at most $d$. The error $e$ of a
     computed value, from the inner solve and from rounding, adds $4 e$ to each.
-
-    Args:
-        problem: A `BilevelProblem` with a certificate.
-        measure: As in `AbstractScore`.
-        sizes: The planned sizes.
-        clip_range: The range $B$ that losses are clipped to, or `None`.
-        uniform: Whether the lower level is solved by as many steps at every point as at
-            the worst one. Points that depend on records must not show in a trip count.
     """
 
-    clip_range: Any = None
+    clip_range: Any = None  # B, or `None`
+    # Whether the lower level is solved by as many steps at every point as at the worst
+    # one. Points that depend on records must not show in a trip count.
     uniform: bool = False
 
     @override
@@ -65,12 +59,14 @@ class HyperObjective(AbstractScore):
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate, gradient_error = self._certificate(), 0.0
         if self.measure == "slope":
-            gradient_error = sensitivities.hypergradient_error(
-                certificate, self.sizes, dtype
-            )
+            of = certificate, self.sizes, dtype
+            gradient_error = sensitivities.hypergradient_error(*of)
+        lipschitz: Any = self._bounds().gradient  # in x, of clipped losses too
+        if self.clip_range is not None and self.problem.upper_public is not None:
+            lipschitz = 3 * certificate.second_order.upper_total
         return Regularity(
             dimension,
-            float(self._lipschitz()),
+            float(lipschitz),
             smoothness=float(certificate.second_order.smoothness),
             error=float(self._error(dtype)),
             gradient_error=float(gradient_error),
@@ -97,10 +93,10 @@ class HyperObjective(AbstractScore):
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
             largest += 2 * self._change()
-        solution = self._target(dtype) + self._rounding(self._bounds(), dtype)
+        solved = sensitivities.solution_rounding(self._bounds(), self.sizes, dtype)
         units = sensitivities.units_of(self.problem)
         rounding = units * float(jnp.finfo(dtype).eps) * largest
-        return self._slope() * solution + rounding
+        return self._slope() * (self._target(dtype) + solved) + rounding
 
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
@@ -121,10 +117,8 @@ class HyperObjective(AbstractScore):
         return upper, _least(bounds.lower * diameter, lower)
 
     def _half(self) -> Number:
-        """Return the clip norm of upper losses about a reference, or $B/2$.
-
-        The reference may be at either end of their range.
-        """
+        """Return the clip norm of upper losses about a reference, or $B/2$."""
+        # The reference may be at either end of their range.
         return self._change() if self.clip_range is None else self.clip_range / 2
 
     def _change(self, *, of_spread: bool = False) -> Number:
@@ -144,16 +138,10 @@ class HyperObjective(AbstractScore):
         slope = self._certificate().second_order.upper_y
         return slope if self.problem.upper_public is None else 3 * slope
 
-    def _lipschitz(self) -> Number:
-        """Return the Lipschitz constant of the score in x, for clipped losses too."""
-        if self.clip_range is None or self.problem.upper_public is None:
-            return self._bounds().gradient
-        return 3 * self._certificate().second_order.upper_total
-
     def _target(self, dtype: DTypeLike) -> float:
         """Return the allowed error of a lower solution, beyond rounding."""
         bounds = self._bounds()
-        rounding = float(self._rounding(bounds, dtype))
+        rounding = float(sensitivities.solution_rounding(bounds, self.sizes, dtype))
         if self.measure == "slope":
             return rounding
         # Half of the error that is allowed beside the spread of a lower record.
@@ -169,9 +157,6 @@ class HyperObjective(AbstractScore):
                 "point. Raise the strong convexity (mu_g) by a larger public penalty."
             )
         return int(count)
-
-    def _rounding(self, bounds: Bounds, dtype: DTypeLike) -> Number:
-        return sensitivities.solution_rounding(bounds, self.sizes, dtype)
 
 
 def _least(first: Any, second: Any) -> Number:
@@ -276,11 +261,6 @@ class GradientNorm(AbstractScore):
     record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
     setting points further apart, the score by as much, and the differences between two
     points by $2 S_r$; the errors of the inner solves are part of $S_r$.
-
-    Args:
-        problem: A `BilevelProblem` with a certificate.
-        measure: `"spread"`.
-        sizes: The planned sizes.
     """
 
     @override
@@ -293,9 +273,8 @@ class GradientNorm(AbstractScore):
     @override
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate = self._certificate()
-        error = sensitivities.hypergradient_error(
-            certificate, self.sizes, dtype
-        ) + self._rounding(dtype)
+        of = certificate, self.sizes, dtype
+        error = sensitivities.hypergradient_error(*of) + self._rounding(dtype)
         lipschitz = float(certificate.second_order.smoothness + 2)  # 1 + (1 + beta)
         return Regularity(dimension, lipschitz, error=float(error))
 

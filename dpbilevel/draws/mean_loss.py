@@ -45,30 +45,19 @@ _BEYOND = 1 + 2.0**-10
 
 @dataclasses.dataclass(frozen=True)
 class AbstractScore(abc.ABC):
-    """Score of a problem, with one measure of its sensitivity.
-
-    Args:
-        problem: The problem.
-        measure: `"spread"` or `"slope"`, as in `BoundedScore`.
-        sizes: The planned sizes.
-
-    Attributes:
-        basis: Basis of the contributions; by default constants.
-    """
+    """Score of a problem, with one measure of its sensitivity."""
 
     problem: Any
-    measure: Measure
+    measure: Measure  # as in `BoundedScore`
     sizes: Any
-    basis: ClassVar[Basis] = Basis.CONSTANTS
+    basis: ClassVar[Basis] = Basis.CONSTANTS  # of the contributions
 
     @abc.abstractmethod
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         """Return by role the contribution of one record, as in `BoundedScore`.
 
-        A spread counts the errors of scores that are computed in `dtype`.
-
-        Raises:
-            ValueError: Constants are missing, or `dtype` is too coarse.
+        A spread counts the errors of scores that are computed in `dtype`; one that is
+        too coarse is refused.
         """
 
     @abc.abstractmethod
@@ -96,22 +85,14 @@ class AbstractScore(abc.ABC):
 
 
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
-    """Refuse a dtype in which computed scores are too far off.
-
-    Raises:
-        ValueError: Four errors are more than 6 % of what a record changes without them.
-    """
+    """Refuse four errors above 6 % of what a record changes in scores without them."""
     owner, what = "ExponentialMechanism", "errors of computed scores"
     limit: Any = {"allowed": SOLVES + ROUNDING, "remedy": remedy}
     check_rounding(owner, what, 4 * error, spread, dtype, **limit)
 
 
 def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
-    """Refuse a loss that is coarser than what errors are planned for.
-
-    Raises:
-        ValueError: At `(*points, record)` it has a coarser dtype than the points.
-    """
+    """Refuse a loss with a coarser dtype at `(*points, record)` than the points."""
     dtype = jax.eval_shape(loss, *points, one_record(records)).dtype
     planned = jnp.result_type(*jax.tree.leaves(points))
     if jnp.finfo(dtype).bits < jnp.finfo(planned).bits:
@@ -125,15 +106,9 @@ class MeanLoss(AbstractScore):
     With a range $B$ every loss is clipped to $[0, B]$, so that one record moves the
     mean by less than $B / n$ whatever the loss is. Otherwise $G$, declared, bounds the
     difference between two points by $G D$.
-
-    Args:
-        problem: A `FiniteSum`.
-        measure: As in `AbstractScore`.
-        sizes: The planned number of records.
-        clip_range: $B$, or `None`.
     """
 
-    clip_range: Any = None
+    clip_range: Any = None  # B, or `None`
 
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         """Return $B / n$ or $G D / n$ by role; as a slope $G^d / n$."""
@@ -240,10 +215,7 @@ def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, 
     """Return a record's contribution to a clipped mean, and its rounding error.
 
     Losses are clipped to an interval of length `reach`; `public` is whether the mean
-    has a public term, by `public_part`.
-
-    Raises:
-        ValueError: The dtype is too coarse.
+    has a public term, by `public_part`. A dtype that is too coarse is refused.
     """
     # Clipped values lie on a grid; the mean, its multiple and the draw round.
     rounding = 4 * unit_roundoff(dtype) * (1 + _PUBLIC * public) * reach

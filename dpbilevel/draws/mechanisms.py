@@ -41,23 +41,17 @@ Measure = Literal["spread", "slope"]
 
 
 class BoundedScore(eqx.Module):
-    r"""Score of points, sealed with a bound on the contribution of one record.
+    r"""Score $\Phi$ of points, sealed with a bound $c$ on one record's contribution.
 
-    Only a mechanism may open it.
-
-    Attributes:
-        raw: The score $\Phi$, to be small. NON-PRIVATE.
-        contribution: $c$: under replace-one the change $\Phi_Z - \Phi_{Z'}$ has measure
-            at most $2 c$, under add-or-remove-one $c$.
-        measure: `"spread"`, $\sup \Delta - \inf \Delta$, or `"slope"`, the Lipschitz
-            constant in $\ell_2$. Static.
-        basis: The basis of $c$: clipping or constants. Static.
+    Only a mechanism may open it. Under replace-one the change $\Delta = \Phi_Z -
+    \Phi_{Z'}$ has `measure` at most $2 c$, under add-or-remove-one $c$: `"spread"`,
+    $\sup \Delta - \inf \Delta$, or `"slope"`, the Lipschitz constant in $\ell_2$.
     """
 
-    raw: AbstractPotential
-    contribution: Number
+    raw: AbstractPotential  # to be small. NON-PRIVATE
+    contribution: Number  # c
     measure: Measure = eqx.field(static=True)
-    basis: Basis = eqx.field(static=True)
+    basis: Basis = eqx.field(static=True)  # of c: clipping or constants
 
     def sensitivity(self, neighbours: Neighbours) -> Number:
         """Return how much the score may change between neighbours, in `measure`."""
@@ -65,19 +59,12 @@ class BoundedScore(eqx.Module):
 
 
 class AbstractDrawMechanism(AbstractMechanism):
-    """Mechanism that draws a point from a density defined by a sealed score.
+    """Mechanism that draws a point from a density defined by a sealed score."""
 
-    Attributes:
-        neighbours: The relation that sensitivities are taken under. Static.
-        measure: The measure of the change that one record makes in the score.
-        precision: The precision in the report.
-        parameter: The name of the field that sets the noise.
-    """
-
-    neighbours: AbstractVar[Neighbours]
-    measure: eqx.AbstractClassVar[Measure]
-    parameter: eqx.AbstractClassVar[str]
-    precision: ClassVar[str] = "draw"
+    neighbours: AbstractVar[Neighbours]  # the relation that sensitivities refer to
+    measure: eqx.AbstractClassVar[Measure]  # of the change by one record
+    parameter: eqx.AbstractClassVar[str]  # the name of the field that sets the noise
+    precision: ClassVar[str] = "draw"  # in the report
 
     def __check_init__(self):
         _checks.instance(type(self).__name__, Neighbours, neighbours=self.neighbours)
@@ -93,16 +80,11 @@ class AbstractDrawMechanism(AbstractMechanism):
         convexity: Number = 0.0,
         key: PRNGKey,
     ) -> PyTree:
-        r"""Open `score` and draw a point by it.
+        r"""Open `score`, sealed with the mechanism's measure, and draw a point by it.
 
-        Args:
-            score: The score, sealed with the mechanism's measure.
-            sampler: The sampler, with its counts set.
-            feasible: The set.
-            start: A public point of the set.
-            regularizer: $\mu_0 \ge 0$, the coefficient of a quadratic term about it.
-            convexity: $\mu_1 \ge 0$, the declared strong convexity of the score.
-            key: A typed key for this draw alone.
+        The counts of the sampler are set, `start` is a public point of the set,
+        `regularizer` the coefficient $\mu_0 \ge 0$ of a quadratic term about it, and
+        `convexity` the declared strong convexity $\mu_1 \ge 0$ of the score.
 
         Raises:
             ValueError: The mechanism is not calibrated, or does not go with the
@@ -129,12 +111,8 @@ class AbstractDrawMechanism(AbstractMechanism):
     def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
         r"""Return $k$, the factor of the score in the exponent.
 
-        Args:
-            sensitivity: The sensitivity of the score, under the mechanism's relation.
-            convexity: $\mu = \mu_0 + \mu_1$ of the regularized score.
-
-        Raises:
-            ValueError: The mechanism is not calibrated.
+        The sensitivity is under the mechanism's relation, and the convexity $\mu =
+        \mu_0 + \mu_1$ that of the regularized score.
         """
 
     @abc.abstractmethod
@@ -143,35 +121,21 @@ class AbstractDrawMechanism(AbstractMechanism):
     ) -> "dp_accounting.DpEvent":
         r"""Return the dp-accounting event of one draw, at a fraction of sensitivity.
 
-        Args:
-            fraction: $s$ in (0, 1].
-            log_ratio: $\xi$ of the sampler, as in `SamplerGuarantee`.
+        $s$ in (0, 1], and $\xi$ of the sampler, as in `SamplerGuarantee`.
         """
 
     @abc.abstractmethod
     def with_multiplier(self, multiplier: Number) -> Self:
-        """Return a copy with the privacy of a Gaussian release of this multiplier.
-
-        Args:
-            multiplier: The noise multiplier of that release.
-        """
+        """Return a copy with the privacy of a Gaussian release of this multiplier."""
 
     def check_sampler(self, sampler: AbstractSampler) -> None:
-        """Check that the guarantee holds for the sampler.
-
-        Raises:
-            ValueError: The guarantee does not hold for the sampler.
-        """
+        """Raise `ValueError` if the guarantee does not hold for the sampler."""
         if self.measure == "slope" and not sampler.continuous:
             name = type(sampler).__name__
             raise ValueError(f"{name}: takes no convex set; use AlternatingSampler.")
 
     def calibrated(self) -> Number:
-        """Return the number that sets the noise, checked not to be `None`.
-
-        Raises:
-            ValueError: There is none yet.
-        """
+        """Return the number that sets the noise, checked not to be `None`."""
         value = getattr(self, self.parameter)
         if value is None:
             raise ValueError(

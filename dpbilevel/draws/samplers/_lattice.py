@@ -113,12 +113,7 @@ class SimplexFrame(AbstractFrame):
 
 
 def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
-    """Return the `AbstractFrame` of a set, on the host if its numbers are known.
-
-    Raises:
-        ValueError: The set is no bounded `Box`, `Ball`, or `Simplex` of at least two
-            entries, or of another dimension.
-    """
+    """Return the `AbstractFrame` of a set, on the host if its numbers are known."""
     if isinstance(feasible, Box):
         lower = _flat(owner, feasible.lower, dimension)
         upper = _flat(owner, feasible.upper, dimension)

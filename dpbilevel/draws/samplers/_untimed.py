@@ -23,6 +23,8 @@ _PATIENCE = 4  # tries before what they have in common is moved
 _WORSE = 0.5  # of the best efficiency: larger steps are not looked at
 
 
+# Keys of states pass `computed_once`: under `jax.vmap` lanes that have ended keep the
+# state of before, whose key `jax.debug_key_reuse` would see as used again.
 class _Descent(eqx.Module):
     x: PyTree
     ahead: PyTree  # the point that is extrapolated to
@@ -39,12 +41,6 @@ class _Ladder(eqx.Module):
     key: PRNGKey
 
 
-class _Walk(eqx.Module):
-    x: PyTree
-    done: Int[Array, ""]
-    key: PRNGKey
-
-
 class _Tries(eqx.Module):
     x: PyTree
     common: PyTree
@@ -56,11 +52,7 @@ class _Tries(eqx.Module):
 def require_exact(
     oracle: proximal.AbstractProximalOracle,
 ) -> proximal.AbstractExactOracle:
-    """Return `oracle`, checked to be exact.
-
-    Raises:
-        ValueError: It is not known to be exact at any step size.
-    """
+    """Return `oracle`, checked to be exact at any step size."""
     if not isinstance(oracle, proximal.AbstractExactOracle):
         raise ValueError("running_time: the oracle must be exact at any step size.")
     return oracle
@@ -168,7 +160,7 @@ def best_step(
             x, above = oracle.proposal(wider, y, oracle.prepare(wider, y), key=key_try)
             return x, jnp.exp(-jnp.maximum(above, 0))
 
-        key, key_tries = derive(_advanced(ladder.key), "next", "step")
+        key, key_tries = derive(computed_once(ladder.key), "next", "step")
         keys = jax.random.split(key_tries, _PARTICLES)
         points, chances = jax.vmap(one)(ladder.points, keys)
         tries = 1 / jnp.maximum(jnp.mean(chances), 1e-6)
@@ -202,21 +194,21 @@ def walk(
     """Return the point after `num_steps` steps, each of as many tries as it takes."""
 
     def step(chain):
-        keys = derive(_advanced(chain.key), "next", "smooth", "reject")
+        x, done, key = chain
+        keys = derive(computed_once(key), "next", "smooth", "reject")
         # Algorithm 1 of Gopi, Lee and Liu: y_t.
-        noise = standard_normal(chain.x, key=keys[1])
-        y = add_scaled(chain.x, target.step_size**0.5, noise)
+        noise = standard_normal(x, key=keys[1])
+        y = add_scaled(x, target.step_size**0.5, noise)
 
         def attempt(tries):
-            after, now = derive(_advanced(tries.key), "next", "restart")
+            after, now = derive(computed_once(tries.key), "next", "restart")
             x, accepted, _ = oracle.attempt(target, y, tries.common, key=now)
             return _Tries(x, tries.common, accepted, tries.count + 1, after)
 
-        def goes_on(tries):
-            return ~tries.accepted & (tries.count < _PATIENCE)
-
         def block(tries):
-            tries = jax.lax.while_loop(goes_on, attempt, tries)
+            tries = jax.lax.while_loop(
+                lambda t: ~t.accepted & (t.count < _PATIENCE), attempt, tries
+            )
             # Common values of tries may depend on those that were rejected.
             common = tries.common
             move = functools.partial(oracle.move, target, y, common)
@@ -226,18 +218,9 @@ def walk(
 
         # Line 1 of that algorithm: x_t given y_t.
         zero = jnp.zeros((), jnp.int32)
-        tries = _Tries(chain.x, oracle.prepare(target, y), zero > 0, zero, keys[2])
+        tries = _Tries(x, oracle.prepare(target, y), zero > 0, zero, keys[2])
         tries = jax.lax.while_loop(lambda t: ~t.accepted, block, tries)
-        return _Walk(tries.x, chain.done + 1, keys[0])
+        return tries.x, done + 1, keys[0]
 
-    chain = _Walk(start, jnp.zeros((), jnp.int32), key)
-    return jax.lax.while_loop(lambda c: c.done < num_steps, step, chain).x
-
-
-def _advanced(key: PRNGKey) -> PRNGKey:
-    """Return the key of a loop's state, to be used up.
-
-    Under `jax.vmap` lanes that have ended keep the state of before, whose key
-    `jax.debug_key_reuse` would see as used again.
-    """
-    return computed_once(key)
+    chain = start, jnp.zeros((), jnp.int32), key
+    return jax.lax.while_loop(lambda chain: chain[1] < num_steps, step, chain)[0]

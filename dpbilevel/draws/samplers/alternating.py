@@ -170,7 +170,13 @@ class AlternatingSampler(AbstractSampler):
         step_size = self.step_size or self._step_size(open_plan)
         plan = self._plan(regularity, feasible, step_size=step_size)
         if self._untimed:
-            return self._without_counts(plan)
+            # The least step size; records choose the one in use.
+            while self._steps(plan) > _MOST_STEPS:  # any step size will do
+                plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
+            oracle = _untimed.require_exact(self.oracle).without_counts(plan)
+            planned: Any = {"step_size": plan.step_size}
+            planned |= {"oracle": oracle, "mixing": proximal.Mixing.of(plan)}
+            return dataclasses.replace(self, **planned)
         num_steps = self.num_steps or self._steps(plan)
         chance = self.oracle.acceptance(plan)
         bias = num_steps * self.oracle.bias(plan)
@@ -303,14 +309,6 @@ class AlternatingSampler(AbstractSampler):
         """Return the fewest steps after which the start's effect is small enough."""
         distance = (1 if self._untimed else _MIXING) * self.distance
         return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
-
-    def _without_counts(self, plan: proximal.ProximalPlan) -> Self:
-        """Return a copy with the least step size; records choose the one in use."""
-        while self._steps(plan) > _MOST_STEPS:  # any step size will do
-            plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
-        changes: Any = {"step_size": plan.step_size, "mixing": proximal.Mixing.of(plan)}
-        oracle = _untimed.require_exact(self.oracle).without_counts(plan)
-        return dataclasses.replace(self, oracle=oracle, **changes)
 
     def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
         """Return a `SamplerGuarantee` of `distance`, if planned for this potential."""

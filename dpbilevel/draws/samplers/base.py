@@ -29,34 +29,24 @@ _BATCH = 128  # points whose potentials are computed side by side
 
 @dataclasses.dataclass(frozen=True)
 class Regularity:
-    r"""Known regularity of a potential $U$, before any data is seen.
+    r"""Known regularity of a potential $U$, before any data is seen, in $\ell_2$.
 
-    Args:
-        dimension: $d$, the number of coordinates.
-        lipschitz: $L$, the Lipschitz constant of $U$ on the set in $\ell_2$.
-        strong_convexity: $\alpha \ge 0$ with $U - \frac{\alpha}{2} \|x\|^2$ convex on
-            the set; `None` if $U$ is not known to be convex.
-        smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite if none is
-            known.
-        error: $\zeta$, the largest error of a computed value of $U$.
-        gradient_error: The largest error of a computed gradient, in $\ell_2$.
-        rounding: The largest further error by rounding, of a value and of a gradient
-            times the diameter of the set.
-        num_terms: $n$, if $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
-        term_lipschitz: The Lipschitz constant of every $u_i$ in $\ell_2$.
-        quadratic: $m \ge 0$, of the public quadratic part of $U$.
+    With $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$ if it is a sum of terms. An
+    unknown smoothness is infinite.
     """
 
-    dimension: Count
-    lipschitz: float
+    dimension: Count  # d
+    lipschitz: float  # L, of U on the set
+    # alpha >= 0 with U - alpha |x|^2 / 2 convex on the set; `None` if U may not be.
     strong_convexity: float | None = None
-    smoothness: float = math.inf
-    error: NonNegative = 0.0
-    gradient_error: NonNegative = 0.0
+    smoothness: float = math.inf  # beta, the Lipschitz constant of the gradient
+    error: NonNegative = 0.0  # zeta, of a computed value of U, at most
+    gradient_error: NonNegative = 0.0  # of a computed gradient, at most
+    # The further error by rounding, of a value and of a gradient times the diameter.
     rounding: NonNegative = 0.0
-    num_terms: int | None = None
-    term_lipschitz: float | None = None
-    quadratic: NonNegative = 0.0
+    num_terms: int | None = None  # n
+    term_lipschitz: float | None = None  # of every u_i
+    quadratic: NonNegative = 0.0  # m, of the public quadratic part
 
     def __post_init__(self):
         check_fields(self)
@@ -86,28 +76,18 @@ class Regularity:
 class SamplerGuarantee:
     r"""Proved distance of a sampler's distribution from its target, before any data.
 
-    Attributes:
-        num_steps: The number of steps.
-        queries: The number of evaluations of the potential, or of one term of it; on
-            average, if it may stop early.
-        log_ratio: $\xi$: the density of the distribution over the target's lies within
-            $e^{\pm \xi}$.
-        distance: $\eta$: the distribution is within $\eta$ in total variation of one
-            for which `log_ratio` holds.
-        proved: Whether this follows from a theorem. Otherwise the sampler was cut
-            short, or planned for another potential or set, and no guarantee may be
-            claimed.
-        aim: The distance that is aimed at, which the noise is chosen for.
-        notes: The notes of the report.
+    The distribution is within $\eta$ in total variation of one whose density over the
+    target's lies within $e^{\pm \xi}$. If that is not `proved`, the sampler was cut
+    short, or planned for another potential or set, and no guarantee may be claimed.
     """
 
     num_steps: int
-    queries: float
-    log_ratio: float = 0.0
-    distance: float = 0.0
-    proved: bool = True
-    aim: float = 0.0
-    notes: tuple[str, ...] = ()
+    queries: float  # evaluations of the potential or of one term of it, on average
+    log_ratio: float = 0.0  # xi
+    distance: float = 0.0  # eta
+    proved: bool = True  # by a theorem
+    aim: float = 0.0  # the distance that is aimed at, which the noise is chosen for
+    notes: tuple[str, ...] = ()  # of the report
 
 
 class AbstractPotential(eqx.Module):
@@ -130,14 +110,10 @@ class AbstractSumPotential(AbstractPotential):
     r"""Potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
 
     The center $c$ is a point of the set that is drawn from, or zero.
-
-    Attributes:
-        num_terms: $n$. Static.
-        quadratic: $m \ge 0$; public.
     """
 
-    num_terms: AbstractVar[int]
-    quadratic: AbstractVar[Float[Array, ""] | float]
+    num_terms: AbstractVar[int]  # n
+    quadratic: AbstractVar[Float[Array, ""] | float]  # m; public
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:

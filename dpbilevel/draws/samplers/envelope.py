@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -102,8 +102,9 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
 
     @override
     def with_counts(self, plan: proximal.ProximalPlan) -> Self:
-        steps, tries = self._best_steps(plan), self.enough_draw_tries(plan)
-        return self._planned(plan, gradient_steps=steps, draw_tries=tries)
+        counts: Any = {"gradient_steps": self._best_steps(plan)}
+        counts["draw_tries"] = self.enough_draw_tries(plan)
+        return dataclasses.replace(self, **counts, **_numbers(plan))
 
     def without_counts(self, plan: proximal.ProximalPlan) -> Self:
         """Return a copy without gradient steps by default: they rarely help.
@@ -111,17 +112,13 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         A try is rejected if no draw of its proposal is accepted, so that few are
         enough.
         """
-        steps, tries = self.gradient_steps or 0, self.draw_tries or _FEW_DRAWS
-        return self._planned(plan, gradient_steps=steps, draw_tries=tries)
-
-    def _planned(self, plan: proximal.ProximalPlan, **counts: int) -> Self:
-        numbers = {"curvature": plan.convexity, "slack": _slack(plan)}
-        return dataclasses.replace(self, drop=_drop(plan), **numbers, **counts)
+        counts: Any = {"gradient_steps": self.gradient_steps or 0}
+        counts["draw_tries"] = self.draw_tries or _FEW_DRAWS
+        return dataclasses.replace(self, **counts, **_numbers(plan))
 
     def serves(self, plan: proximal.ProximalPlan) -> bool:
         """Return whether all numbers are as `with_counts` sets them for this plan."""
-        planned = plan.convexity, _slack(plan), _drop(plan)
-        return (self.curvature, self.slack, self.drop) == planned
+        return all(getattr(self, k) == v for k, v in _numbers(plan).items())
 
     def bias(self, plan: proximal.ProximalPlan) -> float:
         """Return zero: accepted tries follow the computed potential exactly."""
@@ -229,9 +226,11 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return max(range(most + 1), key=lambda j: _acceptance(plan, j) / (2 + j))
 
 
-def _drop(plan: proximal.ProximalPlan) -> float:
-    """Bound the fall of the potential, and of the support's own curve, on the set."""
-    return plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
+def _numbers(plan: proximal.ProximalPlan) -> dict[str, float]:
+    """Return the fields of an oracle that a plan decides, but for counts."""
+    # The falls of the potential, and of the support's own curve, on the set.
+    drop = plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
+    return {"curvature": plan.convexity, "slack": _slack(plan), "drop": drop}
 
 
 def _acceptance(plan: proximal.ProximalPlan, gradient_steps: int) -> float:
@@ -242,7 +241,7 @@ def _acceptance(plan: proximal.ProximalPlan, gradient_steps: int) -> float:
     for _ in range(gradient_steps):
         residual = smoothness * plan.step_size * residual + 2 * error
     precision = plan.convexity + 1 / plan.step_size
-    root = math.sqrt(residual**2 + 4 * precision * plan.dimension)
+    root = math.sqrt(residual**2 + 4 * precision * plan.regularity.dimension)
     distance = min(plan.width, (residual + root) / (2 * precision))
     smooth = max(smoothness - plan.convexity, 0.0) / 2 * distance**2
     loss = min(smooth, 2 * lipschitz * distance)

@@ -39,14 +39,9 @@ class ProximalPlan:
     failure: float = 0.0  # the chance with which draws of proposals may run out
 
     @property
-    def dimension(self) -> int:
-        """Number of coordinates."""
-        return self.regularity.dimension
-
-    @property
     def width(self) -> float:
         """Diameter of the set."""
-        return restricted.diameter(self.feasible, self.dimension)
+        return restricted.diameter(self.feasible, self.regularity.dimension)
 
     @property
     def convexity(self) -> float:
@@ -55,15 +50,10 @@ class ProximalPlan:
 
 
 class Mixing(eqx.Module):
-    r"""Rate at which `AlternatingSampler` forgets its start, at any step size.
+    r"""Rate at which `AlternatingSampler` forgets its start, at any step size."""
 
-    Attributes:
-        width: $D$.
-        convexity: $\alpha'$.
-    """
-
-    width: float
-    convexity: float
+    width: float  # D
+    convexity: float  # alpha'
 
     @classmethod
     def of(cls, plan: ProximalPlan) -> "Mixing":
@@ -203,7 +193,7 @@ class AbstractProximalOracle(eqx.Module):
     def _draw_chance(self, plan: ProximalPlan) -> tuple[float, bool]:
         """Return a draw's least acceptance, and whether it holds for every mean."""
         deviation, weight, shift = self.gaussian(plan)
-        feasible, dimension = plan.feasible, plan.dimension
+        feasible, dimension = plan.feasible, plan.regularity.dimension
         noise = math.sqrt(plan.step_size)
         reach = restricted.reach(feasible, dimension, noise, _far(plan))
         reach = weight * reach + shift  # of the mean
@@ -219,11 +209,7 @@ class AbstractExactOracle(AbstractProximalOracle):
 
     @abc.abstractmethod
     def without_counts(self, plan: ProximalPlan) -> Self:
-        """Return a copy for steps of any size and as many tries as they take.
-
-        Raises:
-            ValueError: Nothing is gained.
-        """
+        """Return a copy for steps of any size and as many tries as they take."""
 
     @abc.abstractmethod
     def proposal(
@@ -237,11 +223,7 @@ class AbstractExactOracle(AbstractProximalOracle):
 
 
 def enough_tries(num_steps: int, chance: float, failure: float) -> int:
-    """Return the fewest tries that give `num_steps` successes up to chance `failure`.
-
-    Raises:
-        ValueError: There are more than anyone would make.
-    """
+    """Return the fewest tries for `num_steps` successes up to chance `failure`."""
 
     def serves(tries):
         return scipy.stats.binom.cdf(num_steps - 1, tries, chance) <= failure

@@ -41,9 +41,6 @@ def restricted_normal(
     The set is a box (or a product of boxes), which needs one try, a ball, or a simplex,
     on which the density refers to the volume of its hyperplane. The mean $a$ may be
     anywhere, and the point has its structure; the deviation is $s > 0$.
-
-    Raises:
-        ValueError: A set of another kind.
     """
     point, accepted = try_normal(feasible, mean, deviation, tries, key=key)
     return optax.tree.where(accepted, point, feasible.project(mean))
@@ -61,9 +58,6 @@ def try_normal(
 
     Arguments are those of `restricted_normal`; given that a try was accepted the point
     has exactly the distribution that is asked for.
-
-    Raises:
-        ValueError: A set of another kind.
     """
     check_set(feasible)
     flat, unravel = jax.flatten_util.ravel_pytree(mean)
@@ -89,11 +83,7 @@ def try_normal(
 
 
 def check_set(feasible: AbstractSet) -> None:
-    """Check that the set is a box, a ball or a simplex.
-
-    Raises:
-        ValueError: Neither box, ball nor simplex.
-    """
+    """Raise `ValueError` if a set is neither box, ball nor simplex."""
     boxes = all(isinstance(part, Box) for part in parts(feasible))
     if not boxes and not isinstance(feasible, Ball | Simplex):
         raise ValueError(
