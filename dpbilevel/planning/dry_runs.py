@@ -70,19 +70,6 @@ def accelerated(solver: Any) -> Any:
     return dataclasses.replace(solver, **plain)
 
 
-def less_noise(part: Any, factor: float) -> Any:
-    """Return a solver whose mechanisms have their noise divided by a factor.
-
-    Means of that many times fewer records then have the same noise.
-    """
-
-    def less(path, leaf):
-        of_noise = getattr(path[-1], "name", "") == "noise_multiplier"
-        return leaf / factor if of_noise else leaf
-
-    return jax.tree_util.tree_map_with_path(less, part)
-
-
 def _answer(problem: Any, solver: Any, data, w0, keys: Key[Array, " steps"]) -> PyTree:
     if isinstance(solver, WarmStarted):
         (first, then), parts = solver.parts, _both_keys(keys)

@@ -15,7 +15,7 @@ from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from .dry_runs import Stopped, Workers, accelerated, less_noise, released
+from .dry_runs import Stopped, Workers, accelerated, released
 from .methods import Candidate, constant_loss, is_vector, mean_loss, model_of
 from .synthetic import AbstractPopulation, SyntheticData
 
@@ -312,7 +312,13 @@ class DryRuns:
             solver = accelerated(solver)
         if self.thinning == 1:
             return solver
-        return less_noise(solver.with_sizes(self._sizes), self.thinning)
+
+        def less(path, leaf):
+            of_noise = getattr(path[-1], "name", "") == "noise_multiplier"
+            return leaf / self.thinning if of_noise else leaf
+
+        # Means of that many times fewer records then have the same noise.
+        return jax.tree_util.tree_map_with_path(less, solver.with_sizes(self._sizes))
 
     def _key(self, number: int) -> Key:
         return jax.random.fold_in(jax.random.key(self.seed), number)
