@@ -1,5 +1,6 @@
 """ChaCha20 as a generator of JAX: keys of 256 bits and cryptographic random bits."""
 
+import functools
 import math
 
 import jax
@@ -74,8 +75,7 @@ def _stream(key: UInt32[Array, "8"], count: int, use: int) -> UInt32[Array, "n 1
         rest = np.broadcast_to(np.asarray([0, use, 0], np.uint32), (number, 3))
         return blocks(key, jnp.concatenate([counters[:, None], rest], axis=1))
 
-    def at_once():
-        return some(jnp.uint32(0), count)
+    at_once = functools.partial(some, jnp.uint32(0), count)
 
     def in_parts():
         parts = -(-count // _TOGETHER)

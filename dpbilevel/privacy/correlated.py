@@ -80,12 +80,8 @@ def sensitivity(feedback: Sequence[float], num_steps: int, gap: int) -> float:
     r"""Return the joint sensitivity of a run, in units of that of one step.
 
     It is $\|\sum_j C_{\cdot, j g}\|$, the largest over all records that are in steps
-    $i, i + g, i + 2 g, \ldots$ of a run, or in some of them.
-
-    Args:
-        feedback: $a_1, \ldots$, not negative.
-        num_steps: Number of steps.
-        gap: $g$, steps between two batches with the same record; 1 for full batches.
+    $i, i + g, i + 2 g, \ldots$ of a run, or in some of them. Arguments are those of
+    `Correlated`.
     """
     # C is not negative, so all contributions point in one direction at worst, and
     # none is left out. C is Toeplitz, so a later start sees fewer and shorter columns.
@@ -240,9 +236,7 @@ class CorrelatedRelease(Release):
     def after(self, earlier: UInt32[Array, "lags 8"], step: Int32[Array, ""]):
         """Return the release of a step, with the keys of the noise of those before it.
 
-        Args:
-            earlier: Words of the ChaCha20 keys of the last releases, the latest first.
-            step: As in `Correlated`.
+        They follow from the words of the keys of these releases, the latest first.
         """
 
         def of_noise(words):
@@ -270,8 +264,7 @@ class CorrelatedRelease(Release):
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        for person, query, event in self.whole._events(people):
-            yield person, query.sampling.event(event, self.neighbours, query.size)
+        yield from Release.charges(self.whole, people)
 
 
 def check_sampling(owner: str, sampling: AbstractSampling) -> None:

@@ -1,6 +1,5 @@
 """Evaluation of jaxprs, equation by equation, by a function that computes each."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,9 @@ Compute = Callable[[Any, list[Any]], Sequence[Any]]  # (equation, operands)
 
 
 def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
-    """Evaluate a jaxpr; return the list of its results.
+    """Evaluate a jaxpr at its constants and then its arguments; return its results.
 
-    Args:
-        jaxpr: The jaxpr.
-        args: Its constants and then its arguments.
-        compute: Returns the results of an equation.
+    The results of an equation are those of `compute`.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
 
@@ -43,15 +39,11 @@ def retraced(value: Any, compute: Compute) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if hasattr(value, "consts"):  # a closed jaxpr
-        inner = functools.partial(_with, value.jaxpr, compute, value.consts)
-        return traced(inner, value.jaxpr.invars)
+        inner, consts = value.jaxpr, value.consts
+        return traced(lambda *v: evaluated(inner, [*consts, *v], compute), inner.invars)
     if isinstance(value, core.Jaxpr):
-        return traced(functools.partial(_with, value, compute, ()), value.invars).jaxpr
+        return traced(lambda *v: evaluated(value, v, compute), value.invars).jaxpr
     return value
-
-
-def _with(jaxpr: Any, compute: Compute, consts: Sequence[Any], *args: Any) -> list[Any]:
-    return evaluated(jaxpr, [*consts, *args], compute)
 
 
 def traced(fun: Callable, variables: Sequence[Any]) -> Any:
@@ -65,16 +57,14 @@ def constants(jaxpr: Any) -> list[Any]:
     found = [*getattr(jaxpr, "consts", ())]
     for eqn in jaxpr.eqns:
         found += [v.val for v in eqn.invars if isinstance(v, core.Literal)]
-        for value in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr):
-            found += constants(value) if _is_jaxpr(value) else []
+        for inner in inner_jaxprs(eqn, closed=True):
+            found += constants(inner)
     return found
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")
-
-
-def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Return a list of the jaxprs among an equation's parameters, without constants."""
-    values = jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr)
-    return [getattr(v, "jaxpr", v) for v in values if _is_jaxpr(v)]
+def inner_jaxprs(eqn: Any, *, closed: bool = False) -> list[Any]:
+    """Return a list of an equation's jaxprs; those that are closed have constants."""
+    params = [*eqn.params.values()]
+    values = jax.tree.leaves(params, is_leaf=lambda v: hasattr(v, "eqns"))
+    found = [v for v in values if hasattr(v, "eqns")]
+    return found if closed else [getattr(v, "jaxpr", v) for v in found]

@@ -119,8 +119,7 @@ class AbstractRelease(abc.ABC):
     def forecast(self, coordinates: int | None) -> ForecastRow:
         """Return a `ForecastRow`: how the noise compares with the signal.
 
-        Args:
-            coordinates: Number of coordinates of a release, if known.
+        The number of coordinates of a release is `None` if it is unknown.
         """
 
     @abc.abstractmethod
@@ -203,9 +202,7 @@ class Ledger:
     def delta_if_proved(self, epsilon: float, *, rough: bool = False) -> float:
         """Return the delta if every sampler met its target, for the choice of noise.
 
-        Args:
-            epsilon: As in `delta`.
-            rough: Whether an estimate is enough, off by some percent.
+        A `rough` one is an estimate, off by some percent.
         """
         failure, events = self.failure, self.events().values()
         curves = [profiles.profile(e, self.neighbours, rough=rough) for e in events]
@@ -232,10 +229,25 @@ class Ledger:
 
         Infinite where a release is unproved. As `epsilon`, but `delta` may be 0.
         """
-        events = self.events()
+        events, failure, relation = self.events(), self.failure, self.neighbours
         if self.basis is Basis.UNPROVED:
             return dict.fromkeys(events, math.inf)
-        return {p: self._epsilon(e, delta) for p, e in events.items()}
+        if not failure:
+            return {p: profiles.epsilon(e, relation, delta) for p, e in events.items()}
+        found = {}
+        for person, event in events.items():
+            found[person] = gaussian_epsilon(self._full_batch_mu(event), delta)
+            spent = 1e-9 * delta  # on failures
+            for _ in range(20):
+                value = profiles.epsilon(event, relation, delta - spent)
+                slack = profiles.total_variation_delta(value, failure)
+                if slack <= spent:
+                    found[person] = min(value, found[person])
+                    break
+                spent = 1.5 * slack  # more than now: the next epsilon is larger
+                if spent >= delta:  # nothing is left for the releases themselves
+                    break
+        return found
 
     def epsilon(self, delta: float) -> float:
         r"""Return the smallest $\varepsilon$ at `delta`, over all kinds of people.
@@ -286,20 +298,3 @@ class Ledger:
         if any(release.failure > release.overflow for release in self.releases):
             return math.inf
         return profiles.full_batch_mu(event)
-
-    def _epsilon(self, event, delta) -> float:
-        """Return an event's smallest epsilon at delta, failures of batches included."""
-        most = gaussian_epsilon(self._full_batch_mu(event), delta)
-
-        def slack(epsilon: float) -> float:
-            return profiles.total_variation_delta(epsilon, self.failure)
-
-        spent = 1e-9 * delta if self.failure else 0.0
-        for _ in range(20):
-            value = profiles.epsilon(event, self.neighbours, delta - spent)
-            if slack(value) <= spent:
-                return min(value, most)
-            spent = 1.5 * slack(value)  # more than now: the next epsilon is larger
-            if spent >= delta:  # nothing is left for the releases themselves
-                break
-        return most

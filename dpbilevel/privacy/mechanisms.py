@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 from typing import ClassVar as AbstractVar  # for type checkers
 
@@ -157,6 +157,7 @@ class Gaussian(AbstractNoise):
 
     Attributes:
         finer: Bits by which the grid is finer than rounding of the value needs.
+        integers: Draws the integers of the noise.
 
     Privacy:
         One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
@@ -171,6 +172,7 @@ class Gaussian(AbstractNoise):
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
     precision: Precision = eqx.field(static=True, default="grid")
     finer: ClassVar[int] = 0
+    integers: ClassVar[Callable[..., list[Limbs]]] = staticmethod(normal_integers)
 
     @override
     def release(self, bounded, *, key):
@@ -192,12 +194,6 @@ class Gaussian(AbstractNoise):
             released = jax.tree.map(noisy, bounded.raw, noise)
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
-
-    def integers(
-        self, shapes: Sequence[tuple[int, ...]], doublings, *, key: PRNGKey
-    ) -> list[Limbs]:
-        """Draw the integers of the noise, as `normal_integers` does."""
-        return normal_integers(shapes, doublings, key=key)
 
     @override
     def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import math
 import secrets
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Self
 
 import jax
@@ -84,11 +84,7 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
 
 
 def wrapped(words: ArrayLike, generator: str) -> Key[Array, "..."]:
-    """Return the keys that have these words as `jax.random.key_data`.
-
-    Args:
-        words: Words of 32 bits, a key a row.
-        generator: The name of the generator.
+    """Return the keys that have these words of 32 bits, a key a row.
 
     Raises:
         ValueError: The generator is not fit for privacy noise.
@@ -120,11 +116,12 @@ def root_key(randomness: str = "threefry4x32") -> PRNGKey:
         ValueError: The generator is not fit for privacy noise.
     """
     _checks.one_of("root_key", "randomness", randomness, _NAMED)
-    size = GENERATORS[_NAMED[randomness]]
-    words = np.frombuffer(secrets.token_bytes(4 * size), np.uint32)
+    generator = _NAMED[randomness]
+    entropy = secrets.token_bytes(4 * GENERATORS[generator])
+    words = np.frombuffer(entropy, np.uint32)
     if jax.process_count() > 1:
         words = multihost_utils.broadcast_one_to_all(words)
-    return wrapped(words, randomness)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=generator)
 
 
 def number_of(name: str) -> int:
@@ -248,7 +245,7 @@ _WHY = {
 }
 
 
-def refuse(owner: str, given: dict[str, Any]) -> None:
+def refuse(owner: str, given: Iterable[str]) -> None:
     """Refuse arguments that other estimators have, with advice.
 
     Raises:
@@ -268,23 +265,16 @@ class Seedless:
         Raises:
             TypeError: `random_state` is given.
         """
-        refuse(cls.__name__, _seeds(parameters))
+        refuse(cls.__name__, parameters.keys() & {"random_state"})
         return super().__new__(cls)
 
     def set_params(self, **parameters: Any) -> Self:
-        """Set parameters and return the estimator, as scikit-learn does.
-
-        Args:
-            **parameters: Their values by name.
+        """Set parameters by name and return the estimator, as scikit-learn does.
 
         Raises:
             TypeError: `random_state` is given.
             ValueError: There is no such parameter.
         """
-        refuse(type(self).__name__, _seeds(parameters))
+        refuse(type(self).__name__, parameters.keys() & {"random_state"})
         parent: Any = super()
         return parent.set_params(**parameters)
-
-
-def _seeds(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in parameters.items() if k == "random_state"}

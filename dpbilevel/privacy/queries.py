@@ -115,16 +115,13 @@ class Costs(NamedTuple):
 class AbstractCertifiedQuery(abc.ABC):
     """A read and its cost, which a proof bounds instead of clipping.
 
-    Its value is no sum over records, and one proof bounds what a record of each role
-    does to it, so that one object has the costs of all roles.
+    Its value is no sum over records. One proof bounds what a record of any role does to
+    it, so that one object has the costs of all roles.
     """
 
     @abc.abstractmethod
     def costs(self, precision: Precision) -> Costs:
         """Return the `Costs` that the ledger lists: each role's largest contribution.
-
-        Args:
-            precision: As for `read`.
 
         Raises:
             ValueError: The problem lacks what the proof needs, or the default
@@ -146,13 +143,8 @@ class AbstractCertifiedQuery(abc.ABC):
         That is a multiple of the listed ones, the same for every role and at least what
         a record of any role contributes there: disjoint people are charged by the
         listed shares. It may exceed their sum where the point is coarser than planned.
-
-        Args:
-            point: Where it is computed: released or public.
-            data: The records.
-            precision: `"float"`, or `"grid"`: rounded to a public grid.
-            key: A typed key for the batch, where its sampling needs one.
-            index: The number of the batch in the run.
+        The point is released or public. In precision `"grid"` the value is rounded to a
+        public grid.
         """
 
 

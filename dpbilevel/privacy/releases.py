@@ -42,6 +42,8 @@ class AbstractNoisyRelease(AbstractRelease):
     mechanism: AbstractNoise
     joint: bool = dataclasses.field(default=False, kw_only=True)
     spans_run: ClassVar[bool] = False  # whether it charges all releases together
+    value_norm: ClassVar[float | None] = None  # as in `Release`
+    clip_ratio: ClassVar[float | None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -60,6 +62,21 @@ class AbstractNoisyRelease(AbstractRelease):
         ):
             raise ValueError(
                 f"{owner}: joint queries must be of {LEVELS}, alike but for clip norms."
+            )
+        _checks.instance(owner, Basis, basis=self.basis)
+        if self.value_norm is not None:
+            _checks.positive(owner, value_norm=self.value_norm)
+        known = all(_checks.concrete(query.clip_norm) for query in self.queries)
+        if self.mechanism.precision != "grid" or not self.queries or not known:
+            return
+        shares = [query.contribution for query in self.queries]
+        least, most = min(shares), max(shares)
+        largest = max(q.contribution * q.size for q in self.queries)
+        if largest > _LARGEST_SUM * least or most > _LARGEST_SHARE * least:
+            raise ValueError(
+                f"{owner}: {self.name!r} adds means that one record moves by up to "
+                f"{most:.3g} and {least:.3g}, and no grid holds both. Bring the clip "
+                "norms or the penalty closer together."
             )
 
     def apply(
@@ -93,11 +110,7 @@ class AbstractNoisyRelease(AbstractRelease):
         return self.mechanism.release(bounded, key=key_noise)
 
     def keys(self, key: PRNGKey) -> tuple[PRNGKey | None, PRNGKey]:
-        """Return the keys of the batches, if any, and of the noise, of a release.
-
-        Args:
-            key: As for `apply`.
-        """
+        """Return the keys of the batches, if any, and of the noise, of a release."""
         # Batches of all records use one to put them in rows at random.
         drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
         if drawn or any(query.needs_key for query in self.queries):
@@ -108,9 +121,7 @@ class AbstractNoisyRelease(AbstractRelease):
     def in_pass(self, data: PyTree, *, key: PRNGKey) -> Self:
         """Return the release with the batches of one pass drawn.
 
-        Args:
-            data: The records, as in `of`.
-            key: A typed key for this pass alone.
+        Takes the records and a typed key for this pass alone.
 
         Privacy:
             As secret as the noise. Draw anew for every pass, or more is spent than
@@ -144,15 +155,15 @@ class AbstractNoisyRelease(AbstractRelease):
             raise ValueError(
                 f"{self.name!r} is charged for queries of {roles}, but reads {[*funs]}."
             )
-        drawn = [
-            query.role for query in self.queries if query.needs_key or key is not None
-        ]
         key_of = {RECORDS: key}
-        if drawn and drawn != [RECORDS]:
-            key_of = dict(zip(drawn, derive(check_key(key), *drawn), strict=True))
+        if key is not None and roles != [RECORDS]:
+            key_of = dict(zip(roles, derive(check_key(key), *roles), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
-            parts = [_in_one(*parts)]  # one batch, clipped once
+            (upper, of_upper), (lower, of_lower) = parts
+            clip_norm = upper.clip_norm + lower.clip_norm
+            both = dataclasses.replace(lower, clip_norm=clip_norm)
+            parts = [(both, lambda z: optax.tree.add(of_upper(z), of_lower(z)))]
         options: Any = {"neighbours": self.neighbours, "index": index}
         options["precision"] = self.mechanism.precision
         means = []
@@ -164,6 +175,8 @@ class AbstractNoisyRelease(AbstractRelease):
     @property
     def clip_norm(self) -> float:
         """The largest norm of the noiseless value."""
+        if self.value_norm is not None:
+            return self.value_norm
         return sum(float(query.clip_norm) for query in self.queries)
 
     @property
@@ -199,7 +212,7 @@ class AbstractNoisyRelease(AbstractRelease):
     def row(self) -> LedgerRow:
         return dataclasses.replace(
             super().row(),
-            noise_multiplier=self.noise_multiplier,
+            noise_multiplier=float(self.mechanism.multiplier),
             noise_std=self.noise_std,
             clip_norm=self.clip_norm,
         )
@@ -209,18 +222,13 @@ class AbstractNoisyRelease(AbstractRelease):
         ratio = self.noise_std / self.clip_norm
         return ForecastRow(
             self.name,
+            largest="clip norm" if self.value_norm is None else "largest value",
             noise_std_over_clip_norm=ratio,
             break_even_coordinates=1 / ratio**2 if ratio else math.inf,
             coordinates=coordinates,
             noise_norm_over_clip_norm=coordinates and ratio * math.sqrt(coordinates),
+            clip_norm_over_bound=self.clip_ratio and float(self.clip_ratio),
         )
-
-
-def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
-    """Join two queries of the same records in one that reads the functions' sum."""
-    (query, fun), (other, gun) = first, last
-    both = dataclasses.replace(other, clip_norm=query.clip_norm + other.clip_norm)
-    return both, lambda record: optax.tree.add(fun(record), gun(record))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,29 +258,6 @@ class Release(AbstractNoisyRelease):
     value_norm: float | None = None
     clip_ratio: float | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        _checks.instance("Release", Basis, basis=self.basis)
-        if self.value_norm is not None:
-            _checks.positive("Release", value_norm=self.value_norm)
-        known = all(_checks.concrete(query.clip_norm) for query in self.queries)
-        if self.mechanism.precision != "grid" or not self.queries or not known:
-            return
-        shares = [query.contribution for query in self.queries]
-        least, most = min(shares), max(shares)
-        largest = max(q.contribution * q.size for q in self.queries)
-        if largest > _LARGEST_SUM * least or most > _LARGEST_SHARE * least:
-            raise ValueError(
-                f"Release: {self.name!r} adds means that one record moves by up to "
-                f"{most:.3g} and {least:.3g}, and no grid holds both. Bring the clip "
-                "norms or the penalty closer together."
-            )
-
-    @property
-    @override
-    def clip_norm(self) -> float:
-        return super().clip_norm if self.value_norm is None else self.value_norm
-
     @property
     def failure(self) -> float:
         """The probability that some batch of these releases overflows."""
@@ -280,18 +265,7 @@ class Release(AbstractNoisyRelease):
         chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
         return self.count * sum(chances)
 
-    @property
-    @override
-    def overflow(self) -> float:
-        return self.failure
-
-    @override
-    def forecast(self, coordinates: int | None) -> ForecastRow:
-        return dataclasses.replace(
-            super().forecast(coordinates),
-            largest="clip norm" if self.value_norm is None else "largest value",
-            clip_norm_over_bound=self.clip_ratio and float(self.clip_ratio),
-        )
+    overflow = failure
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -312,24 +286,19 @@ class Release(AbstractNoisyRelease):
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        for person, query, event in self._events(people):
-            event = query.sampling.event(event, self.neighbours, query.size)
-            count = query.sampling.charged(self.count, query.size)
-            yield person, dp_accounting.SelfComposedDpEvent(event, count)
-
-    def _events(
-        self, people: People
-    ) -> "Iterator[tuple[str, Query, dp_accounting.DpEvent]]":
-        """Yield (person, query, event) of one release on a given batch."""
-        if self.joint:
-            yield PERSON, self.queries[0], self.mechanism.event()  # one batch has both
-            return
-        for query in self.queries:
-            share = query.contribution / self.contribution
-            if query.role == RECORDS or people is People.DISJOINT:
-                yield query.role, query, self.mechanism.event(share)
+        for query in self.queries[:1] if self.joint else self.queries:
+            share, person = query.contribution / self.contribution, PERSON
+            if self.joint:  # one batch has both
+                event = self.mechanism.event()
+            elif query.role == RECORDS or people is People.DISJOINT:
+                person, event = query.role, self.mechanism.event(share)
             else:
-                yield PERSON, query, self.mechanism.part(share)
+                event = self.mechanism.part(share)
+            event = query.sampling.event(event, self.neighbours, query.size)
+            if not self.spans_run:
+                count = query.sampling.charged(self.count, query.size)
+                event = dp_accounting.SelfComposedDpEvent(event, count)
+            yield person, event
 
 
 @dataclasses.dataclass(frozen=True)

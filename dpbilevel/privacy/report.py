@@ -123,9 +123,6 @@ class PrivacyReport:
     def from_json(cls, text: str) -> "PrivacyReport":
         """Make a `PrivacyReport` from the text that `to_json` returned.
 
-        Args:
-            text: The JSON text.
-
         Raises:
             ValueError: The text is not a report.
         """
@@ -148,10 +145,8 @@ class PrivacyReport:
     def with_generator(self, generator: Hashable) -> Self:
         """Return the report of runs whose keys are of this generator.
 
-        A plan does not know the keys of its runs and assumes JAX's generators.
-
-        Args:
-            generator: The name of the generator, or `jax.random.key_impl` of a key.
+        A plan does not know the keys of its runs and assumes JAX's generators. The
+        generator is given by its name, or as `jax.random.key_impl` of a key.
         """
         if str(generator) != str(CHACHA20):
             return self
@@ -219,23 +214,24 @@ def describe(
 ) -> PrivacyReport:
     """Return the `PrivacyReport` of a calibrated ledger.
 
-    Args:
-        ledger: All releases with their noise.
-        budget: The budget of the plan.
-        levels: Whether the problem has two levels, so that `people` means something.
-        unit: The unit of privacy, `None` for one row.
-        dimensions: Coordinates per release name, where known.
-        forecast: The rows of the solver.
+    It names `people` if the problem has two levels. A `unit` of `None` is one row, and
+    `dimensions` are coordinates by name of release. `forecast` has the solver's rows.
     """
     by_person = ledger.epsilons(budget.delta)
     if ledger.delta(budget.epsilon) <= budget.delta:
         # Solving for epsilon may end slightly above one that is known to hold.
         by_person = {p: min(v, budget.epsilon) for p, v in by_person.items()}
-    releases = ledger.releases
-    dimensions = dimensions or {}
-    precisions = {release.mechanism.precision for release in releases}
-    queries = (query for release in releases for query in release.reads)
-    one_id = ONE_ID.format(_ADDED.get(ledger.neighbours, ""))
+    releases, dimensions = ledger.releases, dimensions or {}
+    certificates = [note for release in releases for note in release.notes]
+    overflow = sum(release.overflow for release in releases)
+    if overflow:
+        cost = profiles.total_variation_delta(budget.epsilon, overflow)
+        part = f": {rounded_up(cost / budget.delta, 3)} of it" if budget.delta else ""
+        certificates.append(
+            "a batch overflows or is drawn wrongly with probability at most "
+            f"{rounded_up(overflow, 3)}, counted in delta{part}"
+        )
+    accountant, mu = _accountant(ledger, budget)
     packages = "dp-accounting", "jax", "optax", "equinox"
     return PrivacyReport(
         status=_STATUS[ledger.basis],
@@ -247,69 +243,58 @@ def describe(
         epsilon_by_person=by_person,
         ledger=tuple(release.row() for release in releases),
         forecast=tuple(r.forecast(dimensions.get(r.name)) for r in releases) + forecast,
-        assumptions=(
-            *ledger.assumptions,
-            *dict.fromkeys(text for q in queries for text in q.sampling.assumptions),
-            *_bounded_numbers(ledger),
-            *large_delta(ledger, budget),
-            *(() if unit is None else (one_id,)),
-            TRUSTED,
-            *(IDEALISED[name] for name in sorted(precisions)),
-            GENERATOR,
-        ),
-        certificates=_certificates(ledger, budget),
-        accountant=_accountant(ledger, budget),
+        assumptions=_assumptions(ledger, budget, unit),
+        certificates=tuple(certificates),
+        accountant=accountant,
         versions={"dpbilevel": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
-        mu=_gaussian_mu(ledger),
+        mu=mu,
         source=ledger,
     )
 
 
-def _gaussian_mu(ledger: Ledger) -> float | None:
-    """Return the largest mu of a person, or `None` if a release is not Gaussian."""
-    found = [profiles.gaussian_mu(event) for event in ledger.events().values()]
-    known = [mu for mu in found if mu is not None]
-    is_exact = len(known) == len(found) and not ledger.failure
-    return max(known, default=0.0) if is_exact else None
-
-
-def _certificates(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
-    notes = [note for release in ledger.releases for note in release.notes]
-    overflow = sum(release.overflow for release in ledger.releases)
-    if overflow:
-        cost = profiles.total_variation_delta(budget.epsilon, overflow)
-        part = f": {rounded_up(cost / budget.delta, 3)} of it" if budget.delta else ""
-        notes.append(
-            "a batch overflows or is drawn wrongly with probability at most "
-            f"{rounded_up(overflow, 3)}, counted in delta{part}"
-        )
-    return tuple(notes)
-
-
-def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
+def _accountant(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, float | None]:
+    """Return how epsilon is computed, and the largest mu of a person if it is exact."""
     events = ledger.events().values()
-    if all(profiles.gaussian_mu(event) is not None for event in events):
-        return "exact Gaussian composition"
+    mus = [mu for mu in map(profiles.gaussian_mu, events) if mu is not None]
+    if len(mus) == len(events):
+        mu = None if ledger.failure else max(mus, default=0.0)
+        return "exact Gaussian composition", mu
     exact = all(map(profiles.is_exact, events))
-    if exact and not all(map(profiles.pure_epsilons, events)):
-        return "exact composition of a draw and Gaussian releases"
-    if exact or (budget.delta == 0 and all(map(profiles.pure_epsilons, events))):
-        return "exact composition of draws without delta"
+    pure = all(map(profiles.pure_epsilons, events))
+    if exact and not pure:
+        return "exact composition of a draw and Gaussian releases", None
+    if exact or (budget.delta == 0 and pure):
+        return "exact composition of draws without delta", None
     if any(map(profiles.uses_renyi, events)):
-        return "profile and Renyi divergences of private selection"
-    return "privacy loss distributions, composed by weighed Fourier transforms"
+        return "profile and Renyi divergences of private selection", None
+    return "privacy loss distributions, composed by weighed Fourier transforms", None
 
 
-def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
-    """Return a tuple: a text on the most records if their number is private."""
-    if ledger.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
-        return ()
-    sizes = {role: n for r in ledger.releases for role, n in r.sizes.items()}
-    rows = ", ".join(f"{role}: {padded_rows(n)}" for role, n in sizes.items())
+def _assumptions(
+    ledger: Ledger, budget: PrivacyBudget, unit: PersonUnit | None
+) -> tuple[str, ...]:
+    releases, bounded, one_id = ledger.releases, (), ()
+    if ledger.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        sizes = {role: n for r in releases for role, n in r.sizes.items()}
+        rows = ", ".join(f"{role}: {padded_rows(n)}" for role, n in sizes.items())
+        bounded = (
+            f"there are no more records than the rows they are padded to ({rows}); not "
+            "protected: that a larger dataset is refused",
+        )
+    if unit is not None:
+        one_id = (ONE_ID.format(_ADDED.get(ledger.neighbours, "")),)
+    queries = (query for release in releases for query in release.reads)
+    precisions = {release.mechanism.precision for release in releases}
     return (
-        f"there are no more records than the rows they are padded to ({rows}); not "
-        "protected: that a larger dataset is refused",
+        *ledger.assumptions,
+        *dict.fromkeys(text for q in queries for text in q.sampling.assumptions),
+        *bounded,
+        *large_delta(ledger, budget),
+        *one_id,
+        TRUSTED,
+        *(IDEALISED[name] for name in sorted(precisions)),
+        GENERATOR,
     )
 
 

@@ -118,17 +118,38 @@ class ForecastRow:
     def __str__(self) -> str:
         """Return the row as a line of text."""
         if self.declared is not None:
-            text = ": the declaration does not say how large the signal is"
-        elif self.multiplied_noise_over_signal is not None:
-            text = self._multiplied(self.multiplied_noise_over_signal)
-        elif self.step_size is not None:
-            text = self._steps(self.step_size)
-        elif self.temperature is not None:
+            said = "the declaration does not say how large the signal is"
+            return f"{self.release}: {said}"
+        if self.multiplied_noise_over_signal is not None:
+            return self.release + self._multiplied(self.multiplied_noise_over_signal)
+        if self.step_size is not None:
+            return self.release + self._steps(self.step_size)
+        if self.temperature is not None:
             size = f"{self.temperature:.3g}"
-            text = f": scores closer than {size} are nearly as likely as the best"
+            said = f"scores closer than {size} are nearly as likely as the best"
+            return f"{self.release}: {said}"
+        text = (
+            f"{self.release}: noise std is {self.noise_std_over_clip_norm:.2g} of the "
+            f"{self.largest} per coordinate; "
+        )
+        ratio, part = self.noise_norm_over_clip_norm, self.clip_norm_over_bound
+        if ratio is None:
+            most = f"{self.break_even_coordinates:.3g}"
+            text += f"noise exceeds any possible signal beyond {most} coordinates"
         else:
-            text = self._noise()
-        return self.release + text
+            verdict = "good below 0.3"
+            if ratio > 1:
+                verdict = "every single release is mostly noise"
+            text += (
+                f"noise / largest possible signal = {ratio:.2g} ({self.coordinates} "
+                f"coordinates; {verdict})"
+            )
+        if part is not None and part < _SHORT:
+            text += (
+                f"; clips at {part:.2g} of the declared bound, so the longest records "
+                "count less than the problem says"
+            )
+        return text
 
     def _multiplied(self, ratio: float) -> str:
         text = (
@@ -158,38 +179,9 @@ class ForecastRow:
             f"coordinates. Use {shorter * math.isfinite(curvature)}smaller public terms"
         )
 
-    def _noise(self) -> str:
-        text = (
-            f": noise std is {self.noise_std_over_clip_norm:.2g} of the {self.largest} "
-            "per coordinate; "
-        )
-        ratio, part = self.noise_norm_over_clip_norm, self.clip_norm_over_bound
-        if ratio is None:
-            most = f"{self.break_even_coordinates:.3g}"
-            text += f"noise exceeds any possible signal beyond {most} coordinates"
-        else:
-            verdict = "good below 0.3"
-            if ratio > 1:
-                verdict = "every single release is mostly noise"
-            text += (
-                f"noise / largest possible signal = {ratio:.2g} ({self.coordinates} "
-                f"coordinates; {verdict})"
-            )
-        if part is not None and part < _SHORT:
-            text += (
-                f"; clips at {part:.2g} of the declared bound, so the longest records "
-                "count less than the problem says"
-            )
-        return text
-
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """Return an HTML table of two columns; every text in it is escaped.
-
-    Args:
-        title: The caption.
-        rows: The name and the value of each row.
-    """
+    """Return an HTML table of names and values; every text in it is escaped."""
     body = "".join(
         f"<tr><th style='text-align:left'>{html.escape(str(name))}</th>"
         f"<td style='text-align:left'>{html.escape(str(value))}</td></tr>"

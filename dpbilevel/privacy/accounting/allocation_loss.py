@@ -137,13 +137,18 @@ def _of_the_sum(term: _Term, batches: int) -> float:
         return max(0.0, float(mean))
     step, lowest, masses, cut = _discretized(term, batches)
     values = step * (lowest + np.arange(len(masses)))
-    above = _above_cells(values, masses)
+    # Each sixteen cells are merged into their highest.
+    starts = np.arange(0, len(values), 16)
+    tops = values[np.minimum(starts + 15, len(values) - 1)]
+    above = tops, _log(np.add.reduceat(masses, starts))
     tilt = _saddle(*above)
     end, outside = _window(tilt, *above, batches)
     logs = tilt * values + _log(masses)
     total = scipy.special.logsumexp(logs)
     weights = np.exp(logs - total)
-    spread = 12 * math.sqrt(batches * _spread(weights, values))
+    # No linear algebra is used, because its threads wait for others.
+    variance = float(np.sum(weights * (values - np.sum(weights * values)) ** 2))
+    spread = 12 * math.sqrt(batches * variance)
     size = scipy.fft.next_fast_len(int((end + max(spread, end)) / step) + 2, real=True)
     # The sum modulo the window: what falls below it comes in again from above.
     law = np.bincount(np.arange(len(values)) % size, weights, minlength=size)
@@ -154,13 +159,6 @@ def _of_the_sum(term: _Term, batches: int) -> float:
     untilted = np.exp(np.minimum(batches * total - tilt * sums, 700.0))
     found = (1 + _ROUNDING) * np.sum(chances * sums * untilted)
     return float(min(1.0, (found + outside) / batches + cut))
-
-
-def _above_cells(values, masses):
-    """Merge each sixteen cells into their highest; return values and logs of masses."""
-    starts = np.arange(0, len(values), 16)
-    tops = values[np.minimum(starts + 15, len(values) - 1)]
-    return tops, _log(np.add.reduceat(masses, starts))
 
 
 def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
@@ -212,11 +210,6 @@ def _discretized(term: _Term, batches: int):
     return step, lowest, masses, cut
 
 
-def _spread(weights, values) -> float:
-    """Return a weighted variance; no linear algebra, whose threads wait for others."""
-    return float(np.sum(weights * (values - np.sum(weights * values)) ** 2))
-
-
 def _log(masses):
     with np.errstate(divide="ignore"):
         return np.log(masses)
@@ -247,21 +240,23 @@ def _saddle(values, logs) -> float:
 def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays, $a$ and $H_a$: points of the privacy profile of a pass.
 
-    Straight lines between them are above the profile, which is convex.
-
-    Args:
-        way: As in `divergence`.
-        mu: As in `divergence`.
-        batches: As in `divergence`.
-
-    Returns:
-        Increasing $a$ and decreasing $H_a$, from $a = 0$.
+    Straight lines between them are above the profile, which is convex. Points at
+    negative losses are $H_{1/a} = 1 - 1/a + H'_a / a$, by the reversed way.
+    $a$ increases from 0 and $H_a$ decreases. Arguments are those of `divergence`.
     """
     reverse: dict[Way, Way] = {"replace": "replace", "remove": "add", "add": "remove"}
-    return _both_sides(
-        _at_positive_losses(way, mu, batches),
-        _at_positive_losses(reverse[way], mu, batches),
-    )
+    ratios, found = _at_positive_losses(way, mu, batches)
+    a, reversed_found = _at_positive_losses(reverse[way], mu, batches)
+    ratios = np.concatenate([[0.0], 1 / a[:0:-1], ratios])
+    negative = (1 - 1 / a + reversed_found / a)[:0:-1]
+    found = np.concatenate([[1.0], negative, found])
+    # A convex function below all points is below their lower hull.
+    kept: list[int] = []
+    for i in range(len(ratios)):
+        while len(kept) > 1 and _above(ratios, found, kept[-2], kept[-1], i):
+            kept.pop()
+        kept.append(i)
+    return ratios[kept], np.minimum.accumulate(found[kept])
 
 
 @functools.lru_cache(maxsize=8)
@@ -274,23 +269,6 @@ def _at_positive_losses(way: Way, mu: float, batches: int):
         losses.append(losses[-1] + max(scale / 12, losses[-1] / 20))
         found.append(divergence(way, mu, batches, losses[-1]))
     return np.exp(losses), np.array(found)
-
-
-def _both_sides(one, other):
-    """Join points of losses of both signs; return $a$ and $H_a$ of their lower hull.
-
-    Points at negative losses are $H_{1/a} = 1 - 1/a + H'_a / a$. A convex function
-    below all points is below their hull.
-    """
-    (ratios, found), (a, reverse) = one, other
-    ratios = np.concatenate([[0.0], 1 / a[:0:-1], ratios])
-    found = np.concatenate([[1.0], (1 - 1 / a + reverse / a)[:0:-1], found])
-    kept: list[int] = []
-    for i in range(len(ratios)):
-        while len(kept) > 1 and _above(ratios, found, kept[-2], kept[-1], i):
-            kept.pop()
-        kept.append(i)
-    return ratios[kept], np.minimum.accumulate(found[kept])
 
 
 def _above(x, y, first: int, middle: int, last: int) -> bool:

@@ -17,11 +17,7 @@ def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
     r"""Return the least $\delta$ at $\varepsilon$ of $\mu$-GDP.
 
     It is $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon \Phi(-\varepsilon/\mu -
-    \mu/2)$.
-
-    Args:
-        mu: $\mu \ge 0$.
-        epsilon: $\varepsilon$, of any sign; one or an array.
+    \mu/2)$. Here $\mu \ge 0$, and $\varepsilon$ is one or an array, of any sign.
 
     References:
         Balle and Wang, "Improving the Gaussian mechanism for differential privacy",
@@ -67,10 +63,7 @@ def normal_masses(edges: np.ndarray) -> np.ndarray:
 def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
     r"""Return the randomized-response event that dominates an $\varepsilon$-DP release.
 
-    Binary randomized response dominates every such mechanism.
-
-    Args:
-        epsilon: $\varepsilon > 0$.
+    Binary randomized response dominates every mechanism, at any $\varepsilon > 0$.
 
     References:
         Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
@@ -98,11 +91,8 @@ def pure_epsilon(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
 def pure_delta(total: float, epsilon: Profile) -> Profile:
     r"""Return the least $\delta$ at $\varepsilon$ of a pure $\varepsilon_0$-DP release.
 
-    It is $\bigl(e^{\varepsilon_0} - e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
-
-    Args:
-        total: $\varepsilon_0$.
-        epsilon: $\varepsilon \ge 0$; one or an array.
+    It is $\bigl(e^{\varepsilon_0} - e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$,
+    where `total` is $\varepsilon_0$ and $\varepsilon \ge 0$ is one or an array.
     """
     gap = -np.expm1(np.minimum(epsilon - total, 0.0))
     return gap / (1 + np.exp(-total))
@@ -114,11 +104,7 @@ def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
     The privacy loss of randomized response is $\pm \varepsilon_0$, and losses add up:
     $$\delta(\varepsilon) = \frac{e^{\varepsilon_0} \delta_\mu(\varepsilon -
     \varepsilon_0) + \delta_\mu(\varepsilon + \varepsilon_0)}{1 + e^{\varepsilon_0}}.$$
-
-    Args:
-        total: $\varepsilon_0$.
-        mu: $\mu$ of the Gaussian releases.
-        epsilon: $\varepsilon \ge 0$.
+    `total` is $\varepsilon_0$, and $\mu$ is that of the Gaussian releases.
     """
     if math.isinf(total):
         return 1.0

@@ -48,21 +48,14 @@ class AbstractLoss(abc.ABC):
     def ends(self, reach: float) -> tuple[float, float]:
         """Return the lowest and the highest loss; the tails beyond them are cut off.
 
-        Args:
-            reach: Distance from the mean, in standard deviations.
+        The reach is the distance from the mean, in standard deviations.
         """
 
     def pieces(self, reaches: np.ndarray):
-        """Return masses, losses, counts and tails of about a thousand pieces of laws.
+        """Return mass and loss of every one of about a thousand pieces of the laws.
 
+        Per reach, as in `ends`, the number of pieces within and the mass beyond follow.
         They serve for choices and not for results.
-
-        Args:
-            reaches: As in `ends`.
-
-        Returns:
-            Mass and loss of every part, and per reach the number of parts within and
-            the mass beyond.
         """
         ends = np.array([self.ends(reach) for reach in reaches])
         far = 1.01 * float(np.max(np.abs(ends)))
@@ -78,14 +71,8 @@ class AbstractLoss(abc.ABC):
     def discretized(self, step: float, reach: float):
         """Return the loss on a grid: first multiple, masses, and that of infinity.
 
-        The loss on multiples of `step` is never more private.
-
-        Args:
-            step: The distance of neighbouring losses.
-            reach: As in `ends`.
-
-        Returns:
-            The first multiple, the masses from there on, and that of an infinite loss.
+        The loss on multiples of `step` is never more private. The reach is as in
+        `ends`.
         """
         low, high = self.ends(reach)
         first, last = math.floor(low / step), math.ceil(high / step) + 1
@@ -246,12 +233,8 @@ class Atoms(AbstractLoss):
 def allocated(way: allocation_loss.Way, shift: float, batches: int) -> Atoms:
     """Return the loss of one pass over records that are spread over batches at random.
 
-    It is that of a piecewise linear upper bound on the convex profile.
-
-    Args:
-        way: As in `allocation_loss.divergence`.
-        shift: One record's clip norm over the standard deviation of the noise.
-        batches: The number of batches of a pass.
+    It is that of a piecewise linear upper bound on the convex profile. Arguments are
+    those of `allocation_loss.profile`; `shift` is its `mu`.
     """
     ratios, found = allocation_loss.profile(way, shift, batches)
     slopes = np.append(np.diff(found) / np.diff(ratios), 0.0)

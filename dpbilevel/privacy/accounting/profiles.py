@@ -50,9 +50,10 @@ def uses_renyi(event: "dp_accounting.DpEvent") -> bool:
 
 def is_exact(event: "dp_accounting.DpEvent") -> bool:
     """Return whether the profile of `event` is a closed form."""
+    if gaussian_mu(event) is not None:
+        return True
     parts = pure_epsilons(event)
-    single = parts is not None and len(parts) <= 1
-    return single or gaussian_mu(event) is not None or _draw_and_gaussians(event)
+    return _draw_and_gaussians(event) if parts is None else len(parts) == 1
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
@@ -99,10 +100,7 @@ def profile(
 ) -> Callable[[float], float]:
     r"""Return the function from $\varepsilon \ge 0$ to the least $\delta$ of `event`.
 
-    Args:
-        event: A composition.
-        neighbours: The relation.
-        rough: Whether estimates suffice; only for the choice of noise.
+    A `rough` one estimates, which is enough for the choice of noise alone.
     """
     mu = gaussian_mu(event)
     if mu is not None:  # closed forms first
@@ -155,12 +153,8 @@ def smallest_epsilon(
 ) -> float:
     r"""Return the smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
 
-    The result is the safe end of the last bracket.
-
-    Args:
-        delta_of: The profile, decreasing.
-        delta: $\delta$ in [0, 1].
-        about: Where to look first, to six digits; finite.
+    The result is the safe end of the last bracket, found to six digits from a finite
+    `about` on, or else to twelve.
     """
     low, high, step = 0.0, about, max(about / 128, 1e-3)
     if about > step and not delta_of(about - step) <= delta:
@@ -195,20 +189,17 @@ def compositions(
 ) -> tuple[Composition, ...]:
     """Return a `Composition` of an event's losses for each direction of the relation.
 
-    Args:
-        event: A composition.
-        neighbours: The relation.
-        rough: Whether a pass may be replaced by as many Poisson batches.
-
-    Returns:
-        The compositions; none if losses are too large to be discretized.
+    There are none if losses are too large to be discretized. A `rough` one replaces a
+    pass by as many Poisson batches.
 
     Raises:
         ValueError: An event that this library does not account for.
     """
     mu, sampled = _split(event)
-    if rough:
-        sampled = [_in_poisson_batches(*pair) for pair in sampled]
+    for i, (part, count) in enumerate(sampled):
+        if rough and isinstance(part, RandomAllocationEvent) and part.batches > 1:
+            batch = dp_accounting.PoissonSampledDpEvent(1 / part.batches, part.event)
+            sampled[i] = batch, count * part.batches  # about the cost of the pass
     kept = [(_losses(part, neighbours), count) for part, count in sampled]
     if max([mu, *(_shift(part) for part, _ in sampled)]) > _LARGEST_SHIFT:
         return ()
@@ -222,14 +213,6 @@ def compositions(
 
 
 _composition = functools.lru_cache(maxsize=16)(Composition)
-
-
-def _in_poisson_batches(part, count: int):
-    """Replace a pass by Poisson batches of about its cost; return event and count."""
-    if not isinstance(part, RandomAllocationEvent) or part.batches == 1:
-        return part, count
-    batch = dp_accounting.PoissonSampledDpEvent(1 / part.batches, part.event)
-    return batch, count * part.batches
 
 
 def _shift(part) -> float:

@@ -85,17 +85,18 @@ class Repetitions:
         r"""$\gamma$ of the negative binomial law."""
 
         def excess(log_gamma: float) -> float:
-            return _mean(math.exp(log_gamma), self.shape) - self.mean
+            gamma = math.exp(log_gamma)
+            odds = 1 / gamma - 1
+            if self.shape == 0:
+                return odds / -math.log(gamma) - self.mean
+            some = -math.expm1(self.shape * math.log(gamma))  # not zero repetitions
+            return self.shape * odds / some - self.mean
 
         low = math.log(1e-3 / self.mean / (1 + self.shape))
         return math.exp(scipy.optimize.brentq(excess, low, -1e-12, xtol=1e-14))
 
     def slope(self, p: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        r"""Return $f'(1 - p)$, where $f(s)$ is the mean of $s^K$.
-
-        Args:
-            p: Chances in [0, 1].
-        """
+        r"""Return $f'(1 - p)$ at $p$ in [0, 1], where $f(s)$ is the mean of $s^K$."""
         if math.isinf(self.shape):
             return self.mean * np.exp(-self.mean * p)
         ratio = self.gamma / (self.gamma + (1 - self.gamma) * p)
@@ -120,13 +121,6 @@ class Repetitions:
         """Return the event of the best of $K$ runs, each of the event `base`."""
         events = dp_accounting.dp_event
         return events.RepeatAndSelectDpEvent(base, self.mean, self.shape)
-
-
-def _mean(gamma: float, shape: float) -> float:
-    """Return the mean of the negative binomial law on positive numbers."""
-    if shape == 0:
-        return (1 / gamma - 1) / -math.log(gamma)
-    return shape * (1 / gamma - 1) / -math.expm1(shape * math.log(gamma))
 
 
 class BestOf:
@@ -210,17 +204,15 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
     single = _ORDERS * mu * mu / 2
     if not is_selection(part):
         return single
-    law = Repetitions(part.mean, part.shape)  # the bound in the module's docstring
-    selected = single + math.log(law.mean) / (_ORDERS - 1) + _weight(law, mu)
+    # The bound and w are in the module's docstring.
+    law = Repetitions(part.mean, part.shape)
+    if math.isinf(law.shape):
+        weight = law.mean * gaussian_delta(mu, np.log(_RATIOS))
+    else:
+        weight = (1 + law.shape) * _largest_log_ratio(law.gamma, mu)
+    selected = single + math.log(law.mean) / (_ORDERS - 1) + weight
     # A divergence grows with its order, so a larger order's bounds a smaller's.
     return np.minimum.accumulate(selected[::-1])[::-1]
-
-
-def _weight(law: Repetitions, mu: float) -> _Curve:
-    r"""Return an array of $\sup_p w(p)$ at each order; the module defines $w$."""
-    if math.isinf(law.shape):
-        return law.mean * gaussian_delta(mu, np.log(_RATIOS))
-    return (1 + law.shape) * _largest_log_ratio(law.gamma, mu)
 
 
 def _largest_log_ratio(gamma: float, mu: float) -> _Curve:

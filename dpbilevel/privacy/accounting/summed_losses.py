@@ -57,9 +57,7 @@ class Composition:
     def delta(self, epsilon: float, *, rough: bool = False) -> float:
         r"""Return an upper bound on $\delta$ at $\varepsilon \ge 0$.
 
-        Args:
-            epsilon: $\varepsilon$.
-            rough: Whether an estimate is enough, off by some percent either way.
+        A `rough` one is an estimate, off by some percent either way.
         """
         tilts, logs = self.tilts, self.logs
         if np.min((logs[-1] - tilts * (epsilon + _FAR))[:_TILTS]) < -_FAR:

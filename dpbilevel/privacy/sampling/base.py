@@ -78,8 +78,7 @@ class AbstractSampling(_checks.Checked):
         Args:
             records: All records, with a common leading axis, `Padded` or `OnDisk`.
             size: The planned, public number of records.
-            key: A typed key for this draw alone, as secret as the noise's; None where
-                none is needed.
+            key: A typed key for this draw alone, as secret as the noise's; or `None`.
             index: The number of the batch in the run, from 0; read by schemes that are
                 `numbered`.
         """
@@ -112,20 +111,15 @@ class AbstractSampling(_checks.Checked):
     def in_pass(self, records: PyTree, *, key: PRNGKey) -> "AbstractSampling":
         """Return the scheme with the batches of a pass drawn, if it is `per_epoch`.
 
-        Args:
-            records: All rows.
-            key: A typed key for this pass alone.
+        The key is for this pass alone.
         """
         return self
 
     def charged(self, count: int, size: int) -> int:
         """Return how many of `count` releases of a run a record is charged for.
 
-        All of them, unless a record is known to be in few batches.
-
-        Args:
-            count: The releases, each of a batch of its own.
-            size: The planned number of records.
+        All of them, unless a record is known to be in few batches. Each release reads a
+        batch of its own.
         """
         return count
 
@@ -193,12 +187,7 @@ class Poisson(AbstractSampling):
 
     @override
     def rows(self, size: int) -> int:
-        return self._capacity(padded_rows(size))
-
-    def _capacity(self, trials: int) -> int:
-        if self.capacity is not None:
-            return self.capacity
-        return batch_capacity(trials, self.realised_rate)
+        return self.capacity or batch_capacity(padded_rows(size), self.realised_rate)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Draw the batch as fixed-shape rows with a mask.
@@ -219,10 +208,11 @@ class Poisson(AbstractSampling):
         key_members, key_rows = derive(check_key(key), "sampling", "rows")
         bits = jax.random.bits(key_members, (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
-        planned = padded_rows(size)
-        most = max(n, planned)  # more on several devices
-        if self.rows(size) != planned:  # otherwise no overflow is accounted for
-            most = self._capacity(most)
+        most = self.rows(size)
+        if most == padded_rows(size):  # no overflow is accounted for
+            most = max(n, most)  # more on several devices
+        elif self.capacity is None:
+            most = batch_capacity(max(n, padded_rows(size)), self.realised_rate)
         count = self.denominator(size)
         return masked_batch(records, present, chosen, most, count, key=key_rows)
 
@@ -275,13 +265,7 @@ def masked_batch(
 ) -> Batch:
     """Return a `Batch` of the first `most` chosen rows, with a mask.
 
-    Args:
-        records: All rows.
-        present: Which of them are records; None when all are.
-        chosen: Which rows are in the batch.
-        most: The room of the batch.
-        denominator: That of the batch.
-        key: As in `Batch`.
+    Rows that are not `present` are no records; `None` if all are.
     """
     n = len(chosen)
     # Slots beyond those of the chosen rows are filled with nothing, up to whole
@@ -296,10 +280,7 @@ def masked_batch(
 def check_sampling(owner: str, sampling: AbstractSampling, numbers: bool) -> None:
     """Check that a solver, `owner`, can draw its batches by a sampling scheme.
 
-    Args:
-        owner: The solver.
-        sampling: The scheme.
-        numbers: Whether the solver numbers its batches.
+    Only a solver that `numbers` its batches can use a scheme that is `numbered`.
 
     Raises:
         TypeError: It is no sampling scheme.

@@ -82,8 +82,13 @@ class FixedSize(AbstractFixedBatch):
         """
         self._check_fits(size)
         key = check_key(key)
-        if self._is_small(size):
-            members = _first_distinct(self.size, size, self._tries(size), key=key)
+        if self._is_small(size):  # the first different ones of some more draws
+            drawn = jax.random.randint(key, (self._tries(size),), 0, size, jnp.int32)
+            order = jnp.argsort(drawn, stable=True)  # of equals the first drawn leads
+            ordered = drawn[order]
+            new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+            first = jnp.zeros(len(drawn), bool).at[order].set(new)
+            members = drawn[jnp.flatnonzero(first, size=self.size, fill_value=0)]
         else:
             members = jax.random.permutation(key, size)[: self.size]
         return self._batch(records, members)
@@ -116,18 +121,6 @@ class FixedSize(AbstractFixedBatch):
         while scipy.stats.binom(self.size + spare, repeated).sf(spare) > _EXHAUSTED:
             spare += 1 + spare // 8
         return self.size + spare
-
-
-def _first_distinct(
-    count: int, size: int, tries: int, *, key: PRNGKey
-) -> Int[Array, " count"]:
-    """Draw an array of `count` different numbers below `size`, the first of `tries`."""
-    drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
-    order = jnp.argsort(drawn, stable=True)  # of equal numbers the first drawn leads
-    ordered = drawn[order]
-    new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    first = jnp.zeros(tries, bool).at[order].set(new)
-    return drawn[jnp.flatnonzero(first, size=count, fill_value=0)]
 
 
 class SinglePass(AbstractFixedBatch):
