@@ -104,12 +104,9 @@ class Certificate:
     def render(
         self, template: str, among: "Environment | None" = None, **more: Any
     ) -> str:
-        """Return the text of a template.
+        """Return the text of a template, by its name.
 
-        Args:
-            template: Its name.
-            among: The templates; by default those of certificates.
-            **more: Further values that it reads.
+        By default it is `among` those of certificates. It may read `more` values.
         """
         among = environment() if among is None else among
         found = {
@@ -171,9 +168,7 @@ def certificate(
 def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
     """Return the most that a belief of a half can become, and the chance of exceptions.
 
-    Args:
-        epsilon: Of all releases together.
-        delta: Of all releases together.
+    Epsilon and delta are those of all releases together.
     """
     odds = math.exp(-epsilon) / (_SLACK if delta else 1)
     return 1 / (1 + odds), min(1.0, _TIMES * delta * (1 + odds))
@@ -241,10 +236,9 @@ def word_of(name: str) -> str:
 
 
 def environment(*loaders: Any) -> "Environment":
-    """Return the jinja2 `Environment` of certificates; unknown names raise.
+    """Return the jinja2 `Environment` of certificates and of further loaders.
 
-    Args:
-        loaders: Loaders of further templates.
+    Unknown names raise.
     """
     import jinja2
 

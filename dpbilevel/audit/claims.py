@@ -62,13 +62,9 @@ def pure_claim(epsilon: float) -> Claim:
 def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim:
     """Return an event's privacy profile, a function, by this library's accountant.
 
-    Args:
-        event: An event whose multipliers are relative to the relation's sensitivity.
-        neighbours: The relation.
-
-    Returns:
-        The profile. It is computed when first called; it then raises `ValueError` if
-        the library does not account for the event.
+    Multipliers of the event are relative to the sensitivity under the relation. The
+    profile is computed when first called; it then raises `ValueError` if the library
+    does not account for the event.
     """
     mu = profiles.gaussian_mu(event)
     if mu is not None:
@@ -79,11 +75,7 @@ def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim
 def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
     """Return the privacy profiles that a ledger promises, functions by kind of person.
 
-    Args:
-        ledger: Every release of a run.
-
-    Returns:
-        Profiles by kind of person. Each includes the chance of overflowing batches.
+    Each includes the chance of overflowing batches.
     """
     failure, neighbours = ledger.failure, ledger.neighbours
 
@@ -136,11 +128,8 @@ class TradeOffCurve:
 def largest_powers(*ledgers: Ledger) -> dict[str, float]:
     """Return the largest detection rate of any attack, by its rate of false alarms.
 
-    Args:
-        ledgers: Ledgers of different people; the worst-off person decides.
-
-    Returns:
-        A dict with the keys "0.01" and "0.05", by the exact trade-off curves.
+    Ledgers are of different people, and the worst-off person decides. The dict has the
+    keys "0.01" and "0.05"; rates are by the exact trade-off curves.
 
     Privacy:
         Public: a function of ledgers.
@@ -291,25 +280,21 @@ def scores_of(
 def _features(
     run: Callable[..., PyTree], data: PyTree, keys: Key[Array, " runs"]
 ) -> Float[Array, "runs d"]:
+    groups = jnp.floating, jnp.integer, jnp.bool_
+
     def one(key):
-        flat = map(jnp.ravel, _numbers(run(data, key=key)))
+        leaves = jax.tree.leaves(run(data, key=key))
+        for leaf in leaves:
+            kind = getattr(leaf, "dtype", type(leaf))
+            known = isinstance(leaf, int | float | jax.Array | np.ndarray | np.generic)
+            if not known or not any(jnp.issubdtype(kind, group) for group in groups):
+                name = kind.__name__ if isinstance(kind, type) else kind
+                raise TypeError(
+                    f"trade_off: run must return arrays of real numbers, got {name}."
+                )
+        if not sum(np.size(leaf) for leaf in leaves):
+            raise TypeError("trade_off: run returned no numbers; return arrays.")
+        flat = map(jnp.ravel, leaves)
         return jnp.concatenate([v.astype(jnp.result_type(float)) for v in flat])
 
     return jax.lax.map(one, keys, batch_size=min(_AT_ONCE, len(keys)))
-
-
-def _numbers(shown: PyTree) -> list[Any]:
-    """Return the leaves of the result of a run, checked to be real numbers."""
-    leaves = jax.tree.leaves(shown)
-    groups = jnp.floating, jnp.integer, jnp.bool_
-    for leaf in leaves:
-        kind = getattr(leaf, "dtype", type(leaf))
-        known = isinstance(leaf, int | float | jax.Array | np.ndarray | np.generic)
-        if not known or not any(jnp.issubdtype(kind, group) for group in groups):
-            name = kind.__name__ if isinstance(kind, type) else kind
-            raise TypeError(
-                f"trade_off: run must return arrays of real numbers, got {name}."
-            )
-    if not sum(np.size(leaf) for leaf in leaves):
-        raise TypeError("trade_off: run returned no numbers; return arrays.")
-    return leaves

@@ -43,28 +43,14 @@ _SOLUTIONS = 5
 def upper_objective(
     problem: BilevelProblem, x: PyTree, y: PyTree, data: Levels
 ) -> jax.Array:
-    r"""Return $f(x, y)$, the mean upper loss plus its public term. NON-PRIVATE.
-
-    Args:
-        problem: The problem.
-        x: The upper variable.
-        y: The lower variable.
-        data: The records.
-    """
+    r"""Return $f(x, y)$, the mean upper loss plus its public term. NON-PRIVATE."""
     return objectives.upper_objective(problem, data).value(x, y)
 
 
 def lower_objective(
     problem: BilevelProblem, x: PyTree, y: PyTree, data: Levels
 ) -> jax.Array:
-    r"""Return $g(x, y)$, the mean lower loss plus its public term. NON-PRIVATE.
-
-    Args:
-        problem: The problem.
-        x: The upper variable.
-        y: The lower variable.
-        data: The records.
-    """
+    r"""Return $g(x, y)$, the mean lower loss plus its public term. NON-PRIVATE."""
     return objectives.lower_objective(problem, data).value(x, y)
 
 
@@ -73,11 +59,7 @@ def hyper_objective(
 ) -> float:
     r"""Return $F(x) = f(x, y^*(x))$ in float64. NON-PRIVATE.
 
-    Args:
-        problem: The problem.
-        x: The upper variable.
-        y0: An initial point for the lower solution.
-        data: The records.
+    The solve for $y^*(x)$ starts at `y0`.
     """
     with jax.enable_x64(True):
         y = lower_solution(problem, x, y0, data)
@@ -95,15 +77,8 @@ def group_losses(
 ) -> jax.Array:
     """Return the mean loss of the records of each group. NON-PRIVATE.
 
-    Args:
-        loss: The loss of one record, as `loss(x, record)`.
-        x: The model.
-        data: The records.
-        num_groups: The number of groups.
-        group: A function that returns the group of a record.
-
-    Returns:
-        One mean per group; NaN for a group without records.
+    The loss of a record is `loss(x, record)`, and its group is `group(record)`, below
+    `num_groups`. The mean of a group without records is NaN.
     """
     losses, index = jax.vmap(lambda record: (loss(x, record), group(record)))(data)
     member = (index[:, None] == jnp.arange(num_groups)[None]).astype(losses.dtype)
@@ -114,18 +89,10 @@ def group_losses(
 def operator_norms(
     problem: AbstractVariationalInequality, w: PyTree, data: PyTree
 ) -> jax.Array:
-    """Return the norm of every record's operator before clipping. NON-PRIVATE.
+    """Return the norm of every record's operator at `w` before clipping. NON-PRIVATE.
 
     If most records of a group exceed the clip norm, clipping undoes the weights of the
-    group.
-
-    Args:
-        problem: A `SaddleProblem` or a `VariationalInequality`.
-        w: The point at which the operators are computed.
-        data: The records.
-
-    Returns:
-        One norm per record.
+    group. The problem is a `SaddleProblem` or a `VariationalInequality`.
     """
     return jax.vmap(lambda z: optax.tree.norm(problem.record_operator(w, z)))(data)
 
@@ -136,13 +103,8 @@ def lower_solution(
     r"""Return $y^*(x)$ without a set, in float64, by L-BFGS on the host. NON-PRIVATE.
 
     It checks `dpbilevel.oracles.lower_solution`: another implementation, in float64
-    for every setting of JAX, without derivatives and not inside `jax.jit`.
-
-    Args:
-        problem: The problem; `y_set` is not used.
-        x: The upper variable.
-        y0: An initial point.
-        data: The records.
+    for every setting of JAX, without derivatives and not inside `jax.jit`. It starts at
+    `y0`, and does not use `y_set`.
 
     Returns:
         A float64 pytree like `y0`, with a gradient norm of about 1e-8 where losses are
@@ -258,7 +220,8 @@ def refute_constants(
         w0, records = as_float64(w0), as_float64(records)
         radius = declared.solution_radius
         points = [_points(problem, w0, random, tries, radius) for _ in range(2)]
-        datasets = [_draw_datasets(records, random, tries) for _ in range(2)]
+        levels = records.upper, records.lower
+        datasets = [[_drawn(v, random, tries) for v in levels] for _ in range(2)]
         measure = jax.jit(lambda *points: _measure(problem, points))
         found = {k: float(v.max()) for k, v in measure(*points, *datasets).items()}
         found["solution_radius"] = max(
@@ -285,14 +248,10 @@ def _points(problem, w0, random, count: int, radius: float):
     return project(jnp.asarray(near)), y
 
 
-def _draw_datasets(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
-    """Draw `count` upper and `count` lower records, as two batched pytrees."""
-
-    def draw(level):
-        rows = random.integers(_checks.leading_axis("records", level), size=count)
-        return jax.tree.map(lambda v: v[rows], level)
-
-    return draw(records.upper), draw(records.lower)
+def _drawn(level: PyTree, random, count: int) -> PyTree:
+    """Draw `count` records of a level, as a batched pytree."""
+    rows = random.integers(_checks.leading_axis("records", level), size=count)
+    return jax.tree.map(lambda v: v[rows], level)
 
 
 def _solution_norm(problem, points, dataset, index: int) -> float:
@@ -326,7 +285,8 @@ def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
     in_x = _derivatives(problem, "lower", other_x, y, z[1])
     in_y = _derivatives(problem, "lower", x, other_y, z[1])
     pairs = (other_x, x), (other_y, y)
-    step_x, step_y = (jnp.maximum(_size(_flat(a) - _flat(b)), 1e-12) for a, b in pairs)
+    flat = (jax.flatten_util.ravel_pytree(optax.tree.sub(*pair))[0] for pair in pairs)
+    step_x, step_y = (jnp.maximum(_size(step), 1e-12) for step in flat)
     found = {
         "strong_convexity": -jnp.linalg.eigvalsh(g["yy"])[0],
         "lower_y": jnp.maximum(_size(g["record_y"]), _size(g["y"] - g["record_y"])),
@@ -370,10 +330,6 @@ def _derivatives(problem: BilevelProblem, role: str, x, y, record):
 def _both(found: dict[str, jax.Array], name: str) -> jax.Array:
     """Return the larger norm of a derivative with and without the public term."""
     return jnp.maximum(_size(found[name]), _size(found[f"record_{name}"]))
-
-
-def _flat(tree: PyTree) -> jax.Array:
-    return jax.flatten_util.ravel_pytree(tree)[0]
 
 
 def _size(value: jax.Array) -> jax.Array:

@@ -34,8 +34,7 @@ Leaves = tuple[Float[np.ndarray, " d"], ...]
 def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
     """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
 
-    Args:
-        bounded: A value of public or synthetic records, or a batch of such values.
+    Takes a value of public or synthetic records, or a batch of such values.
     """
     if not isinstance(bounded.raw, Grid):
         return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]

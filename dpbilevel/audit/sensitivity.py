@@ -273,16 +273,12 @@ def noise_reuse(
     streams = [noisy - value for noisy, value in pairs if value.size == _LENGTH]
     if len(streams) < 2:
         raise ValueError(f"noise_reuse: give two noise vectors, got {len(streams)}.")
-    largest, pair = _largest_correlation(np.stack(streams))
+    table = np.abs(np.corrcoef(np.stack(streams)))
+    positions = itertools.combinations(range(len(streams)), 2)
+    pair = max(positions, key=lambda p: np.nan_to_num(table[p], nan=np.inf))
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
     level = ALPHA / (len(streams) * (len(streams) - 1))
     bound = float(scipy.stats.norm.isf(level)) / _LENGTH**0.5
     left_out = len(pairs) - len(streams)
+    largest = float(table[pair])
     return NoiseReuse(len(streams), _LENGTH, left_out, largest, pair, bound)
-
-
-def _largest_correlation(streams: np.ndarray) -> tuple[float, tuple[int, int]]:
-    table = np.abs(np.corrcoef(streams))
-    pairs = itertools.combinations(range(len(streams)), 2)
-    first, second = max(pairs, key=lambda p: np.nan_to_num(table[p], nan=np.inf))
-    return float(table[first, second]), (first, second)

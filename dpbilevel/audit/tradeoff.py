@@ -55,12 +55,8 @@ class SolverRun(eqx.Module):
     def __call__(self, data: PyTree, *, key: PRNGKey) -> PyTree:
         """Return the `adversary_view`s of one run at up to 32 of its steps.
 
-        Args:
-            data: The records. Public or synthetic.
-            key: A typed key.
-
-        Returns:
-            A pytree of views with a leading axis of steps, the last one included.
+        They are a pytree with a leading axis of steps, the last one included. The
+        records are public or synthetic.
         """
         data = planned_rows(self.solver, data)
 
@@ -311,15 +307,7 @@ def audit_solver(
 def audit_canaries(
     found: dict[str, Canary], *, key: PRNGKey, runs: int = 50_000
 ) -> tuple[TradeOff, ...]:
-    """Return a tuple of `TradeOff`s, one for each canary of a solver.
-
-    Args:
-        found: One canary per kind of person.
-        key: A typed key.
-        runs: The number of runs per side.
-
-    Returns:
-        One outcome per canary.
+    """Return a tuple of `TradeOff`s, one for each canary, as `audit_solver` does.
 
     Raises:
         ValueError: As in `trade_off`.
