@@ -40,10 +40,7 @@ def implicit_hypergradient(
         linear_solver: Solves for $v$.
         v0: An initial point of that solve: `solution.value` of an earlier call, or
             `extrapolate` from the last ones.
-        tolerance: $y$ counts as $y^*(x)$ if $\|\nabla_y g\|$ is at most this times
-            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$; with a proximal term or a
-            box, if a proximal gradient step moves $y$ no more, and if the same entries
-            are at kinks and bounds after it. `None` accepts any $y$, for methods that
+        tolerance: As in `lower_solution`. `None` accepts any $y$, for methods that
             follow a path of $x$.
 
     Returns:
@@ -64,7 +61,12 @@ def implicit_hypergradient(
     y, rest = lower.check_arguments(
         owner, problem, x, y, data, name="y", v0=v0, linear_solver=linear_solver
     )
-    lower.check_interior(owner, problem)
+    if not isinstance(problem.y_set, lower.DIFFERENTIABLE):
+        raise ValueError(
+            f"{owner}: the implicit derivative holds inside y_set, and y_set is "
+            f"{type(problem.y_set).__name__}. Replace it by Euclidean() if y*(x) never "
+            "touches its boundary, or use unrolled_hypergradient."
+        )
     f = objectives.upper_objective(problem, data, rest)
     g = objectives.lower_objective(problem, data, rest)
     linearization = lower.linearized(problem, g, x, y, linear_solver)

@@ -109,9 +109,7 @@ class ConjugateGradient(AbstractLinearSolver):
     def truncated(self, matvec: Matvec, b: PyTree) -> PyTree:
         """Return the last iterate before a direction without curvature.
 
-        Args:
-            matvec: As in `solve`.
-            b: The right-hand side, of length one.
+        The right-hand side has the length one.
         """
         nothing = jax.tree.map(jnp.zeros_like, b)
         one = jnp.ones_like(_dot(b, b))
@@ -124,7 +122,8 @@ class ConjugateGradient(AbstractLinearSolver):
         """Return the last iterate, the number of steps, and whether $A v = b$ holds."""
         first, tolerance = state.square, self.tolerance
         wanted = jnp.asarray(0.0 if tolerance is None else tolerance, unit.dtype)
-        enough = jnp.maximum(wanted, _rounding(b)) ** 2 * unit
+        rounding = 0.01 * _epsilon(b, min)  # the residual below is rounding alone
+        enough = jnp.maximum(wanted, rounding) ** 2 * unit
 
         def step(carry):
             steps, state = carry
@@ -279,11 +278,6 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conju
     value = add_scaled(state.value, step, state.direction)
     direction = add_scaled(residual, ratio, state.direction)
     return _Conjugate(value, residual, direction, square)
-
-
-def _rounding(b: PyTree) -> float:
-    """Return the relative residual below which only rounding is left."""
-    return 0.01 * _epsilon(b, min)
 
 
 def _epsilon(b: PyTree, among: Callable) -> float:

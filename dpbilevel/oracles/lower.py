@@ -50,13 +50,6 @@ def select(free: PyTree | None, tree: PyTree, other: PyTree) -> PyTree:
     return tree if free is None else jax.tree.map(jnp.where, free, tree, other)
 
 
-def free_gradient(problem, objective: Objective, x, y) -> PyTree:
-    """Return the gradient at free entries, and at the others y less its value."""
-    free, held = free_entries(problem, x, y), jax.lax.stop_gradient(y)
-    gradient = objective.gradient(x, select(free, y, held))
-    return select(free, gradient, optax.tree.sub(y, held))
-
-
 def linearized(problem, objective: Objective, x, y, linear_solver) -> tuple:
     r"""Return the `linearize` of the lower objective in the free entries alone.
 
@@ -65,13 +58,6 @@ def linearized(problem, objective: Objective, x, y, linear_solver) -> tuple:
     in the free entries if that is more; it is infinite if an entry is free before such
     a step and not after it, or the reverse. The Newton step solves a quadratic lower
     level if the free entries are the right ones, so that others are noticed.
-
-    Args:
-        problem: The problem.
-        objective: The lower objective.
-        x: The upper variable.
-        y: The lower variable, its arrays of floats.
-        linear_solver: Solves for the Newton step.
     """
     value, slope, whole = objective.linearize(x, y)
     free, smooth = free_entries(problem, x, y), objective.composite()
@@ -174,17 +160,7 @@ def lower_solve(
     """NON-PRIVATE. Return `lower_solution`, and a `LowerInfo` on how the solve ended.
 
     The value is not checked: its derivatives are wrong if the solve has not converged.
-
-    Args:
-        problem: The problem.
-        x: The upper variable.
-        data: The records.
-        solver: Minimizes over y.
-        y0: An initial point.
-        linear_solver: Solves the system of a derivative.
-
-    Returns:
-        `lower_solution`'s value and a `LowerInfo`, which has no derivative.
+    The `LowerInfo` has no derivative. Arguments are those of `lower_solution`.
 
     Raises:
         TypeError: As `lower_solution`.
@@ -221,7 +197,10 @@ def _solve(
         # A Hessian that does not depend on y would be finite where y is not. A factor
         # with a derivative would make every derivative compute the gradient again.
         factor = jax.tree.map(lambda u: 1 + 0 * jax.lax.stop_gradient(u), y)
-        gradient = free_gradient(problem, objective, x, y)
+        # At entries that are not free it is y less its value.
+        free, held = free_entries(problem, x, y), jax.lax.stop_gradient(y)
+        gradient = objective.gradient(x, select(free, y, held))
+        gradient = select(free, gradient, optax.tree.sub(y, held))
         return jax.tree.map(jnp.multiply, gradient, factor)
 
     def solve(_, y0):
@@ -238,16 +217,6 @@ def _solve(
     )
     info = LowerInfo(norm, steps.astype(jnp.int32), converged > 0.5)
     return objectives.merge(y, rest), info
-
-
-def check_interior(owner: str, problem: BilevelProblem) -> None:
-    """Check that the implicit formula holds: `y_set` has no curved boundary."""
-    if not isinstance(problem.y_set, DIFFERENTIABLE):
-        raise ValueError(
-            f"{owner}: the implicit derivative holds inside y_set, and y_set is "
-            f"{type(problem.y_set).__name__}. Replace it by Euclidean() if y*(x) never "
-            "touches its boundary, or use unrolled_hypergradient."
-        )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -280,16 +249,7 @@ def check_arguments(
 ) -> tuple[PyTree, PyTree]:
     """Check all arguments; return the arrays of floats of `y`, and the rest of it.
 
-    Args:
-        owner: The function that was called, for the errors.
-        problem: The problem.
-        x: The upper variable.
-        y: The lower variable or an initial point.
-        data: The records.
-        name: The owner's name of `y`.
-        roles: The levels that the owner reads.
-        v0: An initial point of a linear solve, or `None`.
-        **solvers: `solver` and `linear_solver`, those that the owner takes.
+    In errors `name` is the owner's name of `y`. Only the levels of `roles` are checked.
 
     Raises:
         TypeError: An argument of another type.

@@ -3,7 +3,6 @@
 import abc
 import functools
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, Self
 
 import equinox as eqx
@@ -331,7 +330,11 @@ class NewtonCG(AbstractLowerSolver):
         accepted = is_short | (state.steps < 0)
         is_rough = state.is_rough & (norm <= _CONTRACTION * state.norm)
         if few is not None:
-            product = _alternative(is_rough, few, x, y, product)
+
+            def rough(v):  # a Hessian product of the subsample
+                return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]
+
+            product = functools.partial(jax.lax.cond, is_rough, rough, product)
 
         def move():
             direction, predicted = self._direction(product, slope, norm, accepted)
@@ -375,12 +378,3 @@ class _Newton(NamedTuple):
     steps: Array
     is_stuck: Array
     is_rough: Array
-
-
-def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
-    """Return the function of Hessian products of the subsample, or of all records."""
-
-    def rough(v):
-        return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]
-
-    return lambda v: jax.lax.cond(is_rough, rough, product, v)

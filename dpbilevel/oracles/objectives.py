@@ -229,15 +229,8 @@ def if_converged(
     r"""Return `tree`, or NaN if `y` does not minimize the objective.
 
     `y` does so if $\|\nabla_y g\|$ is at most `tolerance` times the larger of 1 and
-    $\|\nabla^2_{yy} g\, y\|$; `None` skips the check.
-
-    Args:
-        owner: The name of the function in an error.
-        tree: The value to return.
-        y: The lower variable.
-        linearization: The result of `linearize` at `y`; an infinite gradient stands for
-            an uncertain active set.
-        tolerance: The tolerance.
+    $\|\nabla^2_{yy} g\, y\|$; `None` skips the check. The `linearization` is that of
+    `linearize` at `y`; an infinite gradient stands for an uncertain active set.
 
     Raises:
         ValueError: `y` does not minimize the objective, outside `jax.jit`.
@@ -301,15 +294,8 @@ def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
 
     A Hessian product reads the features $A$ twice: for $A V$ and for $A^T U$. On a CPU
     the second takes about twice as long as with $A^T$ in memory. The copy is made here,
-    once, and not by each product of a loop.
-
-    Args:
-        linear: A linear map that closes over its matrices.
-        example: An argument of the map.
-
-    Returns:
-        Another function with the same values and derivatives; `linear` itself if
-        no product of matrices would gain, or on another backend.
+    once, and not by each product of a loop. It is `linear` itself that is returned if
+    no product of matrices would gain, or on another backend.
     """
     if jax.default_backend() != "cpu":
         return linear
