@@ -186,9 +186,7 @@ def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
 
     Both follow from `key` step by step, so that a run in chunks draws what a run in one
     piece draws, and the key of the steps to come does not tell those of the steps done.
-
-    Returns:
-        The key to go on with, and one key per step; `key` is used up.
+    `key` is used up.
     """
     return jax.lax.scan(_next_and_step, key, length=count)
 
