@@ -265,7 +265,7 @@ class Release(AbstractNoisyRelease):
         chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
         return self.count * sum(chances)
 
-    overflow = failure
+    overflow: ClassVar[Any] = failure
 
     @property
     def notes(self) -> tuple[str, ...]:
