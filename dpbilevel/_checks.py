@@ -226,9 +226,9 @@ def _classes_of(kind: Any) -> tuple[type, ...]:
 
 def instance(owner: str, kind: Any, **values: object) -> None:
     """Raise `TypeError` unless every value is an instance of a class, or of several."""
-    kinds = _classes_of(kind)
     for name, value in values.items():
-        if not isinstance(value, kinds):
+        if not isinstance(value, kind):
+            kinds = _classes_of(kind)
             got = f"an instance of {type(value).__name__}"
             got = shown(value) if isinstance(value, type) else got
             what = f"an instance of {names_of(kinds)}, got {got}.{such_as(*kinds)}"
@@ -298,24 +298,6 @@ ProperFraction = Annotated[float, proper_fraction]
 SignedShare = Annotated[float, signed_share]
 
 
-class Checked(eqx.Module):
-    """A module whose fields are checked against their annotations.
-
-    The annotations of this module refuse numbers outside their range, a `Literal`
-    other values, a subclass of `equinox.Module` values of other classes, and a
-    `Callable` values that cannot be called; a field that may be `None` admits that too.
-    Equinox runs the check after those of subclasses, which call `check_fields` first
-    if they rely on it.
-    """
-
-    def __new__(cls, *args: Any, **options: Any):
-        check_names(cls, options)
-        return super().__new__(cls)
-
-    def __check_init__(self):
-        check_fields(self)
-
-
 # Names of arguments in other libraries: the field that does the same, and how.
 _POISSON = "=dpb.Poisson(rate), whose batches have rate * n records"
 _ELSEWHERE = {
@@ -332,26 +314,7 @@ _ELSEWHERE = {
     "optimizer": ("step_size", ", such as step_size=optax.adam(0.1)"),
     "sample_rate": ("sampling", _POISSON),
 }
-
-
 _signature = functools.cache(inspect.signature)
-
-
-def check_names(cls: type, options: Iterable[str]) -> None:
-    """Raise `TypeError` if a class has no argument of such a name."""
-    names = [*_signature(cls.__init__).parameters][1:]
-    for name in options:
-        if name in names:
-            continue
-        field, how = _ELSEWHERE.get(name, ("", ""))
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        if field in names:
-            hint = f" Use {field}{how}."
-        if name in ("random_state", "seed"):
-            hint = " Noise is drawn by key=, of the function that runs it."
-        what = f"there is no argument {name!r}.{hint} It has {', '.join(names)}."
-        raise TypeError(f"{cls.__name__}: {what}")
 
 
 def check_fields(module: Any) -> None:
@@ -396,3 +359,33 @@ def _check_of(kind: Any) -> Any:
     for check in filter(callable, getattr(kind, "__metadata__", ())):
         return lambda owner, name, value: check(owner, **{name: value})
     return None
+
+
+class Checked(eqx.Module):
+    """A module whose fields are checked against their annotations.
+
+    The annotations of this module refuse numbers outside their range, a `Literal`
+    other values, a subclass of `equinox.Module` values of other classes, and a
+    `Callable` values that cannot be called; a field that may be `None` admits that too.
+    Equinox runs the check after those of subclasses, which call `check_fields` first
+    if they rely on it.
+    """
+
+    def __new__(cls, *args: Any, **options: Any):
+        """Refuse an argument of another name, with a hint."""
+        names = [*_signature(cls.__init__).parameters][1:]
+        for name in options:
+            if name in names:
+                continue
+            field, how = _ELSEWHERE.get(name, ("", ""))
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            if field in names:
+                hint = f" Use {field}{how}."
+            if name in ("random_state", "seed"):
+                hint = " Noise is drawn by key=, of the function that runs it."
+            what = f"there is no argument {name!r}.{hint} It has {', '.join(names)}."
+            raise TypeError(f"{cls.__name__}: {what}")
+        return super().__new__(cls)
+
+    __check_init__ = check_fields

@@ -58,19 +58,11 @@ class AbstractSet(eqx.Module):
     def support(self, g: PyTree) -> Float[Array, ""]:
         r"""Return the support function $h(g) = \sup_{w \in W} \langle g, w \rangle$.
 
-        Args:
-            g: A pytree like a member.
-
-        Returns:
-            The supremum; `inf` if the set is unbounded in the direction of `g`.
+        It is `inf` if the set is unbounded in the direction of `g`, a pytree like `w`.
         """
 
     def dimension(self, w: PyTree) -> int:
-        """Return the dimension of the affine hull.
-
-        Args:
-            w: A member, or its shapes.
-        """
+        """Return the dimension of the affine hull; `w` is a member, or its shapes."""
         return sum(math.prod(v.shape) for v in jax.tree.leaves(w))
 
 
@@ -191,8 +183,7 @@ class Box(AbstractSet):
         """The length of the diagonal.
 
         Raises:
-            ValueError: The bounds are plain numbers, so the number of entries, and
-                with it the diagonal, is unknown.
+            ValueError: The bounds are plain numbers, so that it is unknown.
         """
         leaves = jax.tree.leaves((self.lower, self.upper))
         if any(np.ndim(v) == 0 for v in leaves):
@@ -334,21 +325,18 @@ class Product(AbstractSet):
     @property
     def reach(self) -> float:
         """Upper bound of a member's norm: the root of the parts' squared bounds."""
-        parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
-        return sum(part.reach**2 for part in parts) ** 0.5
+        return sum(jax.tree.leaves(self._map(lambda part: part.reach**2))) ** 0.5
 
     @property
     def diameter(self) -> float:
         """The root of the sum of squared diameters."""
-        parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
-        return sum(part.diameter**2 for part in parts) ** 0.5
+        return sum(jax.tree.leaves(self._map(lambda part: part.diameter**2))) ** 0.5
 
     def _map(self, fun, *points):
-        return jax.tree.map(fun, self.sets, *points, is_leaf=_is_set)
+        def is_set(node):
+            return isinstance(node, AbstractSet)
 
-
-def _is_set(node: object) -> bool:
-    return isinstance(node, AbstractSet)
+        return jax.tree.map(fun, self.sets, *points, is_leaf=is_set)
 
 
 def _minus(w: PyTree, center: PyTree | None) -> PyTree:
