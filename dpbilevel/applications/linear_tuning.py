@@ -137,10 +137,14 @@ class TuningCertificate(AbstractCertificate):
 
     def check(self, problem: BilevelProblem) -> None:
         """Refuses a problem with another box or other functions than those proved."""
-        box = problem.x_set
-        known = not any(isinstance(v, Tracer) for v in jax.tree.leaves(box))
+        box, holds = problem.x_set, isinstance(problem.x_set, Box)
         # Inside a program the box has no values; then it was checked when planned.
-        if not isinstance(box, Box) or (known and not self._holds(box)):
+        if holds and not any(isinstance(v, Tracer) for v in jax.tree.leaves(box)):
+            low, high = np.asarray(box.lower).min(), np.asarray(box.upper).max()
+            # The box is in the dtype of x.
+            slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
+            holds = low >= self.low - slack and high <= self.high + slack
+        if not holds:
             raise ValueError(
                 f"linear_tuning: log-penalties must be in [{self.low:.6g}, "
                 f"{self.high:.6g}]. Call it with the bounds you want."
@@ -153,13 +157,6 @@ class TuningCertificate(AbstractCertificate):
         # is convex, and the public term alone is strongly convex: means of losses, and
         # the loss 0, have the same bounds.
         return dataclasses.replace(self, terms=terms_of(problem))
-
-    def _holds(self, box: Box) -> bool:
-        """Return whether the bounds are proved on the whole box."""
-        low, high = np.asarray(box.lower).min(), np.asarray(box.upper).max()
-        # The box is in the dtype of x.
-        slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
-        return low >= self.low - slack and high <= self.high + slack
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """Return `Bounds` at log-penalties `x`, or at the worst point of the box."""

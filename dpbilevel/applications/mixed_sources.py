@@ -1,6 +1,6 @@
 """Models of sources mixed on validation records, and one model of those kept."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -137,15 +137,6 @@ def moments_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
     return Objective(Euclidean(), {"lower": problem.of_record(lower)})
 
 
-def mixture_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
-    """Return the `Objective` of a mixture's mean validation loss, in coordinates u."""
-
-    def loss(u, row):
-        return problem.loss(mixture.model(u), row)
-
-    return Objective(Euclidean(), {"upper": jax.grad(problem.of_record(loss))})
-
-
 class MixedSources(AbstractSourcePipeline):
     r"""Mixes models of the sources and drops sources that the mixture does not fit.
 
@@ -230,9 +221,13 @@ class MixedSources(AbstractSourcePipeline):
         if name == FIT:
             return self.fit_objective(problem, w0, outputs)
         mixture = self._mixture(name, w0, outputs)
-        if name in (MIXTURE, REMIXTURE):
-            return mixture_objective(problem, mixture)
-        return moments_objective(problem, mixture)
+        if name in (MOMENTS, REMOMENTS):
+            return moments_objective(problem, mixture)
+
+        def loss(u, row):  # of validation records, in coordinates u
+            return problem.loss(mixture.model(u), row)
+
+        return Objective(Euclidean(), {"upper": jax.grad(problem.of_record(loss))})
 
     @override
     def start(self, name, w0, outputs):
@@ -241,18 +236,13 @@ class MixedSources(AbstractSourcePipeline):
             return mixing_start(y, len(x))[1]
         if name == SCORE:
             return self.score_start(w0)
-        if name == FIT:
-            return self._mean_of_kept(outputs)
+        if name == FIT:  # the mean of the models of kept sources, by their sizes
+            weights = self.kept(outputs) * self.source_fractions(outputs)
+            weights, models = weights / jnp.sum(weights), outputs[MODELS]
+            return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), models)
         size = len(x) + (1 if name in (MOMENTS, MIXTURE) else 2)
         shape = (size, size) if name in (MOMENTS, REMOMENTS) else size
         return jnp.zeros(shape, dtype_of(y))
-
-    def _mean_of_kept(self, outputs: Outputs) -> PyTree:
-        """Return the mean of the models of kept sources, weighted by their sizes."""
-        weights = self.kept(outputs) * self.source_fractions(outputs)
-        weights = weights / jnp.sum(weights)
-        models: Any = outputs[MODELS]
-        return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), models)
 
     def _mixture(self, name: str, w0: PyTree, outputs: Outputs) -> Mixture:
         """Return the `Mixture` of a stage in coordinates that earlier outputs scale."""

@@ -45,9 +45,6 @@ def penalty_start(problem: BilevelProblem, model: PyTree) -> tuple[PyTree, PyTre
     Args:
         problem: The problem.
         model: The parameters that the model starts from, public.
-
-    Returns:
-        The pair $(x, y)$.
     """
     box: Any = getattr(problem, "x_set", None)
     _checks.instance("penalty_start", Box, x_set=box)

@@ -102,8 +102,7 @@ def is_array(y: PyTree) -> bool:
 def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     """Return the constant feature's unit directions in y, stacked, one for each score.
 
-    Raises:
-        ValueError: The model is not one array, or has no such feature.
+    A `ValueError` refuses models that are not one array, or have no such feature.
     """
     if not is_array(y) or jnp.ndim(y) > 2:
         raise ValueError(

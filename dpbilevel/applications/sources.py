@@ -210,9 +210,6 @@ def mixing_start(model: PyTree, num_sources: int) -> tuple[Float[Array, " k"], P
         model: The parameters that every model starts from, public.
         num_sources: $k$.
 
-    Returns:
-        The pair $(x, y)$.
-
     Raises:
         ValueError: `num_sources` is below 1.
     """
