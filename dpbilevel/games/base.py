@@ -50,8 +50,7 @@ class TheoremConstants:
     ) -> Self:
         """Return the `TheoremConstants` of a problem that declares them.
 
-        Raises:
-            ValueError: A constant is missing, or the set is unbounded or one point.
+        The set must be bounded and have more than a point.
         """
         diameter = float(problem.w_set.diameter)
         if not 0 < diameter < math.inf:

@@ -257,14 +257,14 @@ def solved(
 
     Each norm is replaced by a multiple of its square near zero, on norms below those
     of the simplex. The steps are extragradient steps of one over the curvature, in
-    rounds from the average of the last round.
+    rounds from the average of the last round. Their number is rounded up to rounds.
 
     Args:
         problem: The sets and the public term.
         mean: The coefficients of the game.
         price: The standard deviation $s$ of their noise, times $t$.
         w: The initial point, in the set.
-        num_steps: The number of extragradient steps, rounded up to rounds.
+        num_steps: The number of extragradient steps.
 
     Privacy:
         Reads released values alone: free.

@@ -62,26 +62,23 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         """Return a function from a record to $F_i(w)$, with finite values for infinity.
 
         An operator that overflows then counts in its direction, as a large one does. A
-        clipped contribution is nonexpansive in the operator.
-
-        Args:
-            w: The point. It is released, or a function of released values and of this
-                batch that is sealed with a proved sensitivity.
+        clipped contribution is nonexpansive in the operator. The point is released, or
+        a function of released values and of this batch that is sealed.
         """
 
+        def saturated(value):
+            largest = float(jnp.finfo(value.dtype).max)
+            return jnp.clip(value, -largest, largest)
+
         def operator(record):
-            return jax.tree.map(_saturated, self.record_operator(w, record))
+            return jax.tree.map(saturated, self.record_operator(w, record))
 
         return operator
 
     def constant(self, name: str) -> float:
-        """Return a declared constant by its name, as a float.
+        """Return a declared constant by its name, such as `public_bound`, as a float.
 
-        Args:
-            name: One of `lipschitz`, `bound`, `public_lipschitz`, `public_bound`.
-
-        Returns:
-            Its value; zero for the public ones without a public term.
+        The public ones are zero without a public term.
 
         Raises:
             ValueError: It is not declared.
@@ -95,12 +92,6 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
                 f"declared. Give {name}=, valid on all of the set for every record."
             )
         return float(value)
-
-
-def _saturated(value: Array) -> Array:
-    """Replace infinities by the largest finite numbers."""
-    largest = float(jnp.finfo(value.dtype).max)
-    return jnp.clip(value, -largest, largest)
 
 
 class AbstractSaddleProblem(AbstractVariationalInequality):

@@ -76,8 +76,11 @@ class Resolvent:
         adds the rounding of the value to a grid.
         """
         ratio = 0.0 if self.steps == 1 else self.contraction
+        series: Number = 0.0
+        for _ in range(self.steps):
+            series = 1 + ratio * series
         moved = self.clip_norm / self.strength / self.denominator
-        value = (moved + 2 * self.step_rounding(dtype)) * _series(ratio, self.steps)
+        value = (moved + 2 * self.step_rounding(dtype)) * series
         if precision == "grid":
             value = value * (1 + 2 * math.sqrt(self.dimension) * 2.0**-ROUNDED_BITS)
         return value
@@ -100,42 +103,31 @@ class Resolvent:
         the exact one. It counts the operators of records, exact to 32 units, the margin
         of the clip, sums, the public operator, the step and the projection.
         """
+        unit, public = unit_roundoff(dtype), self.problem.constant("public_bound")
+        records = self._largest - public
+        if self.steps == 1:
+            # Neighbours read the same point, where all records but one have the same
+            # computed operators: only sums and means differ by their rounding.
+            operator = unit * (2 * records + 3 * self._largest)
+        else:
+            mean = 2 * units_of(self.problem) + self.dimension + 32 + GROUP + 8
+            operator = unit * (mean * records + UNITS * public + 3 * self._largest)
+        # The threshold of a simplex is a sum over all coordinates.
+        units = UNITS + self.dimension**1.5
         moved = self._largest / self.strength
-        operator = self._operator_rounding(dtype) / self.strength
-        return operator + self._projection_rounding(dtype, moved)
+        projection = unit * units * (2 * self.problem.w_set.reach + moved)
+        return operator / self.strength + projection
 
     @property
     def _largest(self) -> Number:
         """Largest norm of a batch's operator with the public one."""
         return self.clip_norm * self._fullest + self.problem.constant("public_bound")
 
-    def _operator_rounding(self, dtype: DTypeLike) -> Number:
-        """Bound the rounding of operators, of their clipped mean and of the sum.
-
-        Neighbours of a single step read the same point, where all records but one have
-        the same computed operators: then only sums and means differ by their rounding.
-        """
-        unit, public = unit_roundoff(dtype), self.problem.constant("public_bound")
-        records = self._largest - public
-        if self.steps == 1:
-            return unit * (2 * records + 3 * self._largest)
-        mean = 2 * units_of(self.problem) + self.dimension + 32 + GROUP + 8
-        return unit * (mean * records + UNITS * public + 3 * self._largest)
-
-    def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:
-        """Bound the rounding of a step of length `moved`, and of its projection.
-
-        The threshold of a simplex is a sum over all coordinates.
-        """
-        units = UNITS + self.dimension**1.5
-        return unit_roundoff(dtype) * units * (2 * self.problem.w_set.reach + moved)
-
     def check(self) -> None:
-        """Refuse problems without a known sensitivity; reads no number of the solver.
+        """Raise `ValueError` for problems without a known sensitivity.
 
-        Raises:
-            ValueError: An unbounded set, one with another projection than the
-                library's, or a missing constant.
+        The set may be unbounded or have another projection than the library's, or a
+        constant may be missing. No number of the solver is read.
         """
         for part in parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
@@ -153,12 +145,7 @@ class Resolvent:
             self.problem.constant(name)
 
     def check_shapes(self, batch: Batch, size: int) -> None:
-        """Refuse a batch, or a point of `size` coordinates, other than planned.
-
-        Raises:
-            ValueError: The batch has more rows or another denominator, or the point
-                more coordinates.
-        """
+        """Raise `ValueError` for a batch or a number of coordinates beyond the plan."""
         rows = _checks.leading_axis("records", batch.records)
         rows = rows if batch.size is None else batch.size
         if batch.denominator != self.denominator or rows > self.rows:
@@ -172,13 +159,10 @@ class Resolvent:
             )
 
     def check_numbers(self, dtype: DTypeLike) -> None:
-        """Refuse a plan whose iteration does not contract or rounds too coarsely.
+        """Raise `ValueError` if the iteration does not contract or rounds too coarsely.
 
-        Nothing is refused inside a program, where numbers are not known.
-
-        Raises:
-            ValueError: Picard's iteration does not contract, or rounding adds more than
-                5 % to the sensitivity.
+        Rounding may add 5 % to the sensitivity. Nothing is refused inside a program,
+        where numbers are not known.
         """
         farthest = self.problem.w_set.reach + self._largest / self.strength
         if not _checks.concrete(farthest):
@@ -203,11 +187,3 @@ class Resolvent:
             remedy=f"use a smaller set, or a dimension= below {self.dimension} if w0 "
             "has fewer coordinates",
         )
-
-
-def _series(ratio: Number, count: int) -> Number:
-    r"""Return $\sum_{j < N} q^j$, for every $q$."""
-    total: Number = 0.0
-    for _ in range(count):
-        total = 1 + ratio * total
-    return total
