@@ -56,9 +56,8 @@ class Checkpoint:
     Attributes:
         done: Number of steps done.
         key: The key of the steps to come. Earlier noise cannot be computed from it.
-        state: The solver's state, on the host; a list of its leaves after `read`.
-        path: The released trajectory so far, on the host; a list of its leaves after
-            `read`.
+        state: The solver's state, on the host; after `read` a list of its leaves.
+        path: The released trajectory so far, likewise.
         fingerprint: Facts that must not change between the parts of a run.
     """
 
@@ -74,11 +73,7 @@ class Checkpoint:
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Replace the folder's checkpoint in one step; only its owner can read it.
-
-    Raises:
-        OSError: The disk refuses; the previous checkpoint is intact.
-    """
+    """Replace the folder's checkpoint by `replace`; only its owner can read it."""
     states, paths = map(jax.tree.leaves, (checkpoint.state, checkpoint.path))
     arrays = {f"state_{i}": v for i, v in enumerate(states)}
     arrays |= {f"path_{i}": v for i, v in enumerate(paths)}
@@ -96,11 +91,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read the `Checkpoint` in a folder.
-
-    Raises:
-        ValueError: There is none, or it is damaged or of another program.
-    """
+    """Read the `Checkpoint` in a folder; `ValueError` if there is none, or damaged."""
     file = folder / NAME
     if not file.is_file():
         raise ValueError(f"nothing to resume: {folder} holds no checkpoint.")
@@ -186,7 +177,12 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
                 out.flush()
                 os.fsync(out.fileno())  # the content before its name
             os.replace(temporary, file)  # at once, or not at all
-            _sync_folder(file.parent)
+            if os.name == "posix":  # makes the rename last through a power cut
+                folder = os.open(file.parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
         except OSError as error:
             raise OSError(f"cannot write {file}: {error.strerror}") from error
         finally:
@@ -231,17 +227,6 @@ def hashed(values: Iterable[Any]) -> str:
     return found.hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut, if the system can sync folders."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def first_checkpoint(
     problem: AbstractProblem,
     solver: AbstractSolver,
@@ -253,7 +238,6 @@ def first_checkpoint(
 ) -> Checkpoint:
     """Return the `Checkpoint` of a run before its first step.
 
-    `fingerprint` holds the facts that must not change between the parts of the run.
     With `with_start` the initial point is row 0 of its path.
     """
     state = _on_host(solver.init(problem, w0))
@@ -267,12 +251,7 @@ def after(
 ) -> Checkpoint:
     """Return the `Checkpoint` of a run after further steps.
 
-    Args:
-        saved: The run before these steps.
-        key: The key of the steps to come.
-        steps: Number of steps made.
-        state: The state after the steps.
-        rows: The iterates that they released, one a row.
+    The key is that of the steps to come, the rows are the released iterates.
     """
     # Through the host each time, as after a resume, so that no bit can differ.
     state, rows = _on_host(state), _on_host(rows)
@@ -285,14 +264,8 @@ def resume_run(
 ) -> Checkpoint:
     """Return the `Checkpoint` read from a folder, checked to be of this run.
 
-    Args:
-        folder: Its folder.
-        saved: Its checkpoint, as read.
-        first: The same run before its first step, as it would begin now.
-        records: Name of what `fingerprint["records"]` identifies, for a message.
-
-    Raises:
-        ValueError: Something that the run depends on has changed.
+    `first` is the run before its first step, as it would begin now. A `ValueError`
+    names what has changed; `records` are what `fingerprint["records"]` identifies.
     """
     then, now = (str(jax.random.key_impl(run.key)) for run in (saved, first))
     if then != now:
@@ -316,8 +289,7 @@ def resume_run(
 def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Check that two fingerprints agree in all but keys and records, which are SECRET.
 
-    Raises:
-        ValueError: The message says what changed.
+    The `ValueError` says what changed.
     """
     for part in [k for k in now if k not in (FIRST_KEY, "records")]:
         changed = _differences(then.get(part), now[part], part)

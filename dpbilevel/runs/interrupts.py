@@ -66,16 +66,9 @@ def step_bar(
 ) -> Iterator[Callable[..., None]]:
     """Yield a function that sets a progress bar; a shown bar needs tqdm.
 
-    The bar appears when it is first set.
-
-    Args:
-        num_steps: Number of steps, or 0 if it is not known yet.
-        what: Label of the bar.
-        shown: Whether to show it.
-
-    Yields:
-        A function `at(done, total=None, **numbers)` that sets the steps done, the
-        number of all steps if it was not known, and numbers to show beside the bar.
+    The bar appears when it is first set, with the label `what`. If the number of steps
+    is not known yet, give 0. The function `at(done, total=None, **numbers)` sets the
+    steps done, the number of all steps, and numbers to show beside the bar.
     """
     if not shown:
         yield lambda done, total=None, **numbers: None

@@ -59,9 +59,13 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock.acquire()
             except filelock.Timeout:
+                holder = ""
+                with contextlib.suppress(OSError):
+                    found = file.read_text(errors="replace").strip()
+                    holder = f" (process {found})"
                 raise ValueError(
-                    f"{folder} is in use by another run{_holder(file)}. Wait until "
-                    "that run ends, or give a new folder. Nothing was spent."
+                    f"{folder} is in use by another run{holder}. Wait until that run "
+                    "ends, or give a new folder. Nothing was spent."
                 ) from None
             except OSError as error:
                 raise OSError(
@@ -90,10 +94,3 @@ def in_use(folder: Path) -> bool:
             return False
     except OSError as error:
         return isinstance(error, filelock.Timeout)
-
-
-def _holder(file: Path) -> str:
-    """Return a text that names the process that wrote a lock file, or ""."""
-    with contextlib.suppress(OSError):
-        return f" (process {file.read_text(errors='replace').strip()})"
-    return ""

@@ -219,7 +219,19 @@ def read(folder: Path) -> RunLog:
     unreadable = last = 0
     for line in lines:
         try:
-            last = max(last, _apply(json.loads(line), runs))
+            event = json.loads(line)
+            kind, number = event.pop("event"), event.pop("run")
+            if type(number) is not int or number < 1:
+                raise ValueError("a run has a number from 1.")
+            if kind == "started":
+                runs.append(Run(**event, number=number))
+            elif kind in ("resumed", "charged", "stopped", "finished"):
+                found = [i for i, run in enumerate(runs) if run.number == number]
+                for i in found[-1:]:  # none if the line of its start is lost
+                    runs[i] = dataclasses.replace(runs[i], **event)
+            else:
+                raise ValueError("an event has another name.")
+            last = max(last, number)
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1  # counted, so that a total says it may be too small
     return RunLog(tuple(runs), unreadable, last)
@@ -253,12 +265,8 @@ def begin(
 ) -> None:
     """Record that a run starts or continues; call this before it reads a record.
 
-    Args:
-        folder: The result folder, under its lock.
-        number: The run's number in the folder, from 1.
-        report: The guarantee of the run.
-        config: The config as it was given.
-        first: The guarantee of its first part, on record alone until `charge`.
+    The folder is under its lock, and numbers begin at 1. If there is a `first` part,
+    its guarantee alone is on record until `charge`.
 
     Raises:
         ValueError: The whole run would take the total above a limit.
@@ -339,22 +347,6 @@ def _append(folder: Path, number: int, event: dict[str, Any]) -> None:
     checkpoint.replace(file, before + end + line)
 
 
-def _apply(event: dict[str, Any], runs: list[Run]) -> int:
-    """Change the list of runs by one line of a record; return the run's number."""
-    kind, number = event.pop("event"), event.pop("run")
-    if type(number) is not int or number < 1:
-        raise ValueError("a run has a number from 1.")
-    if kind == "started":
-        runs.append(Run(**event, number=number))
-        return number
-    if kind not in ("resumed", "charged", "stopped", "finished"):
-        raise ValueError("an event has another name.")
-    found = [i for i, run in enumerate(runs) if run.number == number]
-    for i in found[-1:]:  # none if the line of its start is lost
-        runs[i] = dataclasses.replace(runs[i], **event)
-    return number
-
-
 def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
     """Raise `ValueError` if a run that is on record leads above a limit."""
     (run,) = _runs(folder, number)
@@ -375,11 +367,7 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
 
 
 def limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
-    """Yield the limits of a folder and of those above it, by their folders.
-
-    Raises:
-        ValueError: A limit is damaged.
-    """
+    """Yield the limits of a folder and of those above it, by their folders."""
     ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
     for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
         try:
