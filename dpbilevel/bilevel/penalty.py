@@ -153,7 +153,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
         x, y = problem.x_set.project(x), problem.y_set.project(y)
         memory = Descent(self.step_size, problem.x_set).init(x)
         kept, t = self.output.init((x, y)), jnp.zeros((), jnp.int32)
-        return _State(x, y, y, memory, SkippedUpdates.none(), kept, t)
+        return _State(x, y, y, memory, SkippedUpdates(), kept, t)
 
     @override
     def step(self, problem, data, state, *, key) -> _State:

@@ -183,7 +183,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
     def init(self, problem, w0) -> PipelineState:
         w0 = jax.tree.map(jnp.asarray, tuple(w0))
         self.check_problem(problem, w0)
-        none = SkippedUpdates.none()
+        none = SkippedUpdates()
         return PipelineState(w0, self._zeros(w0), w0, none, jnp.zeros((), jnp.int32))
 
     def check_problem(self, problem: BilevelProblem, w0: PyTree | None = None) -> None:

@@ -72,7 +72,7 @@ class Refitted(AbstractStages[_State]):
         _, y = self.search.released(search)
         # If the search releases no y, the refit starts at the given one.
         y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
-        return _State(search, y, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
+        return _State(search, y, SkippedUpdates(), jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:

@@ -12,9 +12,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Float, PyTree, Shaped
+from jaxtyping import Float, Shaped
 
 # Beginnings of the names of types in data frames and Arrow tables, in lower case.
 _TEXTS = "string", "large_string", "utf8", "large_utf8", "categor", "enum"
@@ -23,8 +22,6 @@ _OBJECTS = "object", "null", "unknown"
 # Every array and data frame has one of these methods.
 _ARRAYS = "__array__", "__array_interface__", "__array_struct__"
 _ARRAYS += "to_pylist", "to_list", "tocsr"
-# Tables and their columns have one of these, and arrays of NumPy and JAX none.
-_TABLES = "to_numpy", "to_pylist"
 # Meanings of NumPy's kinds of types.
 _OF_NUMPY = dict.fromkeys("biuf", "numbers") | {"U": "texts", "S": "texts"}
 _OF_NUMPY |= {"O": "objects"}
@@ -49,14 +46,14 @@ class Column:
 
         A sequence has one entry for each of its elements. An element in a list or
         array of its own stands for itself; any longer one is no number and no text.
-
-        Raises:
-            ValueError: Its type stands for no numbers or texts, or as `elements`.
+        Errors are those of `kind_of` and `elements`.
         """
         column = _only_column(column)
         own = getattr(column, "dtype", getattr(column, "type", None))
         if isinstance(column, np.ma.MaskedArray):
-            return cls(_unmasked(column), kind_of(column.dtype))
+            entries = np.array(column.data, object)
+            entries[np.ma.getmaskarray(column)] = None
+            return cls(entries, kind_of(column.dtype))
         found = elements(column)
         if found is not None:
             return cls(separate(map(_entry, found), len(found)), "objects")
@@ -81,9 +78,7 @@ def elements(values: Any) -> list[Any] | None:
     """Return a list of a sequence's elements, unchanged; `None` for arrays and texts.
 
     NumPy would read all of them together, and raise an error if one has another shape.
-
-    Returns:
-        `None` for arrays, data frames, texts and single values.
+    `None` stands for data frames and single values, too.
 
     Raises:
         ValueError: It is a set, a mapping, a generator or another iterable that is no
@@ -113,9 +108,6 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
     Each row is read alone. The width is the most frequent one. A row of another width
     is a row of `None`, which is no number. Privacy: the width counts as public, like
     the columns of a table.
-
-    Args:
-        rows: One row for each record, as from `elements`.
     """
     cells = [_cells(row) for row in rows]
     widths = collections.Counter(None if row is None else len(row) for row in cells)
@@ -127,44 +119,6 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
         if row is not None and len(row) == width:
             table[place] = separate(map(_entry, row), width)
     return table
-
-
-def arrays(records: PyTree) -> PyTree:
-    """Return records in which data frames and their columns are float64 arrays.
-
-    A table becomes a matrix with a row for each record, a column a vector; a missing
-    number is NaN. Types do not depend on which are missing. Other arrays stay as they
-    are.
-
-    Args:
-        records: A pytree; its leaves may be tables and columns of pandas, polars and
-            pyarrow.
-
-    Raises:
-        ValueError: A column stands for no numbers, by its type; it is named.
-
-    Privacy:
-        Each entry is read alone. Errors depend on types.
-    """
-    made: dict[int, Any] = {}  # the same table in both levels must stay the same array
-
-    def array(path: Any, leaf: Any) -> Any:
-        if not any(hasattr(leaf, name) for name in _TABLES):
-            return leaf
-        if id(leaf) not in made:
-            name = f"data{jax.tree_util.keystr(path)}"
-            whole = len(getattr(leaf, "shape", ())) == 2
-            try:
-                column = None if whole else Column.of(leaf)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            if column is None:
-                made[id(leaf)] = numbers(leaf, name)
-            else:
-                made[id(leaf)] = as_numbers(name, column)
-        return made[id(leaf)]
-
-    return jax.tree_util.tree_map_with_path(array, records)
 
 
 def numbers(table: Any, name: str = "X") -> Any:
@@ -202,11 +156,7 @@ def numbers(table: Any, name: str = "X") -> Any:
 
 
 def as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
-    """Return a column, or several, as numbers; NaN for objects that are none.
-
-    Raises:
-        ValueError: The entries are texts, by their type.
-    """
+    """Return the numbers of a `Column`; raise `ValueError` for texts, by their type."""
     if column.kind == "texts":
         raise ValueError(f"{name} has texts, by its type; encode declared categories.")
     return column.numbers()
@@ -257,21 +207,11 @@ def _entry(value: Any) -> Any:
         return None
 
 
-def _unmasked(array: np.ma.MaskedArray) -> Shaped[np.ndarray, "..."]:
-    """Return a masked array as an object array in which masked entries are `None`."""
-    entries = np.array(array.data, object)
-    entries[np.ma.getmaskarray(array)] = None
-    return entries
-
-
 def kind_of(dtype: Any) -> str:
     """Return the meaning of a type: "numbers", "texts", or "objects".
 
-    Args:
-        dtype: The type of a column of NumPy, pandas, polars or pyarrow.
-
-    Raises:
-        ValueError: The type is another one, such as dates.
+    The type is one of NumPy, pandas, polars or pyarrow. Others, such as dates, raise a
+    `ValueError`.
     """
     if isinstance(dtype, np.dtype):
         kind = _OF_NUMPY.get(dtype.kind)
@@ -283,21 +223,16 @@ def kind_of(dtype: Any) -> str:
         name = str(dtype).lower()
         if name.startswith("dictionary"):
             return kind_of(dtype.value_type)
-        kind = _named(name)
+        if name == "str":  # not a struct
+            return "texts"
+        begins = {"texts": _TEXTS, "numbers": _NUMBERS, "objects": _OBJECTS}
+        found = (k for k, words in begins.items() if name.startswith(words))
+        kind = None if name.startswith("interval") else next(found, None)
     if kind is None:
         if str(dtype).startswith("complex"):
             raise ValueError("Complex data not supported: give real numbers.")
         raise ValueError(f"{dtype} has no numbers or texts; convert each entry alone.")
     return kind
-
-
-def _named(name: str) -> str | None:
-    kinds = {"texts": _TEXTS, "numbers": _NUMBERS, "objects": _OBJECTS}
-    if name == "str":  # not a struct
-        return "texts"
-    if name.startswith("interval"):  # not an integer
-        return None
-    return next((k for k, begins in kinds.items() if name.startswith(begins)), None)
 
 
 def _only_column(table: Any) -> Any:

@@ -59,12 +59,7 @@ class SkippedUpdates(eqx.Module):
         values alone.
     """
 
-    count: Int[Array, ""]
-
-    @classmethod
-    def none(cls) -> "SkippedUpdates":
-        """Return a `SkippedUpdates` of zero, for before the first update."""
-        return cls(jnp.zeros((), jnp.int32))
+    count: Int[Array, ""] = eqx.field(default_factory=lambda: jnp.zeros((), jnp.int32))
 
     def plus(self, *counts: Int[Array, ""]) -> "SkippedUpdates":
         """Return a copy with `counts` more skipped updates."""
@@ -75,7 +70,7 @@ def rejected_updates(state: PyTree) -> Int[Array, ""]:
     """Return the number of updates skipped in a run so far, as counted in its state."""
     nodes = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, SkippedUpdates))
     counts = (v.count for v in nodes if isinstance(v, SkippedUpdates))
-    return SkippedUpdates.none().plus(*counts).count
+    return sum(counts, SkippedUpdates().count)
 
 
 class Memory(eqx.Module):
@@ -120,7 +115,7 @@ class Descent(eqx.Module):
 
     def init(self, w: PyTree) -> Memory:
         """Return the `Memory` before the first update, which starts at `w`."""
-        return Memory(self.rule.init(w), SkippedUpdates.none())
+        return Memory(self.rule.init(w), SkippedUpdates())
 
     def update(
         self, gradient: PyTree, memory: Memory, w: PyTree
@@ -186,11 +181,6 @@ class LastStep(eqx.Module):
     move: PyTree
     slope: Float[Array, ""]
     factor: Float[Array, ""]
-
-    @classmethod
-    def none(cls, w: PyTree) -> "LastStep":
-        """Return a `LastStep` for before the first step: no move, factor 1."""
-        return cls(optax.tree.zeros_like(w), jnp.zeros(()), jnp.ones(()))
 
     def excess(self, gradient: PyTree, deviation: Any) -> Float[Array, ""]:
         r"""Return how many times too long the last step was for the curvature along it.
@@ -289,7 +279,7 @@ def finite_or(
     pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
     fits = jnp.stack([fits_one(a, b) for a, b in pairs]).all()
     kept = jax.tree.map(lambda a, b: jnp.where(fits, a, b), new, old)
-    return kept, rejections.plus((~fits).astype(jnp.int32))
+    return kept, SkippedUpdates(rejections.count + (~fits).astype(jnp.int32))
 
 
 def overshooting_row(
@@ -298,12 +288,8 @@ def overshooting_row(
     """Return a tuple: a `ForecastRow` if steps overshoot the public terms, or empty.
 
     Descent on a function of curvature $h$ diverges along steps longer than $2 / h$.
-    `Descent.curvature_limited` then shortens the steps in all coordinates.
-
-    Args:
-        step_size: A number, or a `Rule`, about whose steps nothing is known.
-        public_gradient: The gradient of the public terms.
-        w0: The point at which they are evaluated.
+    `Descent.curvature_limited` then shortens the steps in all coordinates. Nothing is
+    known about the steps of a `Rule`.
     """
     if isinstance(step_size, Rule):
         return ()
@@ -315,53 +301,17 @@ def overshooting_row(
     return (ForecastRow("steps", from_start=True, **known),)
 
 
-def unstable_row(
-    step_size: Any, smoothness: float | None, momentum: float | None = None
-) -> tuple[ForecastRow, ...]:
-    r"""Return a tuple: a `ForecastRow` if steps are too long for the losses, or empty.
-
-    Args:
-        step_size: A number, or a `Rule`, about whose steps nothing is known.
-        smoothness: $\beta$, a bound on the curvature of every record's loss, such as
-            $R^2 / 4$ for a logistic, $R^2$ for a squared and $R^2 / 2$ for a softmax
-            loss of rows of norm at most $R$; `None` if none is declared.
-        momentum: $\mu$ of Nesterov's steps, or `None` for plain ones.
-
-    Returns:
-        No row if step size times $\beta$ is at most 2, or $(2 + 2 \mu) / (1 + 2 \mu)$
-        with momentum.
-    """
-    if isinstance(step_size, Rule) or smoothness is None:
-        return ()
-    most = 2 if momentum is None else (2 + 2 * momentum) / (1 + 2 * momentum)
-    if step_size * smoothness <= most:
-        return ()
-    known: Any = {"step_size": float(step_size), "record_curvature": float(smoothness)}
-    return (ForecastRow("steps", stable_product=float(most), from_start=True, **known),)
-
-
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
     """Estimate the largest eigenvalue of a Hessian from below, by power iteration.
 
-    Args:
-        gradient: The gradient of a function without data. If its derivative is not
-            finite, the result is infinity.
-        w: The point, of floats.
+    The result is infinity if the derivative of the gradient is not finite at `w`.
     """
     if not jax.tree.leaves(w):
         return 0.0
-    found = _eigenvalue(gradient, w, 0.0)
-    if found < 0:  # the largest in absolute value; a shift finds the largest one
-        found = _eigenvalue(gradient, w, -found)
-    return found if math.isfinite(found) else math.inf
-
-
-def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
-    """Return the eigenvalue of a Hessian that is farthest from `-shift`."""
 
     # Compiled, as the steps of the solver are.
     @jax.jit
-    def iterated(w: PyTree, shift: Float[Array, ""]) -> Float[Array, ""]:
+    def farthest_from_minus(shift: Float[Array, ""], w: PyTree) -> Float[Array, ""]:
         flat, unravel = ravel_pytree(w)
 
         def product(v):
@@ -390,7 +340,10 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
         return jax.lax.while_loop(moves, iterate, (0, start, zero, zero))[-1]
 
     with jax.numpy_dtype_promotion("standard"):  # leaves may be of several dtypes
-        return float(iterated(w, jnp.asarray(shift)))
+        found = float(farthest_from_minus(jnp.asarray(0.0), w))
+        if found < 0:  # the largest in absolute value; a shift finds the largest one
+            found = float(farthest_from_minus(jnp.asarray(-found), w))
+    return found if math.isfinite(found) else math.inf
 
 
 def float_array(value: Any) -> jax.Array:

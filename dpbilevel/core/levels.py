@@ -81,11 +81,6 @@ class Sizes:
             raise ValueError(f"Sizes: shared levels differ: {upper=}, {lower=}.")
 
 
-def people_of(sizes: object) -> People | None:
-    """Return the `People` of the sizes of two levels; `None` for one level."""
-    return sizes.people if isinstance(sizes, Sizes) else None
-
-
 def check_disjoint(data: Levels) -> None:
     """Refuse levels that hold the same records, as far as arrays and files can tell.
 

@@ -19,10 +19,10 @@ from ..privacy.per_example import mixing
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
 from . import process_spending
-from .columns import arrays
+from .columns import Column, as_numbers, numbers
 from .descent import Rule, rejected_updates
-from .levels import Levels, people_of
-from .problem import AbstractProblem, arrays_of, lifted, lowered
+from .levels import Levels
+from .problem import AbstractProblem, Lifted, arrays_of, lifted
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver
 
@@ -93,57 +93,68 @@ def solve(
     return solution if leaves is None else solution.with_leaves(leaves)
 
 
+def arrays(records: PyTree) -> PyTree:
+    """Return records in which tables become matrices and their columns vectors.
+
+    Tables are those of pandas, polars and pyarrow. Their arrays are of float64, a
+    missing number is NaN, and types do not depend on which are missing. Other arrays
+    stay as they are.
+
+    Raises:
+        ValueError: A column stands for no numbers, by its type; it is named.
+
+    Privacy:
+        Each entry is read alone. Errors depend on types.
+    """
+    made: dict[int, Any] = {}  # the same table in both levels must stay the same array
+
+    def array(path: Any, leaf: Any) -> Any:
+        # Tables and their columns have one of these, and arrays of NumPy and JAX none.
+        if not (hasattr(leaf, "to_numpy") or hasattr(leaf, "to_pylist")):
+            return leaf
+        if id(leaf) not in made:
+            name = f"data{jax.tree_util.keystr(path)}"
+            whole = len(getattr(leaf, "shape", ())) == 2
+            try:
+                column = None if whole else Column.of(leaf)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if column is None:
+                made[id(leaf)] = numbers(leaf, name)
+            else:
+                made[id(leaf)] = as_numbers(name, column)
+        return made[id(leaf)]
+
+    return jax.tree_util.tree_map_with_path(array, records)
+
+
 def solved(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
     """Return the `Solution` of `solve`, not counted among the runs of this process.
 
     It is for callers that count it themselves, and for runs on synthetic records.
-    Arguments are those of `solve`.
     """
     bound = check_run("solve", problem, solver, data, w0, key)
     return run_checked(problem, bound, data, w0, key=key, trajectory=trajectory)
 
 
 def check_run(owner: str, problem, solver, data, w0, key) -> AbstractSolver:
-    """Check the arguments of a run; return the solver bound to the data's sizes.
+    """Check the arguments of `solve`; return the solver bound to the data's sizes.
 
-    `owner` is the called function, for errors; other arguments are those of `solve`.
-
-    Raises:
-        TypeError: As `solve`.
-        ValueError: As `solve`.
-    """
-    check_method(owner, problem, solver, key)
-    problem.check_unit(data)
-    problem.check(w0, data)
-    return bound_to(problem, solver, data, owner)
-
-
-def check_method(owner: str, problem: Any, solver: Any, key: PRNGKey) -> None:
-    """Check what a run needs besides records: key, solver, device and software.
-
-    Raises:
-        TypeError: As `solve`.
-        ValueError: As `solve`.
+    Errors are those of `solve`, and name `owner`, the called function.
     """
     check_key(key)
     solver_for(problem, solver, owner)
     check_device(owner)
+    problem.check_unit(data)
+    problem.check(w0, data)
+    return bound_to(problem, solver, data, owner)
 
 
 def check_device(owner: str) -> None:
     """Check that the default device computes products well and keeps records apart.
 
     The latter is tested if JAX is newer than the tested releases; a warning then says
-    so, once in a process.
-
-    Args:
-        owner: The function that an error names.
-
-    Raises:
-        ValueError: As `check_products` and `check_rows`.
-
-    Privacy:
-        Touches no data.
+    so, once in a process. Errors are those of `check_products` and `check_rows`.
     """
     check_products(owner)
     if jax.__version_info__ > tuple(map(int, TESTED_JAX.split("."))):
@@ -162,19 +173,15 @@ def _warn() -> None:
 
 
 def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
-    """Run a solver bound to the data's sizes, without checks; return a `Solution`.
-
-    Arguments are those of `solve`.
-
-    Raises:
-        TypeError: `trajectory` is not a Python bool.
-    """
+    """Run `solve` with a solver bound to the data's sizes, without its checks."""
     if isinstance(trajectory, Tracer):
         raise TypeError(
             "solve: trajectory must be a Python bool. Under jax.jit give "
             'static_argnames="trajectory".'
         )
-    data = rows_of(solver, data, key)
+    data = _checks.on_device(data)
+    check_shared(key, data)
+    data = planned_rows(solver, data)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
     # If the caller compiles this call, the loop is traced as a part of that program.
@@ -184,17 +191,8 @@ def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution
     return Solution(solver.answer(problem, state), path, rejected_updates(state))
 
 
-def rows_of(
-    solver: AbstractSolver, data: PyTree, key: PRNGKey, owner: str = "solve"
-) -> PyTree:
-    """Return the records as JAX arrays, padded as steps of a bound solver read them."""
-    data = _checks.on_device(data)
-    check_shared(key, data)
-    return planned_rows(solver, data, owner)
-
-
 def scan_steps(
-    problem: AbstractProblem,
+    problem: AbstractProblem | Lifted,
     solver: AbstractSolver,
     data: PyTree,
     state: PyTree,
@@ -204,11 +202,11 @@ def scan_steps(
 ) -> tuple[PyTree, PyTree | None]:
     """Run one step per key; return the last state, and the iterates or `None`.
 
-    This is the loop under `solve`. The solver is calibrated and bound to the data's
-    sizes, the records are in `planned_rows`. With `trajectory` the released iterates
-    are returned.
+    The solver is calibrated and bound to the data's sizes, the records are in
+    `planned_rows`. With `trajectory` the released iterates are returned.
     """
-    problem = lowered(problem)
+    if isinstance(problem, Lifted):
+        problem = problem.lowered()
 
     def one_step(state, key):
         state = solver.step(problem, data, state, key=key)
@@ -236,13 +234,10 @@ def bound_to(
 ) -> Solver:
     """Return the solver bound to its planned sizes or, without a plan, to the data's.
 
-    Only the shapes of the data are read; `owner` is named in an error.
-
-    Raises:
-        ValueError: Under replace-one, the data's sizes are not the planned ones; under
-            add-or-remove-one, there is no plan to take the public sizes from.
+    Only shapes are read. A `ValueError` names `owner` if, under replace-one, sizes are
+    not the planned ones or, under add-or-remove-one, no plan has public sizes.
     """
-    people = people_of(solver.sizes)  # None for one level or no plan
+    people = getattr(solver.sizes, "people", None)  # None for one level or no plan
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if solver.sizes is None:
             raise ValueError(
@@ -268,10 +263,7 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     them, down to the rounding of every record's gradient, depends on the shapes that it
     is compiled for. They are padded to the rows of the plan, and the padding is masked:
     `Padded` records, in each level, or `OnDisk` ones of so many rows. Under replace-one
-    they stay as they are.
-
-    Raises:
-        ValueError: There are more records than rows.
+    they stay as they are. More records than rows are a `ValueError`.
     """
     sizes = solver.sizes
     if solver.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
@@ -285,11 +277,7 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
 
 
 def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
-    """Pad the records of one level to the rows of a plan for `size` records.
-
-    Raises:
-        ValueError: There are more records than rows; `owner` and `name` are named.
-    """
+    """Pad the records of one level to the rows of a plan for `size` records."""
     rows = padded_rows(size)
     if _checks.leading_axis(name, shapes_of(records)) > rows:
         raise ValueError(
@@ -342,11 +330,7 @@ def _check_proximal(owner: str, solver: AbstractSolver) -> None:
 
 
 def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
-    """Check that an initial point is as fine as the plan of rounding errors assumes.
-
-    Raises:
-        ValueError: Its dtype is coarser than `dtype`, the planned one if there is one.
-    """
+    """Raise `ValueError` if an initial point is coarser than `dtype`, of the plan."""
     found = jnp.result_type(*jax.tree.leaves(w0))
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return

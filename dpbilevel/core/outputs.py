@@ -40,11 +40,7 @@ class AbstractOutput(Checked):
 
     @abc.abstractmethod
     def init(self, w: PyTree) -> PyTree:
-        """Return the memory of the rule before the first step.
-
-        Args:
-            w: A point like the iterates.
-        """
+        """Return the memory before the first step; `w` is like the iterates."""
 
     @abc.abstractmethod
     def update(
@@ -57,24 +53,13 @@ class AbstractOutput(Checked):
         num_steps: int,
         key: PRNGKey | None,
     ) -> PyTree:
-        """Return the memory of the rule after a step.
+        """Return the memory of the rule after step `t`, counted from 0.
 
-        Args:
-            memory: The memory before the step.
-            w: The iterate after the step.
-            before: The point like `w` that the step started from.
-            t: The number of the step, from 0.
-            num_steps: The number of steps of the run.
-            key: A typed key for rules that draw, `None` for others.
+        The step went from `before` to `w`. Rules that draw get a typed key.
         """
 
     def answer(self, memory: PyTree, last: PyTree) -> PyTree:
-        """Return the answer of the run; by default the memory.
-
-        Args:
-            memory: The memory after the last step.
-            last: The last iterate.
-        """
+        """Return the answer of the run; by default the memory after the last step."""
         return memory
 
 

@@ -23,7 +23,7 @@ from ..privacy.queries import RECORDS
 from ..privacy.report import describe, large_delta
 from ..privacy.sampling.base import AbstractSampling
 from . import process_spending
-from .levels import Sizes, check_pair, people_of
+from .levels import Sizes, check_pair
 from .loop import solver_for
 from .problem import AbstractProblem, arrays_of
 from .solution import Plan, Solver
@@ -121,30 +121,24 @@ def calibrated(
         return _after(before, planned.with_noise(scale).ledger(problem, sizes))
 
     _check_releases(ledger(1.0), budget, type(solver).__name__)  # any noise will do
-    for release in ledger(1.0).releases:
-        release.check(budget)
     scale = _least_scale(ledger, budget)
-    _check_accuracy(ledger(scale), budget, type(solver).__name__)
+    inexact = sum(release.computed_error for release in ledger(scale).releases)
+    if inexact:
+        _check_accuracy(inexact, budget, type(solver).__name__)
     found = planned.with_noise(scale).with_counts(problem)
-    if w0 is not None and people_of(sizes) is not None:
+    two_levels = isinstance(sizes, Sizes)
+    if w0 is not None and two_levels:
         check_pair("calibrate", w0)
     w0 = jax.tree.map(point, w0)
     problem, w0, _ = arrays_of("calibrate", problem, w0, trainable)
     dimensions = {} if w0 is None else found.dimensions(w0)
-    counted = _after(before, found.ledger(problem, sizes))
     forecast = () if w0 is None else found.forecast(problem, sizes, w0)
-    report = describe(
-        counted,
-        budget,
-        levels=people_of(sizes) is not None,
-        unit=problem.unit,
-        dimensions=dimensions,
-        forecast=forecast,
-    )
-    costs = process_spending.costs_by(report)
-    process_spending.remember(found, found.sizes, costs)
+    known: Any = {"levels": two_levels, "unit": problem.unit, "forecast": forecast}
+    whole = _after(before, found.ledger(problem, sizes))
+    report = describe(whole, budget, dimensions=dimensions, **known)
+    process_spending.remember(found, found.sizes, process_spending.costs_by(report))
     too_long = (str(row) for row in forecast if row.from_start)
-    return Plan(found, report, remarks=(*large_delta(counted, budget), *too_long))
+    return Plan(found, report, remarks=(*large_delta(whole, budget), *too_long))
 
 
 def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
@@ -159,13 +153,10 @@ def least_multiplier(
     budget: PrivacyBudget,
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> float:
-    """Return the least noise multiplier at which Gaussian releases meet a budget.
+    """Return the noise multiplier of `count` releases, as `calibrate` finds it.
 
-    `calibrate` finds this multiplier for a solver that makes only `count` such releases
-    from `size` records.
-
-    Raises:
-        ValueError: No noise reaches the budget.
+    Each is a Gaussian release from a batch of `size` records. Raises `ValueError` if no
+    noise reaches the budget.
     """
     release = sampling, count, size
     return _least_scale(lambda m: gaussian_ledger(*release, m, neighbours), budget)
@@ -184,15 +175,10 @@ def check_promise(
     records: int,
     most: int = 10**12,
 ) -> None:
-    """Check that a planner's bound is below the one that holds for every answer.
+    """Check that a planner's bound is below the trivial one, of every answer.
 
-    Args:
-        owner: The planner, named in the error.
-        bound: The bound of the plan for a number of records; a `ValueError` if there is
-            no plan.
-        trivial: The bound that holds for every answer.
-        records: The planned number of records.
-        most: The largest number of records that is tried.
+    `bound` maps a number of records to the bound of their plan, or raises `ValueError`
+    if there is none; at most `most` records are tried.
 
     Raises:
         ValueError: It is not. The message has the number of records from which on it
@@ -235,11 +221,12 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
         raise ValueError(
             f"calibrate: {name} draws approximately; give delta > 0, or use Grid."
         )
+    for release in ledger.releases:
+        release.check(budget)
 
 
-def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
+def _check_accuracy(inexact: float, budget: PrivacyBudget, name: str) -> None:
     """Refuse a plan whose noise mainly hides the errors of computed scores."""
-    inexact = sum(release.computed_error for release in ledger.releases)
     cost = profiles.total_variation_delta(budget.epsilon, inexact)  # of all draws
     check_rounding(
         "calibrate",

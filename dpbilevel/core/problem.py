@@ -69,26 +69,19 @@ class AbstractProblem(eqx.Module):
     ) -> Self:
         """Return the problem with functions of another unit.
 
-        Raises:
-            ValueError: A declared constant might not hold for people.
+        A `ValueError` refuses declared constants that might not hold for people.
         """
         return dataclasses.replace(self, unit=unit, **functions)
 
     def of_record(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a function of one row as one of a record, the last argument.
 
-        Args:
-            fun: The function. For a problem on people the values of their rows are
-                combined, else it is returned.
+        For a problem on people the values of their rows are combined.
         """
         return fun if self.unit is None else PerPerson(fun, self.unit)
 
     def on_same_records(self, problem: Problem) -> Problem:
-        """Return another problem on the kind of records that this one has.
-
-        Args:
-            problem: A problem on records that are one row each.
-        """
+        """Return a problem on single rows as one on the records that this one has."""
         if self.unit is None:
             return problem
         return problem.per_person(self.unit.most_rows, self.unit.combine)
@@ -100,11 +93,9 @@ class AbstractProblem(eqx.Module):
         return any(isinstance(term, Proximal) for term in terms)
 
     def check_unit(self, data: Any) -> None:
-        """Refuse rows of people for a problem on records, and the reverse.
+        """Raise `TypeError` if data of people meet a problem on records, or vice versa.
 
-        Raises:
-            TypeError: They are of the other kind.
-            ValueError: Of a person there are more or fewer places than declared.
+        It is a `ValueError` if people have another number of places than declared.
         """
         whole = PersonRows | OnDisk
         leaves = jax.tree.leaves(data, is_leaf=lambda v: isinstance(v, whole))
@@ -126,9 +117,7 @@ class AbstractProblem(eqx.Module):
     def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
         """Return the number of records in `data`, or `Sizes` for two levels.
 
-        Args:
-            data: The records.
-            people: Relation of the people in the levels, for two levels.
+        `people` is the relation of the people in two levels.
         """
 
     @abc.abstractmethod
@@ -137,21 +126,13 @@ class AbstractProblem(eqx.Module):
 
     @abc.abstractmethod
     def check_people(self, data: PyTree, people: People) -> None:
-        """Refuse data that contradict `people`.
-
-        Args:
-            data: The records.
-            people: The declared relation of the people in the levels.
-        """
+        """Refuse data that contradict `people`, the declared relation."""
 
     def traced(self, w0: PyTree, data: PyTree) -> Self:
         """Check `w0` and `data`; return the problem with facts found by tracing it.
 
-        Tracing tells nothing by default. Errors are those of `check`.
-
-        Args:
-            w0: The initial point.
-            data: The records; only their shapes are read.
+        Tracing tells nothing by default. Only shapes of records are read. Errors are
+        those of `check`.
         """
         self.check(w0, data)
         return self
@@ -234,16 +215,9 @@ def arrays_of(
 ) -> tuple[Any, PyTree, StaticLeaves | None]:
     """Return the problem on arrays, the arrays of `w0`, and other leaves or `None`.
 
-    Args:
-        owner: The name of the caller in an error.
-        problem: The problem, whose functions take the module.
-        w0: The initial point, or its shapes.
-        trainable: Which arrays are variables, as for `equinox.partition`; all if it is
-            `None`. The other arrays are constants of the problem.
-
-    Returns:
-        The problem on arrays, the arrays, and the other leaves; an initial point
-        without modules, or of arrays alone, is returned as it is, with `None`.
+    The functions of the problem take modules like `w0`, which may be shapes. An initial
+    point without modules, or of arrays alone, is returned as it is. Arrays that
+    `trainable` does not select are constants of the problem; `None` selects all.
 
     Raises:
         TypeError: The problem is of a kind whose functions cannot be wrapped.
@@ -282,17 +256,23 @@ def arrays_of(
     return problem, arrays, StaticLeaves(jax.tree.structure(arrays), parts, pair)
 
 
-class _Lifted(eqx.Module):
+class Lifted(eqx.Module):
     """A problem apart from the arrays that are not trained."""
 
     problem: AbstractProblem
     frozen: PyTree
 
+    def lowered(self) -> Any:
+        """Return the problem with these arrays."""
+        own = _Frozen(self.frozen)
+        return _mapped(self.problem, lambda fun: dataclasses.replace(fun, frozen=own))
+
 
 def lifted(problem: AbstractProblem) -> Any:
-    """Return a problem as an argument of a compiled program, which calls `lowered`.
+    """Return a problem as an argument of a compiled program.
 
-    Arrays that are not trained are leaves of it, and no constants of the program.
+    Arrays that are not trained are leaves of it, and no constants of the program. If
+    there are some, it is a `Lifted`.
     """
     terms = vars(type(problem)).get("terms", ())
     functions = [getattr(problem, name) for name in terms]
@@ -300,15 +280,7 @@ def lifted(problem: AbstractProblem) -> Any:
     if not found or found[0] is None:  # one for all functions
         return problem
     bare = _mapped(problem, lambda fun: dataclasses.replace(fun, frozen=None))
-    return _Lifted(bare, found[0].tree)
-
-
-def lowered(problem: Any) -> Any:
-    """Return the problem that `lifted` took."""
-    if not isinstance(problem, _Lifted):
-        return problem
-    frozen = _Frozen(problem.frozen)
-    return _mapped(problem.problem, lambda fun: dataclasses.replace(fun, frozen=frozen))
+    return Lifted(bare, found[0].tree)
 
 
 def _mapped(problem: Any, change: Callable[[Any], Any]) -> Any:

@@ -19,7 +19,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.records.disk import OnDisk, shapes_of
 from ..privacy.records.people import PersonRows
 from ..privacy.report import PrivacyReport, Status, rounded_up
-from .levels import people_of
+from .levels import Sizes
 
 Costs = tuple[float, float]  # epsilon and delta
 
@@ -160,15 +160,8 @@ def begun(
 ) -> Callable[[], None]:
     """Return a function that counts a run of this process, once however often called.
 
-    Call it before anything of the run can reach the user.
-
-    Args:
-        method: The called function.
-        relation: The neighbouring relation.
-        costs: Its epsilon and delta.
-        sizes: The planned numbers of records.
-        records: The records, whose shapes are read.
-        key: Key of the run, if it is one that the caller gave.
+    Call it before anything of the run can reach the user. Only shapes of records are
+    read. The key is one that the caller gave.
 
     Warns:
         PrivacyWarning: Another run was made on records of the same shape, once for
@@ -178,12 +171,11 @@ def begun(
         _check_unused(method, key)
     parts = jax.tree.leaves(shapes_of(records))
     widths = ", ".join(map(str, sorted({np.shape(part)[1:] for part in parts})))
-    people = people_of(sizes)
-    shapes = f"{sizes} records"
-    if people is not None:
+    shapes, whose = f"{sizes} records", ""
+    if isinstance(sizes, Sizes):
         shapes = f"{sizes.upper} upper records, {sizes.lower} lower records"
+        whose = str(sizes.people.value)
     shapes += f" (shapes of one record: {widths})" if widths else ""
-    whose = "" if people is None else str(people.value)
     kinds = jax.tree.leaves(
         records, is_leaf=lambda v: isinstance(v, PersonRows | OnDisk)
     )
@@ -241,17 +233,13 @@ def _check_unused(method: str, key: PRNGKey) -> None:
 def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> Costs:
     """Return epsilon and delta of a run: those of its plan, or computed and printed.
 
-    Args:
-        problem: The problem.
-        solver: The solver as the caller gave it.
-        sizes: The numbers of records.
-        owner: The called function.
+    The solver is the object that the caller gave.
     """
     with _process.lock:
         of, planned, costs = _process.costs.get(id(solver), (lambda: None, None, None))
     if costs is not None and of() is solver and planned == sizes:
         return costs
-    count = sizes if people_of(sizes) is None else min(sizes.upper, sizes.lower)
+    count = min(sizes.upper, sizes.lower) if isinstance(sizes, Sizes) else sizes
     delta = 10.0 ** math.floor(math.log10(0.1 / max(count, 1)))
     try:
         ledger = solver.with_sizes(sizes).ledger(problem, sizes)

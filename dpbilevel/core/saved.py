@@ -38,15 +38,8 @@ def write(
 ) -> None:
     """Write pytrees into a folder that appears at once, or not at all.
 
-    Args:
-        folder: The folder; new or empty.
-        parts: Pytrees of arrays by name.
-        facts: Further values of JSON by name.
-        overwrite: Whether to replace an earlier solution.
-
-    Raises:
-        ValueError: The folder holds something, or a part cannot be kept.
-        OSError: The disk refuses.
+    Parts are pytrees of arrays by name, facts further values of JSON. Errors are those
+    of `Solution.save`.
     """
     inside = {file.name for file in folder.iterdir()} if folder.exists() else set()
     if not inside <= {PAGE, ARRAYS} or (inside and not overwrite):
@@ -56,7 +49,14 @@ def write(
         )
     arrays: Arrays = {}
     page = {"format": _FORMAT, **facts}
-    page["parts"] = {name: _encoded(part, name, arrays) for name, part in parts.items()}
+    page["parts"] = {}
+    for name, part in parts.items():
+        leaves = [
+            (path := jax.tree_util.keystr(keys), _leaf(leaf, f"{name}{path}", arrays))
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(part)
+        ]
+        structure = _structure(part, itertools.count())
+        page["parts"][name] = {"structure": structure, "leaves": leaves}
     content = importlib.import_module("safetensors.numpy").save(arrays)
     page["sha256"] = hashlib.sha256(content).hexdigest()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,13 +75,8 @@ def write(
 def read(folder: Path, like: PyTree = None) -> tuple[dict[str, PyTree], dict[str, Any]]:
     """Return parts and facts of a folder that `write` wrote; arrays are NumPy's.
 
-    Args:
-        folder: The folder.
-        like: A pytree with the structure of the parts, for nodes of other kinds than
-            dictionaries, lists and tuples.
-
-    Raises:
-        ValueError: The folder is damaged, of another version, or needs `like`.
+    Nodes of other kinds than dictionaries, lists and tuples need `like`, a pytree with
+    the structure of the parts. Errors are those of `load`.
     """
     try:
         page = json.loads((folder / PAGE).read_text(encoding="utf-8"))
@@ -113,15 +108,6 @@ def unreadable(folder: Path, error: Exception) -> ValueError:
     return ValueError(
         f"load: {folder} is no solution of this version, or damaged: {why}."
     )
-
-
-def _encoded(tree: PyTree, name: str, arrays: Arrays) -> dict[str, Any]:
-    """Return a pytree as values of JSON, and add its arrays to `arrays`."""
-    leaves = [
-        (path := jax.tree_util.keystr(keys), _leaf(leaf, f"{name}{path}", arrays))
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    return {"structure": _structure(tree, itertools.count()), "leaves": leaves}
 
 
 def _structure(node: Any, places: Iterator[int]) -> Any:

@@ -19,7 +19,6 @@ from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling, check_sampling
-from .levels import people_of
 from .outputs import AbstractOutput, Last, check_output
 
 Problem = TypeVar("Problem")
@@ -109,8 +108,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     def with_sizes(self, sizes: Any) -> Self:
         """Return a copy of the solver, bound to these numbers of records.
 
-        Args:
-            sizes: `Sizes` for two levels, an integer for one.
+        They are `Sizes` for two levels, an integer for one.
         """
         whole = isinstance(sizes, np.integer)  # a NumPy integer would not be static
         changes: dict[str, Any] = {"sizes": int(sizes) if whole else sizes}
@@ -119,19 +117,14 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     def with_counts(self, problem: Problem, sizes: Any = None) -> Self:
         """Return the solver with every count that follows from its noise.
 
-        `calibrate` calls it last.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes; those of the solver by default.
+        `calibrate` calls it last. Sizes are by default those of the solver.
         """
         return self
 
     def with_precision(self, precision: Precision) -> Self:
         """Return a copy of the solver with every mechanism in this precision.
 
-        Args:
-            precision: `"grid"` or `"float"`, as in `Gaussian`.
+        It is `"grid"` or `"float"`, as in `Gaussian`.
         """
         return _with(self, precision=precision)
 
@@ -140,18 +133,12 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     ) -> tuple[ForecastRow, ...]:
         """Return a tuple of `ForecastRow`s on noise and steps; by default empty.
 
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
-            w0: The initial point, or zeros if only shapes are known.
+        `w0` is the initial point, or zeros if only shapes are known.
         """
         return ()
 
     def with_neighbours(self, neighbours: Neighbours) -> Self:
         """Return a copy of the solver with every mechanism under this relation.
-
-        Args:
-            neighbours: The relation.
 
         Raises:
             ValueError: The solver does not support it. `calibrate` refuses some
@@ -240,10 +227,6 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
         """Declare one of the equal releases of a step.
 
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
-
         Raises:
             ValueError: The problem lacks what the sensitivity rests on.
         """
@@ -254,19 +237,15 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
         return dataclasses.replace(release, count=self.num_releases)
 
     def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
-        """Return texts on what is assumed besides clipping; by default none.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
-        """
+        """Return texts on what is assumed besides clipping; by default none."""
         return ()
 
     @override
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
         return Ledger(
             (self.counted_release(problem, sizes),),
-            people_of(sizes) or People.OVERLAPPING,  # without effect for one level
+            # Without effect for one level, whose sizes are a number.
+            getattr(sizes, "people", People.OVERLAPPING),
             self.assumptions(problem, sizes),
         )
 

@@ -24,7 +24,7 @@ from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import LEVELS, RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling.base import FullBatch
-from .levels import Levels, Sizes, people_of
+from .levels import Levels, Sizes
 from .loop import public_rows
 from .plan import least_multiplier
 from .shares import OF_COLUMNS, OF_PLACES, LevelUsability, Usability
@@ -150,17 +150,31 @@ class RecordsCheck:
         Privacy:
             Touches no data. The releases are charged to everybody as `Ledger` says.
         """
-        return _planned(tuple(columns.items()), budget, sizes, neighbours, precision)
+        levels = tuple(columns.items())
+        if budget.delta == 0:
+            return cls(levels, ())
+        multiplier = _multiplier(FullBatch(), 1, 1, budget)
+        # A person who may have a record in each level is charged for all levels.
+        disjoint = isinstance(sizes, Sizes) and sizes.people is People.DISJOINT
 
-    @property
-    def _by_role(self) -> dict[str, Release]:
-        """Dict of the releases by the role of the records that each of them reads."""
-        return {release.queries[0].role: release for release in self.releases}
+        def releases(levels) -> tuple[Release, ...]:
+            scale = math.sqrt((1 if disjoint else max(len(levels), 1)) / SHARE)
+            noise = Gaussian(multiplier * scale, neighbours, precision)
+            queries = (
+                Query(role, getattr(sizes, role, sizes), declared.clip_norm)
+                for role, declared in levels
+            )
+            return tuple(Release(_NAMES[q.role], 1, (q,), noise) for q in queries)
+
+        pairs = zip(levels, releases(levels), strict=True)
+        precise = [level for level, v in pairs if v.noise_std <= _MOST_NOISE]
+        return cls(levels, releases(precise))
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Assumptions in the report of the run about levels that are not checked."""
-        left = [role for role, _ in self.columns if role not in self._by_role]
+        checked = [release.queries[0].role for release in self.releases]
+        left = [role for role, _ in self.columns if role not in checked]
         if not left:
             return ()
         which = "the records" if left == [RECORDS] else f"{' and '.join(left)} records"
@@ -194,18 +208,15 @@ class RecordsCheck:
             the records.
         """
         columns, means = dict(self.columns), self.means(indicators, key, owner)
-        releases = self._by_role.items()
-        levels = {r: _level(columns[r], means[r], v.noise_std) for r, v in releases}
+        pairs = zip(means.items(), self.releases, strict=True)
+        levels = {r: _level(columns[r], mean, v.noise_std) for (r, mean), v in pairs}
         return Usability(levels)
 
     def means(
         self, indicators: Mapping[str, Any], key: PRNGKey, owner: str = "solve"
     ) -> dict[str, Float[Array, " w"]]:
-        """Release a dict, by role, of the mean of each checked level's indicators.
-
-        Arguments and errors are those of `release`.
-        """
-        releases = self._by_role
+        """Release, by role, the mean of each checked level's indicators."""
+        releases = {release.queries[0].role: release for release in self.releases}
         keys = [key] if len(releases) < 2 else derive(key, *releases)
         return {
             role: released_mean(release, indicators[role], key=own, owner=owner)
@@ -216,18 +227,10 @@ class RecordsCheck:
 def released_mean(
     release: Release, rows: Any, *, key: PRNGKey, owner: str = "solve"
 ) -> Float[Array, " w"]:
-    """Release the noisy mean of one level's rows.
+    """Release the noisy mean of one level's rows, by a `Release` of one query.
 
-    Args:
-        release: The release, of one query.
-        rows: One row of numbers for each record, of a norm of at most the clip norm;
-            under replace-one as many as planned.
-        key: A typed key for this release alone.
-        owner: Name for error messages.
-
-    Raises:
-        ValueError: The number of rows is not the planned one (replace-one), or above
-            the rows of the plan (add-or-remove-one).
+    Errors are those of `RecordsCheck.release`. A row is at most the clip norm long, and
+    the key is for this release alone.
     """
     (query,) = release.queries
     if release.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
@@ -239,29 +242,7 @@ def released_mean(
     return _released(query, release.mechanism, rows, key=key)
 
 
-@functools.lru_cache(maxsize=128)
-def _planned(columns, budget, sizes, neighbours, precision) -> RecordsCheck:
-    if budget.delta == 0:
-        return RecordsCheck(columns, ())
-
-    def planned(columns) -> RecordsCheck:
-        # A person who may have a record in each level is charged for all levels.
-        disjoint = people_of(sizes) is People.DISJOINT
-        times = 1 if disjoint else max(len(columns), 1)
-        multiplier = least_multiplier(FullBatch(), 1, 1, budget)
-        noise = Gaussian(multiplier * math.sqrt(times / SHARE), neighbours, precision)
-        queries = (
-            Query(role, getattr(sizes, role, sizes), declared.clip_norm)
-            for role, declared in columns
-        )
-        releases = (Release(_NAMES[q.role], 1, (q,), noise) for q in queries)
-        return RecordsCheck(columns, tuple(releases))
-
-    releases = planned(columns)._by_role
-    precise = [v for v in columns if releases[v[0]].noise_std <= _MOST_NOISE]
-    return RecordsCheck(columns, planned(tuple(precise)).releases)
-
-
+_multiplier = functools.lru_cache(maxsize=128)(least_multiplier)
 _NAMES = {role: f"usable records of the {role} level" for role in LEVELS}
 _NAMES[RECORDS] = "usable records"
 

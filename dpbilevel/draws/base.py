@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from .._checks import Count, Number
 from ..bilevel.problem import BilevelProblem
-from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
@@ -184,7 +183,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         parts = plan.mechanism, plan.rate, guarantee, basis, inexact
         draw = Draw(DRAW, 1, queries, *parts)
         declared = *self.declarations(plan), *plan.score.assumptions
-        people = people_of(sizes) or People.OVERLAPPING
+        people = getattr(sizes, "people", People.OVERLAPPING)
         return Ledger((draw,), people, (*declared, *self.sampler.assumptions))
 
     @override

@@ -117,7 +117,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         """Return the state at `w0`: the model projected, the weights as a mixture."""
         x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept, memory = self.output.init((x, y)), Descent(1.0, problem.x_set).init(x)
-        none = SkippedUpdates.none()
+        none = SkippedUpdates()
         zero = jnp.zeros((), jnp.int32)
         return _State(x, y, jnp.zeros_like(y), kept, memory, none, zero)
 
@@ -149,11 +149,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return state.x, state.y, state.losses
 
     def release(self, problem, sizes) -> Release:
-        """Return the `Release` of gradient and losses, in units of their bounds.
-
-        Raises:
-            ValueError: No bound on losses or no step size is given or declared.
-        """
+        """Return the `Release` of gradient and losses, in units of their bounds."""
         self._bound(problem)
         if self.step_size is None and problem.smoothness is None:
             raise ValueError("GroupDescent: no smoothness is declared. Give step_size.")
@@ -178,7 +174,10 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
             loss, gradient = jax.value_and_grad(problem.loss)(x, record)
             excess = jnp.clip((loss - half) / half, -1, 1)
             row = jnp.zeros_like(factors).at[group].set(excess)
-            gradient = _clip(gradient, self.clip_norm)
+            # In clip norms. If an entry is not finite, the record is left out.
+            norm = optax.tree.norm(gradient) / self.clip_norm
+            shorter = 1 / self.clip_norm / jnp.maximum(norm, 1)
+            gradient = optax.tree.scale(shorter, gradient)
             gradient = optax.tree.scale(units[0] * relative[group], gradient)
             both = gradient, units[1] * row
             return jax.tree.map(lambda v: jnp.where(listed, v, jnp.zeros_like(v)), both)
@@ -235,15 +234,6 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
 def _shares(problem: GroupGame, like: Array) -> Weights:
     return jnp.asarray(problem.shares, like.dtype)
-
-
-def _clip(gradient: PyTree, clip_norm: Number) -> PyTree:
-    """Return the gradient in clip norms, of norm at most 1 up to rounding.
-
-    Entries that are not finite stay so: such a record is left out there.
-    """
-    norm = optax.tree.norm(gradient) / clip_norm
-    return optax.tree.scale(1 / clip_norm / jnp.maximum(norm, 1), gradient)
 
 
 def entropic_step(

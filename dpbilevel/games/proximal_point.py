@@ -262,7 +262,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
-        return _State(w, kept, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
+        return _State(w, kept, SkippedUpdates(), jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:

@@ -1,7 +1,6 @@
 """Noisy gradient descent that finds its clip norm, or its step size as well."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from typing import ClassVar as AbstractVar  # for type checkers
 
@@ -61,15 +60,8 @@ class AbstractAdaptiveClip(AbstractGradientSolver[State], AbstractIterative):
     ) -> tuple[PyTree, Any, Scalar]:
         r"""Return $q_t$, a bound on its standard deviation in any direction, $C_{t+1}$.
 
-        Args:
-            problem: The problem.
-            data: The records.
-            w: $w_t$.
-            clip_norm: $C_t$.
-            key: A typed key for this release alone.
-
         Privacy:
-            One `release`, at the clip norm $C_t$.
+            One `release`, at the point $w_t$ and the clip norm $C_t$.
         """
         # Gradients and coordinates, clipped together at C_t and released.
         release = self._release(problem, self.sizes, clip_norm / self.clip_norm)
@@ -77,7 +69,11 @@ class AbstractAdaptiveClip(AbstractGradientSolver[State], AbstractIterative):
         norms = {query.role: query.clip_norm for query in release.queries}
         lengths = {role: norm * self.weight / root for role, norm in norms.items()}
         gradients = problem.record_gradients(w)
-        rows = {role: _beside(gradients[role], v) for role, v in lengths.items()}
+
+        def beside(gradient, length):
+            return lambda record: (gradient(record), jnp.asarray(length))
+
+        rows = {role: beside(gradients[role], v) for role, v in lengths.items()}
         gradient, length = release.apply(rows, data, key=key)
         gradient = optax.tree.add(gradient, problem.public_gradient(w))
         # The fraction of their lengths that gradients keep moves the clip norm.
@@ -294,15 +290,10 @@ class AdaptiveGD(AbstractAdaptiveClip[_StepState]):
             length = jnp.where(most > 0, jnp.minimum(length, most), length)
             length = length.astype(old[0].dtype)
         direction = optax.tree.add(scaled(_MEMORY, old[1]), unit)
-        found, _ = finite_or((length, direction), old, SkippedUpdates.none())
+        found, _ = finite_or((length, direction), old, SkippedUpdates())
         return found
 
     @override
     def adversary_view(self, state):
         """Return iterate, clip norm, step length and direction, a tuple of four."""
         return state.w, state.clip_norm, state.length, state.direction
-
-
-def _beside(gradient: Callable[[PyTree], PyTree], length: Number) -> Callable:
-    """Return a function of a record that returns its gradient and `length`."""
-    return lambda record: (gradient(record), jnp.asarray(length))

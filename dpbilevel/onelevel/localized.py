@@ -149,7 +149,7 @@ class LocalizedGD(AbstractGradientSolver[_State]):
     def init(self, problem, w0) -> _State:
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         zero = optax.tree.zeros_like(w)
-        return _State(w, w, zero, SkippedUpdates.none(), jnp.zeros((), jnp.int32))
+        return _State(w, w, zero, SkippedUpdates(), jnp.zeros((), jnp.int32))
 
     @override
     def step(self, problem, data, state, *, key) -> _State:
@@ -180,16 +180,9 @@ class LocalizedGD(AbstractGradientSolver[_State]):
 def theorem_radii(
     owner: str, ratio: float, dimension: int, radius: float
 ) -> tuple[float, ...]:
-    r"""Return the radii $R_0, \dots, R_{M-1}$ of `LocalizedGD.from_theorem`.
+    r"""Return the radii of `LocalizedGD.from_theorem` for $\mu \varepsilon n / L$.
 
-    Args:
-        owner: The planner, named in errors.
-        ratio: $\mu \varepsilon n / L$.
-        dimension: $d$.
-        radius: $R_0$.
-
-    Raises:
-        ValueError: The ratio is at most $e$.
+    A `ValueError` refuses a ratio of at most $e$.
     """
     if ratio <= math.e:
         raise ValueError(

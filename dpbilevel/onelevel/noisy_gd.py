@@ -22,14 +22,14 @@ from ..core.descent import (
     as_rule,
     overshooting_row,
     scaled,
-    unstable_row,
 )
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
 from ..privacy.noise import PRNGKey, derive, step_keys
 from ..privacy.releases import Release
+from ..privacy.rows import ForecastRow
 from ..privacy.sampling.fixed_size import RandomAllocation
-from .problem import AbstractFiniteSum
+from .problem import AbstractFiniteSum, FiniteSum
 
 GRADIENT = "gradient"
 
@@ -92,18 +92,13 @@ class AbstractDescent(AbstractGradientSolver[State]):
                 f"{type(self).__name__}: set momentum in the optax optimizer, not here."
             )
 
-    def descent(self, problem: AbstractFiniteSum) -> Descent:
-        """Return the `Descent` that makes projected steps in `w`."""
-        prox = problem.proximal_step()
-        return Descent(self.step_size, problem.w_set, self.momentum, prox)
-
     @override
     def init(self, problem, w0) -> Any:
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        memory = self.descent(problem).init(w)
-        # Momentum and optax rules go on along steps that were too long.
-        plain = self.momentum is None and not isinstance(self.step_size, Rule)
-        last = LastStep.none(w) if plain else None
+        memory = Descent(self.step_size, problem.w_set, self.momentum).init(w)
+        last = None  # momentum and optax rules go on along steps that were too long
+        if self.momentum is None and not isinstance(self.step_size, Rule):
+            last = LastStep(optax.tree.zeros_like(w), jnp.zeros(()), jnp.ones(()))
         zero = jnp.zeros((), jnp.int32)
         return DescentState(w, self.output.init(w), memory, zero, last)
 
@@ -114,17 +109,14 @@ class AbstractDescent(AbstractGradientSolver[State]):
         state: Descending,
         deviation: Any,
     ) -> Descending:
-        """Return the state after a projected update along the released gradient.
+        """Return the state after a projected update along the released gradient $q_t$.
 
-        Args:
-            problem: The problem.
-            gradient: $q_t$.
-            state: The state before.
-            deviation: A bound on the standard deviation of $q_t$ in any direction.
+        `deviation` is a bound on its standard deviation in any direction.
         """
-        descent, last = self.descent(problem), state.last
+        prox, last = problem.proximal_step(), state.last
+        descent = Descent(self.step_size, problem.w_set, self.momentum, prox)
         along = descent.curvature_limited(gradient, problem.public_gradient, state.w)
-        if last is not None and descent.prox is None:
+        if last is not None and prox is None:
             along = scaled(last.factor, along)
         elif last is not None:  # a proximal step is one of the shorter size as well
             size = last.factor * self.step_size
@@ -132,7 +124,7 @@ class AbstractDescent(AbstractGradientSolver[State]):
         w, memory = descent.update(along, state.memory, state.w)  # projected step
         if last is not None:
             mapping = None
-            if descent.prox is not None:
+            if prox is not None:
                 mapping = scaled(1 / descent.step_size, optax.tree.sub(state.w, w))
             w, last = last.then(gradient, deviation, state.w, w, mapping)
         run: Any = {"t": state.t, "num_steps": self.num_releases, "key": None}
@@ -147,9 +139,21 @@ class AbstractDescent(AbstractGradientSolver[State]):
     @override
     def forecast(self, problem, sizes, w0):
         """Return `ForecastRow`s if steps overshoot public terms or the smoothness."""
-        public = overshooting_row(self.step_size, problem.public_gradient, w0)
+        rows: tuple[ForecastRow, ...] = ()
+        step_size, mu = self.step_size, self.momentum
+        if not (isinstance(problem, FiniteSum) and problem.public is None):
+            rows = overshooting_row(step_size, problem.public_gradient, w0)
         smoothness = getattr(problem, "smoothness", None)
-        return (*public, *unstable_row(self.step_size, smoothness, self.momentum))
+        if isinstance(step_size, Rule) or smoothness is None:
+            return rows
+        # Steps on losses of curvature beta are stable up to a size of 2 / beta, with
+        # Nesterov's momentum mu up to (2 + 2 mu) / (1 + 2 mu) / beta.
+        most = 2 if mu is None else (2 + 2 * mu) / (1 + 2 * mu)
+        if step_size * smoothness <= most:
+            return rows
+        known: Any = {"step_size": float(step_size), "stable_product": float(most)}
+        known["record_curvature"] = float(smoothness)
+        return (*rows, ForecastRow("steps", from_start=True, **known))
 
 
 class NoisyGD(AbstractDescent[DescentState], AbstractIterative):

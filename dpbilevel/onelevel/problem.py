@@ -70,7 +70,9 @@ class FiniteSum(AbstractFiniteSum):
         lipschitz: $G$, declared: a Lipschitz constant of every possible record's loss
             in $w$ on the set, in $\ell_2$. Exponential mechanisms and theorems read it.
             Static.
-        smoothness: $\beta$, declared: that of the gradient. Static.
+        smoothness: $\beta$, declared: that of the gradient. With rows of norm at most
+            $R$ it is $R^2 / 4$ for a logistic, $R^2$ for a squared and $R^2 / 2$ for a
+            softmax loss. Static.
         lipschitz_spread: $G^d \le G$, declared: half the largest Lipschitz constant of
             the difference of two possible records' losses; $G$ where it is omitted.
             Regularized draws read it. Static.

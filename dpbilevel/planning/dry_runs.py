@@ -120,7 +120,7 @@ def _last(name, problem, stage, w0, outputs) -> PyTree:
     """Return the answer of a pipeline after its last stage."""
     solution = stage.current_solution(name, problem, w0, outputs)
     done = jnp.int32(len(outputs))
-    state = PipelineState(w0, outputs, solution, SkippedUpdates.none(), done)
+    state = PipelineState(w0, outputs, solution, SkippedUpdates(), done)
     return stage.answer(problem, state)
 
 

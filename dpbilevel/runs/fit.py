@@ -16,9 +16,8 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from .._extras import check_installed
-from ..core.columns import arrays
 from ..core.levels import Sizes
-from ..core.loop import bound_to, check_method, run_checked
+from ..core.loop import arrays, bound_to, check_device, run_checked, solver_for
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem, arrays_of
 from ..core.process_spending import begun, costs_by
@@ -26,7 +25,7 @@ from ..core.saved import PAGE, read, unreadable
 from ..core.solution import Solution, divergence
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey
+from ..privacy.noise import PRNGKey, check_key
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from . import checkpoint, lock, spending
@@ -124,9 +123,16 @@ def fit(
         run. Its `checkpoint.SECRET` can be read by its owner alone, holds the key of
         the noise to come, and is deleted at the end.
     """
-    check_method("fit", problem, solver, key)
+    check_key(key)
+    solver_for(problem, solver, "fit")
+    check_device("fit")
     watched: Any = {"progress": progress, "callback": callback, "every": every}
-    _check_watched(**watched)
+    if callback is not None:
+        _checks.function("fit", callback=callback)
+    if every is not None:
+        _checks.count("fit", every=every)
+    if progress:
+        check_installed("fit: progress=True", "tqdm")
     if sizes is None and solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ValueError("fit: add-or-remove-one needs public numbers; give sizes=.")
     if sizes is not None and people is not None:
@@ -160,25 +166,9 @@ def fit(
             given = {"budget": budget, "sizes": found, "solver": solver}
             solution = run_in_folder(Path(folder), run, given, begin, **watched)
     rejected = solution.rejected_updates
-    remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
-    if remark is not None:
-        _checks.warn(f"fit: {remark}", RuntimeWarning)
+    if _checks.concrete(rejected) and int(rejected):
+        _checks.warn(f"fit: {divergence(int(rejected))}", RuntimeWarning)
     return solution
-
-
-def _check_watched(*, progress, callback, every) -> None:
-    """Check arguments of `fit`.
-
-    Raises:
-        TypeError: `callback` cannot be called.
-        ValueError: `every` is not a positive integer, or tqdm is missing.
-    """
-    if callback is not None:
-        _checks.function("fit", callback=callback)
-    if every is not None:
-        _checks.count("fit", every=every)
-    if progress:
-        check_installed("fit: progress=True", "tqdm")
 
 
 def run_in_folder(
@@ -190,7 +180,8 @@ def run_in_folder(
 ) -> Solution:
     """Make a run in a folder, or what is left of it; return its `Solution`.
 
-    A finished run is read back, and its records are not compared.
+    A finished run is read back, and its records are not compared. Errors are those of
+    `fit`, after which the last checkpoint is intact.
 
     Args:
         folder: The folder; created if need be.
@@ -198,11 +189,6 @@ def run_in_folder(
         settings: Further public facts that a later call must not change.
         begun: Called if the run begins; returns what `run_watched` calls as `count`.
         **watched: Further arguments of `run_watched`.
-
-    Raises:
-        ValueError: The folder holds another run or something else, is in use, or has a
-            limit that the run would exceed; or JAX runs in several processes.
-        OSError: The disk refuses; the last checkpoint is intact.
     """
     if jax.process_count() > 1:
         raise ValueError("fit: folder= needs one process. Use start and Run.save.")
@@ -247,13 +233,8 @@ def begun_in(
 ) -> Checkpoint:
     """Record the spending of a folder's run; return its `Checkpoint`, resumed or new.
 
-    Args:
-        folder: The folder, under its lock.
-        first: The run before its first step.
-        report: The guarantee of the run.
-        facts: Public facts of the run.
-        owner: Name of the folder for error messages.
-        records: As in `resume_run`.
+    The folder is under its lock, and messages name it `owner`. `first` is the run
+    before its first step, `facts` are public.
 
     Raises:
         ValueError: The folder holds another run or something else, or the total

@@ -1,5 +1,6 @@
 """Runs step by step: advanced, looked at, saved and resumed between steps."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,13 +16,12 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..core import process_spending
-from ..core.columns import arrays
 from ..core.descent import rejected_updates
-from ..core.loop import check_run, rows_of
-from ..core.problem import AbstractProblem, StaticLeaves, arrays_of, lifted, lowered
+from ..core.loop import arrays, check_run, planned_rows
+from ..core.problem import AbstractProblem, Lifted, StaticLeaves, arrays_of, lifted
 from ..core.solution import Plan, Solution
 from ..privacy.jaxprs import constants
-from ..privacy.noise import PRNGKey, step_keys
+from ..privacy.noise import PRNGKey, check_shared, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import FIRST_KEY, Checkpoint, hashed
@@ -113,18 +113,14 @@ class Run:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / checkpoint.NAME
-        if file.exists() and not self._wrote(folder):
-            raise ValueError(f"save: {file} is of another run; give another folder.")
+        file, then = folder / checkpoint.NAME, None
+        if file.exists():
+            with contextlib.suppress(ValueError):  # damaged
+                then = checkpoint.read(folder).fingerprint.get(FIRST_KEY)
+            if then != self.name:
+                text = f"save: {file} is of another run; give another folder."
+                raise ValueError(text)
         checkpoint.write(folder, checkpoint_of(self, facts_of(self)))
-
-    def _wrote(self, folder: Path) -> bool:
-        """Return whether a folder has a checkpoint of this run."""
-        try:
-            saved = checkpoint.read(folder)
-        except ValueError:  # damaged
-            return False
-        return saved.fingerprint.get(FIRST_KEY) == self.name
 
 
 def start(
@@ -196,7 +192,9 @@ def _checked(owner, problem, plan, data, w0, key, trajectory, trainable) -> Run:
 def first_run(owner, problem, plan, data, w0, *, key, trajectory, leaves) -> Run:
     """Return a `Run` before its first step; arguments are checked before the call."""
     solver = plan.solver
-    data = rows_of(solver, data, key, owner)
+    data = _checks.on_device(data)
+    check_shared(key, data)
+    data = planned_rows(solver, data, owner)
     state = solver.init(problem, w0)
 
     def room(v):
@@ -321,7 +319,8 @@ def resumed(run: Run, saved: Checkpoint) -> Run:
 @jax.jit
 def _steps(problem, solver, data, state, path, key, done, count):
     """Make `count` steps; return state, path and key. One program serves any count."""
-    problem = lowered(problem)
+    if isinstance(problem, Lifted):
+        problem = problem.lowered()
 
     def one_step(i, carry):
         state, path, key = carry

@@ -16,7 +16,6 @@ from .._checks import Count, Number, Positive, check_fields
 from ..bilevel.levels import lower_level
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.descent import SkippedUpdates
-from ..core.levels import people_of
 from ..core.loop import inner_solve
 from ..core.solver import AbstractGaussianSolver
 from ..onelevel.adaptive import NoisyDescent
@@ -134,7 +133,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         none = jnp.zeros((), jnp.int32)
         start = Trained(pair, none - 1, none)
         dtype = jnp.result_type(*jax.tree.leaves(y))
-        return TuningState(BestRun.start(start, dtype), SkippedUpdates.none())
+        return TuningState(BestRun.start(start, dtype), SkippedUpdates())
 
     def step(self, problem, data, state, *, key) -> TuningState:
         """Make one run, keep it if it is the best so far, and return the state."""
@@ -176,7 +175,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
 
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        people = people_of(sizes) or People.OVERLAPPING
+        people = getattr(sizes, "people", People.OVERLAPPING)
         level = lower_level(problem, None)
         ledgers = [c.ledger(level, sizes) for c in self.candidates]
         assumptions = [text for ledger in ledgers for text in ledger.assumptions]

@@ -241,7 +241,7 @@ def test_rejected_update_leaves_variable_and_optimizer_as_they_were():
 def test_what_has_no_finite_square_is_not_kept(value):
     new, old = {"a": jnp.asarray([1.0, value]), "b": jnp.ones(1)}, None
     old = jax.tree.map(jnp.zeros_like, new)
-    kept, rejections = finite_or(new, old, SkippedUpdates.none())
+    kept, rejections = finite_or(new, old, SkippedUpdates())
     assert not any(v.any() for v in jax.tree.leaves(kept))
     assert int(rejections.count) == 1
 
@@ -249,7 +249,7 @@ def test_what_has_no_finite_square_is_not_kept(value):
 def test_memory_may_start_at_infinity():
     new = {"best": jnp.asarray(jnp.inf), "w": jnp.ones(2)}
     old = {"best": jnp.asarray(jnp.inf), "w": jnp.zeros(2)}
-    kept, rejections = finite_or(new, old, SkippedUpdates.none())
+    kept, rejections = finite_or(new, old, SkippedUpdates())
     np.testing.assert_array_equal(kept["w"], 1)
     assert int(rejections.count) == 0
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.core.columns import arrays
+from dpbilevel.core.loop import arrays
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge
 from tests.cases import slow
 
