@@ -22,10 +22,9 @@ else:
 
 
 def public_names(names: dict[str, Any]) -> list[str]:
-    """Return what a package imports from its modules, without the modules themselves.
+    """Return what a package, by its `globals()`, imports from its modules.
 
-    Args:
-        names: `globals()` of the package. `debug` is public, and a module.
+    The modules themselves are left out, but `debug`.
     """
     modules = {n for n, v in names.items() if isinstance(v, types.ModuleType)}
     hidden = modules - {"debug"} | {"missing", "public_names"}

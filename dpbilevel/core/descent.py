@@ -148,12 +148,8 @@ class Descent(eqx.Module):
         The step ends at or before the minimum of $\langle q, w \rangle$ plus the
         quadratic model of the public terms. Clipped gradients are bounded, but a public
         term with a curvature above $2 / \eta$ would make the iterates diverge. The
-        steps of an optax rule, and before proximal steps, are taken as they are.
-
-        Args:
-            gradient: $q$, the released gradient plus the public one.
-            public_gradient: $\nabla r$.
-            w: The point at which the step starts.
+        steps of an optax rule, and before proximal steps, are taken as they are. Here
+        $q$ is the released gradient plus the public one, $\nabla r$.
 
         Privacy:
             Post-processing of released values: free.
@@ -192,12 +188,9 @@ class LastStep(eqx.Module):
         a step is too long from $\eta h = 3/2$ on, the shortened one is $1/h$ if $\eta h
         \ge 2$, and steps with $\eta h \le 1$ are left alone. An oscillation that
         clipping keeps from growing has $r \approx 1$. The noise of $q_t$ is independent
-        of $\Delta_t$. If the mean gradient does not point back, the result exceeds 1
-        with a probability of at most 0.0014.
-
-        Args:
-            gradient: $q_t$, the released gradient plus the public one.
-            deviation: $s$: a bound on the standard deviation of $q_t$ in any direction.
+        of $\Delta_t$, and $s$ bounds its standard deviation in any direction. If the
+        mean gradient does not point back, the result exceeds 1 with a probability of at
+        most 0.0014.
         """
         with jax.numpy_dtype_promotion("standard"):  # leaves may be of several dtypes
             rise = optax.tree.vdot(gradient, self.move)
@@ -219,13 +212,8 @@ class LastStep(eqx.Module):
         same, $\langle p_t, \Delta_t \rangle = \langle q_t + \xi_t, \Delta_t \rangle$,
         and $r$ measures the curvature as before. The term $h$ also pulls back entries
         that noise moved off zero, so that the smaller excess of $p_t$ and $q_t$ counts.
-
-        Args:
-            gradient: $q_t$.
-            deviation: As for `excess`.
-            w: $w_t$.
-            new: The iterate after the step along $q_t$.
-            mapping: $p_t$, or `None` after a step that is not proximal.
+        `new` is the iterate after the step along $q_t$, `mapping` is $p_t$, or `None`
+        after a step that is not proximal.
 
         Privacy:
             Post-processing of released values: free.

@@ -82,15 +82,12 @@ class Sizes:
 
 
 def check_disjoint(data: Levels) -> None:
-    """Refuse levels that hold the same records, as far as arrays and files can tell.
+    """Raise `ValueError` if levels hold the same records, as arrays and files tell.
 
     Arrays are compared by identity and memory, never by values: one array in both
     levels, or two views of one NumPy array that have an entry in common. Arguments of a
     compiled function are different arrays in it, even if one array was given twice. One
     file is refused, and so are two Parquet files with the same bytes.
-
-    Raises:
-        ValueError: The levels hold the same records.
     """
     upper, lower = _arrays(data.upper), _arrays(data.lower)
     stores = [v.store for v in (data.upper, data.lower) if isinstance(v, OnDisk)]
@@ -110,10 +107,7 @@ def check_disjoint(data: Levels) -> None:
 
 
 def check_disjoint_ids(first: Any, second: Any, message: str) -> None:
-    """Check that no id of a person is in both lists; `None` is no list.
-
-    Raises:
-        ValueError: With `message`, an id is in both.
+    """Raise `ValueError` if an id of a person is in both lists; `None` is no list.
 
     Privacy:
         Declared unprotected: that somebody is in both. The text of the error is the

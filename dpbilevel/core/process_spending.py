@@ -111,13 +111,6 @@ class _Process:
         self.costs: dict[int, tuple[weakref.ref, Any, Costs]] = {}  # by id of solver
         self.keys: dict[bytes, bool] = {}  # hashes; whether a warning was given
 
-    def count(self, run: ProcessRun) -> None:
-        """Add a run, under the lock."""
-        self.shapes.setdefault(run.records, False)
-        if self.runs and dataclasses.replace(self.runs[-1], times=1) == run:
-            run = dataclasses.replace(run, times=self.runs.pop().times + 1)
-        self.runs.append(run)
-
 
 _process = _Process()
 
@@ -202,7 +195,11 @@ def begun(
     def count() -> None:
         with _process.lock:
             while waiting:
-                _process.count(waiting.pop())
+                run, runs = waiting.pop(), _process.runs
+                _process.shapes.setdefault(run.records, False)
+                if runs and dataclasses.replace(runs[-1], times=1) == run:
+                    run = dataclasses.replace(run, times=runs.pop().times + 1)
+                runs.append(run)
 
     return count
 

@@ -134,13 +134,9 @@ class RecordsCheck:
     ) -> "RecordsCheck":
         """Plan a `RecordsCheck` for a hundredth of every person's squared budget.
 
-        Args:
-            columns: The declarations by role: `"records"` for one level; `"upper"` and
-                `"lower"` for two, or `"upper"` alone if the levels are shared.
-            budget: The budget of the whole run.
-            sizes: As for `calibrate`.
-            neighbours: The neighbouring relation.
-            precision: As for `calibrate`.
+        The role of a declaration is `"records"` for one level; `"upper"` and `"lower"`
+        for two, or `"upper"` alone if the levels are shared. The budget is that of the
+        whole run.
 
         Returns:
             The check. It has no releases if the budget has `delta = 0`, which excludes
@@ -192,12 +188,9 @@ class RecordsCheck:
     ) -> Usability:
         """Release the fractions of usable records, as a `Usability`.
 
-        Args:
-            indicators: The rows of `Columns.indicators`, by role; under replace-one as
-                many as planned.
-            key: A typed key for this check alone, such as the first one of
-                `derive(key, "usability", "run")`.
-            owner: Name for error messages.
+        Rows are those of `Columns.indicators`, by role; under replace-one as many as
+        planned. The key is for this check alone, such as the first one of `derive(key,
+        "usability", "run")`.
 
         Raises:
             ValueError: The number of rows is not the planned one (replace-one), or

@@ -181,14 +181,9 @@ def run_in_folder(
     """Make a run in a folder, or what is left of it; return its `Solution`.
 
     A finished run is read back, and its records are not compared. Errors are those of
-    `fit`, after which the last checkpoint is intact.
-
-    Args:
-        folder: The folder; created if need be.
-        run: The run before its first step.
-        settings: Further public facts that a later call must not change.
-        begun: Called if the run begins; returns what `run_watched` calls as `count`.
-        **watched: Further arguments of `run_watched`.
+    `fit`, after which the last checkpoint is intact. `settings` are public facts that a
+    later call must not change. `begun` is called if the run begins, and returns what
+    `run_watched`, with its arguments `watched`, calls as `count`.
     """
     if jax.process_count() > 1:
         raise ValueError("fit: folder= needs one process. Use start and Run.save.")

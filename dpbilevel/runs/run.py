@@ -252,8 +252,8 @@ def run_watched(
 ) -> Run:
     """Advance a `Run` to its end, or until `callback` ends it; arguments as in `fit`.
 
-    `count` is called before `callback` sees anything. `keep` is called after it, so
-    that a run that is killed between them calls it once more, with the same values.
+    `count` is called before `callback` sees anything, `keep` after it: a run that is
+    killed between them calls it once more, with the same values.
     """
     part = every or max(1, run.num_steps // 20)
     with step_bar(run.num_steps, "fit", shown=progress) as show:
