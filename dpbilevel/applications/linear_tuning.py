@@ -137,7 +137,8 @@ class TuningCertificate(AbstractCertificate):
 
     def check(self, problem: BilevelProblem) -> None:
         """Refuses a problem with another box or other functions than those proved."""
-        box, holds = problem.x_set, isinstance(problem.x_set, Box)
+        box: Any = problem.x_set
+        holds = isinstance(box, Box)
         # Inside a program the box has no values; then it was checked when planned.
         if holds and not any(isinstance(v, Tracer) for v in jax.tree.leaves(box)):
             low, high = np.asarray(box.lower).min(), np.asarray(box.upper).max()

@@ -152,12 +152,13 @@ class RecordsCheck:
         multiplier = _multiplier(FullBatch(), 1, 1, budget)
         # A person who may have a record in each level is charged for all levels.
         disjoint = isinstance(sizes, Sizes) and sizes.people is People.DISJOINT
+        of_levels: Any = sizes  # or the number of records of the one level
 
         def releases(levels) -> tuple[Release, ...]:
             scale = math.sqrt((1 if disjoint else max(len(levels), 1)) / SHARE)
             noise = Gaussian(multiplier * scale, neighbours, precision)
             queries = (
-                Query(role, getattr(sizes, role, sizes), declared.clip_norm)
+                Query(role, getattr(of_levels, role, of_levels), declared.clip_norm)
                 for role, declared in levels
             )
             return tuple(Release(_NAMES[q.role], 1, (q,), noise) for q in queries)
