@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,12 +83,12 @@ class ProcessSpending:
         """The sum of epsilons; infinite if relations, people or units differ."""
         if len({(run.relation, run.people, run.unit) for run in self.runs}) > 1:
             return math.inf
-        return total(run.times * run.epsilon for run in self.runs)
+        return math.fsum(run.times * run.epsilon for run in self.runs)
 
     @property
     def delta(self) -> float:
         """The sum of deltas, at most 1."""
-        return min(1.0, total(run.times * run.delta for run in self.runs))
+        return min(1.0, math.fsum(run.times * run.delta for run in self.runs))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -286,15 +286,10 @@ def totals(runs: Sequence[Any]) -> list[str]:
     return lines
 
 
-def total(costs: Iterable[float]) -> float:
-    """Return the sum of costs, rounded once."""
-    return math.fsum(costs)
-
-
 def cost_of(runs: Sequence[Any]) -> str:
     """Return the summed epsilon and delta of runs as text."""
-    delta = min(1.0, total(run.delta for run in runs))
-    return _text(total(run.epsilon for run in runs), delta)
+    delta = min(1.0, math.fsum(run.delta for run in runs))
+    return _text(math.fsum(run.epsilon for run in runs), delta)
 
 
 def _text(epsilon: float, delta: float) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _checks
-from ..core.process_spending import cost_of, costs_by, guarantee_of, total, totals
+from ..core.process_spending import cost_of, costs_by, guarantee_of, totals
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from . import checkpoint
@@ -140,12 +140,12 @@ class TotalSpent:
     @property
     def epsilon(self) -> float:
         """The sum of epsilons; infinite if a record is lost or relations differ."""
-        return total(run.epsilon for run in self.runs) if self._adds_up else math.inf
+        return math.fsum(v.epsilon for v in self.runs) if self._adds_up else math.inf
 
     @property
     def delta(self) -> float:
         """The sum of deltas, at most 1; 1 if a record is lost or relations differ."""
-        return min(1.0, total(r.delta for r in self.runs)) if self._adds_up else 1.0
+        return min(1.0, math.fsum(v.delta for v in self.runs)) if self._adds_up else 1.0
 
     @property
     def _adds_up(self) -> bool:
