@@ -128,7 +128,9 @@ HUGE = optax.sgd(1e30, momentum=0.9)
 def divergent(name):
     """The case without sets, its solver with steps of length 1e30."""
     case = SOLVERS[name]
-    problem, solver = case.problem, moved_far(case.solver)
+    problem = case.problem
+    # Proximal terms take no optimizer; without momentum steps have to be longer.
+    solver = moved_far(case.solver, 3e38 if "proximal" in name else HUGE)
     free = dpb.sets.Euclidean()
     sets = {k: free for k in ("x_set", "y_set", "w_set") if hasattr(problem, k)}
     if isinstance(problem, dpb.games.SaddleProblem):
@@ -139,19 +141,21 @@ def divergent(name):
     return dataclasses.replace(case, problem=problem, solver=solver)
 
 
-def moved_far(solver):
-    """The solver and its parts with steps of length 1e30."""
+def moved_far(solver, huge):
+    """The solver and its parts with huge steps."""
     if isinstance(solver, dpb.onelevel.LocalizedGD):  # which has no step size
         radii = tuple(1e37 for _ in solver.radii)
         return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
-    # Its weights of groups take no optimizer.
-    huge = 1e30 if isinstance(solver, dpb.games.GroupDescent) else HUGE
-    parts = {
-        name: moved_far(part)
+    if isinstance(solver, dpb.games.GroupDescent):  # whose weights take no optimizer
+        huge = 1e30
+    parts: dict[str, object] = {
+        name: moved_far(part, huge)
         for name, part in vars(solver).items()
         if isinstance(part, dpb.AbstractSolver)
     }
     steps = [name for name in vars(solver) if name.endswith("step_size")]
+    if "momentum" in vars(solver):  # the optimizer has its own
+        parts["momentum"] = None
     return dataclasses.replace(solver, **parts, **dict.fromkeys(steps, huge))
 
 
