@@ -10,7 +10,7 @@ from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
 from .data import CsvData, ids_of, is_id
 from .loading import find_files, test_file, without_sources
-from .tables import Cells, Table, declaration_for
+from .tables import Cells, Table, declaration_for, read_table
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
@@ -40,14 +40,7 @@ def check(
 ) -> Iterator[str]:
     """Yield lines of text on how the files of a config fit the config.
 
-    Args:
-        config: The config.
-        data: A file of records instead of the config's.
-        validation: A file of validation records instead of the config's.
-        ids: The column with the person of each row, by default that of the config.
-
-    Raises:
-        ValueError: A file is missing or lacks a column.
+    The files, and the column of ids, are by default those of the config.
 
     Privacy:
         NON-PRIVATE, and every line says so: lines contain cells of the files.
@@ -57,7 +50,7 @@ def check(
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate(files):
         if file is not None:
-            table = source.table(file)
+            table = read_table(file, source.separator, source.missing)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
             own = source if i == 0 else without_sources(source)
             lines = [*_lines(own, table), *_people(table, config, ids)]
@@ -103,9 +96,12 @@ def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str, str]]:
     """Return, by column, its values, and effect and remedy of an unlisted value."""
     label, none = data.label, ("the record has no influence", _LIST_OR_SPELL)
     other = "counts as none of them", _SPELL_OR_LIST
-    labels = {label.column: (label.values, *none)} if label.numbers else {}
     found = {block.column: (block.values, *other) for block in data.categorical}
-    return found | labels | {v.column: (v.values, *none) for v in data.places}
+    if label.of_classes:
+        values = tuple(v for vs in label.of_classes.values() for v in vs)
+        found[label.column] = values, *none
+    places = filter(None, (data.sources, data.groups))
+    return found | {place.column: (place.values, *none) for place in places}
 
 
 def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:

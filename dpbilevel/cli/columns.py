@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from jaxtyping import PyTree
 
+from ..privacy.records.people import PersonUnit, by_person
 from .tables import Cells, Table, check_unit, date_reader, number, reader
 
 Value = str | float  # a cell's text, or the number that the cell reads as
@@ -16,6 +17,7 @@ Marks = dict[str, np.ndarray]  # by column
 # categorical column), or unusable. A record with an unusable cell has no influence.
 FITS, MISSING, CUT, UNUSABLE = range(4)
 _ROUNDING = 1e-5  # relative rounding of constants with six digits
+_ORIGIN = "2000-01-01"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +44,18 @@ class Records:
         """Return the class name; never a value."""
         return "Records(...)"
 
-    def __len__(self) -> int:
-        return len(self.features)
-
     def take(self, rows: np.ndarray) -> Self:
         """Return the records at these indices, or those that a mask selects."""
         parts = {k: v[rows] for k, v in vars(self).items() if v is not None}
         return dataclasses.replace(self, **parts)
 
-    def tree(self) -> PyTree:
-        """Return a dict of arrays, for the losses of the library."""
+    def tree(self, unit: PersonUnit | None = None) -> PyTree:
+        """Return a dict of arrays, as `PersonRows` if records have ids and a unit."""
         parts = {k: v for k, v in vars(self).items() if v is not None}
-        return {k: v for k, v in parts.items() if k not in ("marks", "ids")}
+        rows = {k: v for k, v in parts.items() if k not in ("marks", "ids")}
+        if unit is None or self.ids is None:
+            return rows
+        return by_person(rows, self.ids, most_rows=unit.most_rows)
 
     def as_bytes(self) -> Iterator[bytes]:
         """Yield the bytes of each record that decide its part of a split."""
@@ -80,7 +82,7 @@ class Standardized:
     clip: float = 3.0
     unit: str = ""
     decimal: Literal["", ".", ","] = ""
-    origin: str = "2000-01-01"
+    origin: str = _ORIGIN
     date_format: str = ""
 
     def standardized(
@@ -93,9 +95,10 @@ class Standardized:
         Privacy:
             Works cell by cell, and never raises or warns because of a cell.
         """
+        read = number
         if self.transform == "date":
             read = date_reader(self.origin, self.date_format)
-        else:
+        elif self.unit or self.decimal:
             read = reader(self.unit, self.decimal)
         values = np.asarray([read(cell) for cell in cells], float)
         with np.errstate(all="ignore"):
@@ -104,17 +107,15 @@ class Standardized:
             values = (values - mean) / scale
         cut = np.abs(values) > self.clip * (1 + _ROUNDING)
         marks = np.where(np.isnan(values), UNUSABLE, np.where(cut, CUT, FITS))
-        clipped = np.clip(values, -self.clip, self.clip) / self.clip
-        return clipped, np.where(_empty(cells), MISSING, marks)
+        marks[[i for i, cell in enumerate(cells) if cell == ""]] = MISSING
+        return np.clip(values, -self.clip, self.clip) / self.clip, marks
 
     def check_constants(self, mean: Any, scale: Any) -> None:
-        """Check unit and dates, that means are finite, scales and clip positive.
-
-        Raises:
-            ValueError: One of them is not.
-        """
-        check_unit(self.unit)
-        date_reader(self.origin, self.date_format)
+        """Refuse units and dates that are none, infinite means, scales of 0 or less."""
+        if self.unit:
+            check_unit(self.unit)
+        if (self.origin, self.date_format) != (_ORIGIN, ""):
+            date_reader(self.origin, self.date_format)
         if not np.isfinite(mean).all():
             raise ValueError(f"mean must be finite, got {mean}.")
         for name, values in {"scale": scale, "clip": self.clip}.items():
@@ -142,11 +143,6 @@ class Numeric(Standardized):
         if not len(self.columns) == len(self.mean) == len(self.scale):
             raise ValueError("columns, mean and scale need one entry per column each.")
         self.check_constants(self.mean, self.scale)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Name of each feature."""
-        return self.columns
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return the block's features and the marks of its cells, row by row.
@@ -191,21 +187,12 @@ class Categorical(Places):
         values: The list. The indicators of any other value, or of an empty cell, are 0.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the block."""
-        return self.column
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Name of each feature."""
-        return tuple(f"{self.column} = {named(value)}" for value in self.values)
-
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return the block's features and the marks of its cells, row by row."""
         cells = table.column(self.column)
         found = positions(cells, self.values)
-        marks = np.where(_empty(cells), MISSING, np.where(found < 0, CUT, FITS))
+        marks = np.where(found < 0, CUT, FITS)
+        marks[[i for i, cell in enumerate(cells) if cell == ""]] = MISSING
         return found[:, None] == np.arange(len(self.values)), {self.column: marks}
 
 
@@ -244,30 +231,21 @@ class Label(Standardized):
             raise ValueError("unit and decimal are for a numeric label; remove them.")
         if not number:
             name = "classes" if self.classes else "positive and negative"
-            check_values(name, self.values)
+            check_values(name, tuple(v for vs in self.of_classes.values() for v in vs))
         constants = (self.mean, self.scale) if number else (0.0, 1.0)
         self.check_constants(*constants)
 
     @property
-    def numbers(self) -> tuple[float, ...]:
-        """Label of each class; empty if the label is a number."""
-        two = (-1.0, 1.0) if self.positive else ()
-        return tuple(map(float, range(len(self.classes)))) or two
-
-    @property
-    def of_classes(self) -> tuple[tuple[Value, ...], ...]:
-        """Values of each class; empty if the label is a number."""
-        return self.classes or (self.negative, self.positive)[: len(self.numbers)]
+    def of_classes(self) -> dict[float, tuple[Value, ...]]:
+        """Values of each class by its label; empty if the label is a number."""
+        if self.classes:
+            return {float(i): values for i, values in enumerate(self.classes)}
+        return {-1.0: self.negative, 1.0: self.positive} if self.positive else {}
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Name of each class; empty if the label is a number."""
-        return tuple(" or ".join(map(named, v)) for v in self.of_classes)
-
-    @property
-    def values(self) -> tuple[Value, ...]:
-        """Values of all classes."""
-        return tuple(value for values in self.of_classes for value in values)
+        return tuple(" or ".join(map(named, v)) for v in self.of_classes.values())
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
         """Return the labels and the marks of their cells, row by row.
@@ -278,14 +256,10 @@ class Label(Standardized):
         if self.mean is not None and self.scale is not None:
             labels, marks = self.standardized(cells, self.mean, self.scale)
             return labels, {self.column: np.where(marks == MISSING, UNUSABLE, marks)}
-        found = positions(cells, self.values)
-        counts = [len(values) for values in self.of_classes]
-        labels = np.asarray([*np.repeat(self.numbers, counts), np.nan])[found]
+        pairs = [(v, label) for label, vs in self.of_classes.items() for v in vs]
+        found = positions(cells, tuple(value for value, _ in pairs))
+        labels = np.asarray([*(label for _, label in pairs), np.nan])[found]
         return labels, {self.column: np.where(found < 0, UNUSABLE, FITS)}
-
-
-def _empty(cells: Cells) -> np.ndarray:
-    return np.asarray([cell == "" for cell in cells], bool)
 
 
 def named(value: Value) -> str:
@@ -306,15 +280,7 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
 
 
 def check_values(name: str, values: tuple[Value, ...]) -> None:
-    """Check that there are values, that no cell can be two, and that all are finite.
-
-    Args:
-        name: Name of the list, for the error message.
-        values: The public list.
-
-    Raises:
-        ValueError: There is no value, or a value is there twice, or is not finite.
-    """
+    """Check that there are values, that no cell can be two, and that all are finite."""
     if not values:
         raise ValueError(f"{name} must be a list of different values, got none.")
     texts = [value for value in values if isinstance(value, str)]

@@ -27,10 +27,9 @@ from .toml_tables import (
     Location,
     Reader,
     check_choice,
-    check_keys,
     check_table,
     collect_errors,
-    raise_all,
+    errors_of_keys,
 )
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
@@ -73,7 +72,9 @@ class Privacy:
 
     def __post_init__(self):
         own = self.most_rows, self.combine
-        if self.unit is None and own != (Privacy.most_rows, Privacy.combine):
+        if self.person:
+            PersonUnit(*own)
+        elif own != (Privacy.most_rows, Privacy.combine):
             raise ValueError("most_rows and combine need person, a column of ids.")
         if self.delta == 0:
             raise ValueError("delta = 0 asks for pure privacy; give a positive one.")
@@ -101,13 +102,7 @@ class Config:
     data: CsvData
     solver: AbstractSolver  # not calibrated
     tables: dict[str, Any]  # the parsed file
-
-    @property
-    def sizes(self) -> Sizes | int:
-        """Planned `Sizes`; for one level the number of records or people."""
-        if self.privacy.people is None:
-            return self.data.training
-        return Sizes(self.data.validation, self.data.training, self.privacy.people)
+    sizes: Sizes | int  # planned; for one level the number of records or people
 
     @property
     def check(self) -> RecordsCheck:
@@ -128,16 +123,13 @@ class Config:
     @property
     def problem(self) -> Problem:
         """Problem of the task, on records of the config."""
-        problem = self.model.problem(self.data.blocks)
-        unit = self.privacy.unit
-        return problem if unit is None else problem.per_person(**vars(unit))
+        problem, own = self.model.problem(self.data.blocks), self.privacy
+        if not own.person:
+            return problem
+        return problem.per_person(own.most_rows, own.combine)
 
     def check_delta(self) -> None:
-        """Refuse a delta that allows to publish a record, unless that is declared.
-
-        Raises:
-            ValueError: Delta is not below one over the number of records of a level.
-        """
+        """Refuse a delta that allows to publish a record, unless that is declared."""
         delta = self.privacy.delta
         least = 1 / max(self.data.training, self.data.validation)
         if delta >= least and not self.privacy.allow_large_delta:
@@ -152,10 +144,7 @@ def read_config(path: str | Path) -> Config:
     """Return the `Config` in a TOML file.
 
     It holds no key: keys come from the operating system's entropy when a run starts.
-
-    Raises:
-        ValueError: The file is missing, is no TOML, or describes no possible run; the
-            message names file, table and key.
+    Errors of the file, of its TOML and of the run that it describes name table and key.
     """
     tables, _ = read_tables(path)
     return parse_config(tables, Location(str(path)))
@@ -164,15 +153,21 @@ def read_config(path: str | Path) -> Config:
 def read_tables(
     path: str | Path, text: str | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Return the tables and the text of a TOML file, whose text may be known.
-
-    Raises:
-        ValueError: The file is missing or is no TOML.
-    """
+    """Return the tables and the text of a TOML file, whose text may be known."""
     place = Location(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8") if text is None else text
-        _check_filled(text, place)
+        # Lines that `dpbilevel init` marked are still comments.
+        left = [
+            f"{found[1]} in line {number}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if (found := re.match(r"# (\w+) = .*# REQUIRED: ", line))
+        ]
+        if left:
+            raise place.error(
+                f"required facts are missing: {', '.join(left)}; remove their # and "
+                "fill them in."
+            )
         return tomllib.loads(text), text
     except OSError as error:
         raise place.error(f"cannot be read: {error.strerror}.") from error
@@ -184,34 +179,19 @@ def read_tables(
         raise place.error(f"is not a TOML file: {error}.") from error
 
 
-def _check_filled(text: str, place: Location) -> None:
-    """Raise `ValueError` if lines that `dpbilevel init` marked are still comments."""
-    left = [
-        f"{found[1]} in line {number}"
-        for number, line in enumerate(text.splitlines(), 1)
-        if (found := re.match(r"# (\w+) = .*# REQUIRED: ", line))
-    ]
-    if left:
-        raise place.error(
-            f"required facts are missing: {', '.join(left)}; remove their # and fill "
-            "them in."
-        )
-
-
 def parse_config(tables: dict[str, Any], place: Location) -> Config:
     """Return the `Config` of the tables of a file; raises as `read_config` does."""
     if "solver" not in tables and {*tables} <= {*_TABLES}:
         raise place.error(
             "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml writes one."
         )
-    check_keys(tables, place, _TABLES, _TABLES[:-1])
+    collect_errors(errors=errors_of_keys(tables, place, _TABLES, _TABLES[:-1]))
     task = TASKS[check_choice(tables["task"], TASKS, place, "task")]
-    reader = Reader({})  # tables without solvers
-    where = place.child("data")
+    build = Reader({}).build  # tables without solvers
     privacy, model, data = collect_errors(
-        (reader.build, Privacy, tables["privacy"], place.child("privacy")),
-        (reader.build, task.model, tables["model"], place.child("model")),
-        (reader.build, CsvData, tables["data"], where),
+        (build, Privacy, tables["privacy"], place.child("privacy")),
+        (build, task.model, tables["model"], place.child("model")),
+        (build, CsvData, tables["data"], place.child("data")),
     )
     solver = _solver(tables, place, privacy.neighbours, task.problem_type)
     found, wanted = solver.neighbours, privacy.neighbours
@@ -219,9 +199,11 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
         raise place.child("solver").error(
             f"refers to {found.value}, [privacy] to {wanted.value}."
         )
-    config = Config(place, task, model, privacy, data, solver, tables)
-    raise_all([*_mistakes(config), *task.mistakes(model, data, where)])
-    return config
+    collect_errors(errors=_mistakes(place, task, model, privacy, data))
+    sizes = data.training
+    if privacy.people is not None:
+        sizes = Sizes(data.validation, data.training, privacy.people)
+    return Config(place, task, model, privacy, data, solver, tables, sizes)
 
 
 def public_classes(base: type) -> dict[str, type]:
@@ -271,7 +253,7 @@ def _solver(
             f'type = "{asked.__name__}" is for Python only. Choose from '
             f"{', '.join(sorted(fitting))}."
         )
-    solver = reader.build_named(fitting, tables["solver"], where)
+    solver = reader.build(fitting, tables["solver"], where)
     with where.named_in_errors():  # at any depth, defaults of fields too
         solver = solver.with_neighbours(neighbours)
     if "refit" not in tables:
@@ -286,16 +268,17 @@ def _solver(
         for key in _REFIT_KEYS
         if key in fields
     }
-    refit = reader.build_named(one_level, fields, where, beside=_REFIT_KEYS)
+    refit = reader.build(one_level, fields, where, beside=_REFIT_KEYS)
     with where.named_in_errors():
         return Refitted(solver, refit.with_neighbours(neighbours), **own)
 
 
-def _mistakes(config: Config) -> Iterator[ValueError]:
-    """Yield errors if people, their ids, sizes or the test file do not fit the task."""
-    data, task, privacy = config.data, config.task, config.privacy
+def _mistakes(
+    place: Location, task: Task, model: AbstractModel, privacy: Privacy, data: CsvData
+) -> Iterator[ValueError]:
+    """Yield errors if tables that are right by themselves do not fit together."""
     people, two = privacy.people, task.two_levels
-    of_privacy, of_data = map(config.place.child, ("privacy", "data"))
+    of_privacy, of_data = map(place.child, ("privacy", "data"))
     one = f'is for tasks of two levels; task = "{task.name}" has one. Remove it.'
     if two and people is None:
         missing = 'missing key \'people\': "disjoint", "overlapping" or "shared".'
@@ -314,7 +297,18 @@ def _mistakes(config: Config) -> Iterator[ValueError]:
             yield of_data.error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:
         yield of_data.error('training must equal validation if people = "shared".')
-    if data.counts_test and privacy.neighbours is not Neighbours.REPLACE_ONE:
+    if privacy.neighbours is not Neighbours.REPLACE_ONE and data.counts_test:
         yield of_data.child("test").error(
             'accuracy = "counted" needs neighbours = "replace_one"; use "public".'
         )
+    for name in ("sources", "groups"):  # what the task reads, and no more
+        found, where = getattr(data, name), of_data.child(name)
+        if found is None and name == task.places:
+            what = f"The task needs column and values of the {name}."
+            yield where.error(f"missing table. {what}")
+        elif found is not None and name != task.places:
+            yield where.error(f'task = "{task.name}" has no {name}; remove it.')
+        elif found is not None and len(found.values) != model.count:
+            listed = f"lists {len(found.values)} {name}"
+            yield where.error(f"{listed}, but [model] is for {model.count}.")
+    yield from model.mistakes(data, of_data)

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Float, PyTree
 
 from ..core.usability import Columns
-from ..privacy.records.people import PerPerson, PersonUnit, by_person, words
-from .columns import Categorical, Label, Numeric, Places, Records, named
+from ..privacy.records.people import PerPerson, PersonUnit, words
+from .columns import Categorical, Label, Marks, Numeric, Places, Records, named
 from .tables import MALFORMED, Table, read_table
 
 _CONSTANT = "constant"  # name of the last feature
@@ -93,25 +92,22 @@ class CsvData:
     test: HeldOut | None = None
 
     def __post_init__(self):
-        if not self.feature_blocks:
+        if not (self.numeric or self.categorical):
             raise ValueError("list columns in [[data.numeric]] or data.categorical.")
-
-    @property
-    def feature_blocks(self) -> tuple[Numeric | Categorical, ...]:
-        """Blocks of features, without the constant."""
-        return (*self.numeric, *self.categorical)
 
     @property
     def blocks(self) -> tuple[tuple[str, int], ...]:
         """Pairs of each block's name and number of features, the constant last."""
-        sizes = ((block.name, len(block.names)) for block in self.feature_blocks)
-        return (*sizes, (_CONSTANT, 1))
+        numeric = ((block.name, len(block.columns)) for block in self.numeric)
+        categorical = ((block.column, len(block.values)) for block in self.categorical)
+        return (*numeric, *categorical, (_CONSTANT, 1))
 
     @property
     def features(self) -> tuple[str, ...]:
         """Name of each feature, the constant last."""
-        names = (name for block in self.feature_blocks for name in block.names)
-        return (*names, _CONSTANT)
+        listed = ((b.column, value) for b in self.categorical for value in b.values)
+        categorical = (f"{column} = {named(value)}" for column, value in listed)
+        return (*(c for b in self.numeric for c in b.columns), *categorical, _CONSTANT)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
@@ -121,38 +117,31 @@ class CsvData:
         classes = self.label.class_names
         return tuple(f"{name} [{c}]" for name in self.features for c in classes)
 
-    def table(self, file: Path) -> Table:
-        """Read the table; errors are those of `load`."""
-        return read_table(file, self.separator, self.missing)
-
     def load(self, file: Path, person: str = "") -> Records:
-        """Read the records of a file.
+        """Return the `Records` of a file. NON-PRIVATE: this is the data.
 
-        Args:
-            file: The file.
-            person: The column with the id of each row's person, if there is one. Rows
-                without an id are left out.
-
-        Returns:
-            The records. NON-PRIVATE: this is the data.
-
-        Raises:
-            ValueError: A column is missing.
-            OSError: A file cannot be read.
+        If there is a column `person` with ids, rows without an id are left out.
 
         Privacy:
             Row by row, by constants of the config; a cell's content never raises.
         """
-        table = self.table(file)
+        table = read_table(file, self.separator, self.missing)
         records = self.encode(table)
         if not person:
             return records
         ids = ids_of(table, person)
         return dataclasses.replace(records, ids=ids).take(ids != "")
 
-    def design(self, table: Table) -> np.ndarray:
-        """Return the features of the rows of a table, which needs no label."""
-        return _unit_rows([block.encode(table)[0] for block in self.feature_blocks])
+    def design(self, table: Table) -> tuple[np.ndarray, list[Marks]]:
+        """Return the features of the rows of a table, and the marks of each block.
+
+        Rows have a constant 1 and are scaled to unit length; they need no label.
+        """
+        blocks = [block.encode(table) for block in (*self.numeric, *self.categorical)]
+        values = [values for values, _ in blocks]
+        rows = np.concatenate([*values, np.ones((len(values[0]), 1))], 1)
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        return rows.astype(np.float32), [marks for _, marks in blocks]
 
     def encode(self, table: Table) -> Records:
         """Return the rows of a table as `Records`; raise `ValueError` without a column.
@@ -160,22 +149,22 @@ class CsvData:
         Privacy:
             Row by row, by constants of the config; a cell's content never raises.
         """
-        numeric = [block.encode(table) for block in self.numeric]
-        categorical = [block.encode(table) for block in self.categorical]
-        label = self.label.encode(table)
-        (source, *_), (group, *_) = places = [
+        features, of_blocks = self.design(table)
+        label, of_label = self.label.encode(table)
+        source, group = (
             (None, {}) if place is None else place.encode(table)
             for place in (self.sources, self.groups)
-        ]
-        marks = {}
-        for _, found in (*categorical, label, *numeric, *places):
+        )
+        count, marks = len(self.numeric), {}
+        for found in (*of_blocks[count:], of_label, *of_blocks[:count]):
             marks |= found
-        features = _unit_rows([values for values, _ in (*numeric, *categorical)])
-        if source is not None:  # no model of any method may use an unlisted source
-            features = np.where(source[:, None] < 0, np.float32(np.nan), features)
+        marks |= source[1] | group[1]
+        if source[0] is not None:  # no model of any method may use an unlisted source
+            features = np.where(source[0][:, None] < 0, np.float32(np.nan), features)
         columns = [marks[name] for name in self.checked_columns.names]
         of_cells = np.stack(columns, 1).astype(np.int8)
-        return Records(features, label[0].astype(np.float32), of_cells, source, group)
+        label = label.astype(np.float32)
+        return Records(features, label, of_cells, source[0], group[0])
 
     @property
     def counts_test(self) -> bool:
@@ -183,26 +172,16 @@ class CsvData:
         return self.test is not None and self.test.accuracy == "counted"
 
     @property
-    def places(self) -> list[Places]:
-        """The `Places` that are read from columns, if there are any."""
-        return [place for place in (self.sources, self.groups) if place is not None]
-
-    @property
     def checked_columns(self) -> Columns:
         """The columns and classes that a run checks first."""
         names = [self.label.column, *(c for b in self.numeric for c in b.columns)]
-        names += [place.column for place in (*self.categorical, *self.places)]
+        places = [place for place in (self.sources, self.groups) if place is not None]
+        names += [place.column for place in (*self.categorical, *places)]
         columns = Columns(tuple(dict.fromkeys(names)), self.label.class_names)
-        for place in self.places:
+        for place in places:
             values = tuple(map(named, place.values))
             columns = dataclasses.replace(columns, place=place.column, places=values)
         return columns
-
-
-def _unit_rows(blocks: list[np.ndarray]) -> np.ndarray:
-    """Return rows of the blocks and a constant 1, scaled to unit length or NaN."""
-    rows = np.concatenate([*blocks, np.ones((len(blocks[0]), 1))], 1)
-    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
 def is_id(name: str) -> bool:
@@ -214,9 +193,6 @@ def ids_of(table: Table, column: str) -> np.ndarray:
     """Return the id of each row's person as text, `""` for a row without one.
 
     The id 7.0 is the id 7, as programs write it where some ids are missing.
-
-    Raises:
-        ValueError: There is no such column.
 
     Privacy:
         Row by row.
@@ -249,26 +225,6 @@ def hashes_of(ids: np.ndarray, seed: int) -> list[bytes]:
     return [hashlib.sha256(salt + str(own).encode()).digest() for own in ids]
 
 
-def rows_of_people(records: Records, unit: PersonUnit | None) -> PyTree:
-    """Return the arrays of a level, as `PersonRows` if records have ids."""
-    if unit is None or records.ids is None:
-        return records.tree()
-    return by_person(records.tree(), records.ids, most_rows=unit.most_rows)
-
-
-def means(rows: Float[np.ndarray, "n w"], records: Records) -> np.ndarray:
-    """Return the mean of each person's rows, or the rows if each is a person's.
-
-    Its norm is at most the largest norm of a row.
-    """
-    if records.ids is None:
-        return rows
-    people, person = people_of(records)
-    total = np.zeros((len(people), rows.shape[1]))
-    np.add.at(total, person, rows)
-    return (total / np.bincount(person, minlength=1)[:, None]).astype(np.float32)
-
-
 def mean_of(fun: Callable[[Any], Any], unit: PersonUnit | None) -> Callable[[Any], Any]:
     """Return a function of a row as one of a person: the mean over the rows."""
     return fun if unit is None else PerPerson(fun, PersonUnit(unit.most_rows))
@@ -277,16 +233,11 @@ def mean_of(fun: Callable[[Any], Any], unit: PersonUnit | None) -> Callable[[Any
 def values(
     fun: Callable[[Any], Any], records: Records, unit: PersonUnit | None
 ) -> np.ndarray:
-    """Return a value for each record, or for each person the mean over the rows.
+    """Return `fun` of each record, or for each person the mean over the rows.
 
-    The value is NaN for a person without a row that counts.
-
-    Args:
-        fun: A function of arrays of records, or of one record.
-        records: The records.
-        unit: The unit of privacy.
+    It maps arrays of records, or one record. The mean is NaN without a row that counts.
     """
-    found: Any = rows_of_people(records, unit)
+    found: Any = records.tree(unit)
     if isinstance(found, Mapping):
         return np.asarray(fun(found))
     result = np.asarray(jax.vmap(mean_of(fun, unit))(found))

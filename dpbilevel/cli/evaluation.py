@@ -21,7 +21,7 @@ from ..privacy.releases import Release
 from ..privacy.sampling.base import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .data import mean_of, rows_of_people, values
+from .data import mean_of, values
 
 _HALF = 0.5  # scores are in [0, 1]: minus one half, they are at most this large
 _LEFT_OUT = "a label that the config does not list, or text in the place of a number"
@@ -126,11 +126,7 @@ def evaluate(
 ) -> Evaluation:
     """Return the `Evaluation` of a released linear model on the test file.
 
-    Args:
-        config: The config, with a test file.
-        model: The released coefficients.
-        records: The records of the test file.
-        key: A typed key for this release alone.
+    The key is for this release alone.
 
     Privacy:
         Exact if `[data.test]` says that the records are public, or NON-PRIVATE;
@@ -139,10 +135,11 @@ def evaluate(
     held_out, label = config.data.test, config.data.label
     assert held_out is not None
     of = f"log1p({label.column})" if label.transform == "log1p" else label.column
+    error = f"root mean squared error of {of}"
     unit = config.privacy.unit
-    people = rows_of_people(records, unit)
+    people = records.tree(unit)
     fields: dict[str, Any] = {
-        "metric": "accuracy" if label.numbers else f"root mean squared error of {of}",
+        "metric": "accuracy" if label.of_classes else error,
         "file": Path(held_out.path).name,
         "kind": held_out.accuracy,
         "records": _checks.leading_axis("records", people),
@@ -170,12 +167,8 @@ def noisy_score(
 ) -> Float[Array, ""]:
     """Return the mean score of the records of the test file, in [0, 1], plus noise.
 
-    Args:
-        config: The config, with a test file whose accuracy is counted.
-        model: The released coefficients.
-        records: As many records or people as the config says, with `features` and
-            `label`.
-        key: A typed key for this release alone.
+    There are as many records or people as the config says, with `features` and `label`.
+    The key is for this release alone.
 
     Privacy:
         Makes the one release of `ledger_of`. A record without a listed label, or with
@@ -213,7 +206,7 @@ def _score(label: Label, model: PyTree, record: PyTree) -> Array:
     numeric label the squared error, in units of the largest one.
     """
     margin, truth = record["features"] @ model, record["label"]
-    if not label.numbers:
+    if not label.of_classes:
         return ((jnp.clip(margin, -1.0, 1.0) - truth) / 2) ** 2
     if label.classes:
         right = jnp.argmax(margin, -1).astype(jnp.float32) == truth
@@ -229,9 +222,9 @@ def _trivial(
     """Return the mean score if the answer is always the larger class or the mean."""
 
     def right(row: PyTree) -> Array:
-        if not label.numbers:
+        if not label.of_classes:
             return (row["label"] / 2) ** 2
-        matches = [row["label"] == number for number in label.numbers]
+        matches = [row["label"] == number for number in label.of_classes]
         return jnp.stack(matches, -1).astype(jnp.float32)
 
     scores = values(right, records, unit)[used]

@@ -31,21 +31,13 @@ _LOSSES = '"logistic" for two classes, "softmax" for more, "squared" for a numbe
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Plausible values of a number; values beyond are cut to the ends.
-
-    Args:
-        low: The smallest value.
-        high: The largest value.
-        unit: Text that may stand before or after a number; of dates their format.
-        origin: Day 0 of dates, whose ends are days; empty for numbers.
-        decimal: Decimal sign, if it is no point.
-    """
+    """Plausible values of a number; values beyond are cut to the ends."""
 
     low: float
     high: float
-    unit: str = ""
-    origin: str = ""
-    decimal: str = ""
+    unit: str = ""  # text before or after a number; of dates their format
+    origin: str = ""  # day 0 of dates, whose ends are days
+    decimal: str = ""  # decimal sign, if it is no point
 
     def __post_init__(self):
         if not (self.low < self.high and math.isfinite(self.high - self.low)):
@@ -66,13 +58,6 @@ class Header(NamedTuple):
 
 def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     """Return the text of a config, and the flags of required facts that are missing.
-
-    Args:
-        flags: The flags of the command.
-
-    Raises:
-        ValueError: The file has no header, or a flag cannot be used.
-        OSError: A file cannot be read.
 
     Privacy:
         Reads the header alone, and the number of rows if a flag is `count`.
@@ -165,10 +150,7 @@ def _rendered(facts: dict[str, Any]) -> str:
 def header_of(file: Path) -> Header:
     """Return the `Header` of a file; read nothing but its first line.
 
-    Raises:
-        ValueError: There is no such file, it is empty or no text in UTF-8, or its first
-            row holds numbers or a name twice, and so is no header.
-        OSError: It cannot be read.
+    A row with numbers or with a name twice is no header.
     """
     existing(file, "records", "give the path of a CSV file")
     if file.suffix == ".toml":
@@ -204,11 +186,7 @@ def remarks(flags: argparse.Namespace) -> Iterator[str]:
 
 
 def content_of(text: str) -> Range | Values:
-    """Return the `Range` or the values that the text after `NAME=` describes.
-
-    Raises:
-        ValueError: The text is neither `LOW..HIGH` nor two values or more.
-    """
+    """Return the `Range` or the values that the text after `NAME=` describes."""
     found = _DATES.fullmatch(text)
     if found is not None:
         first, last = (datetime.date.fromisoformat(found[i]) for i in (1, 2))
@@ -227,11 +205,7 @@ def content_of(text: str) -> Range | Values:
 
 
 def values_of(text: str) -> Values:
-    """Split text at commas into a tuple of values; quoted ones may hold commas.
-
-    Raises:
-        ValueError: There is none, or one is there twice.
-    """
+    """Split text at commas into different values; quoted ones may hold commas."""
     cells = next(csv.reader([text], skipinitialspace=True), [])
     found = tuple(_value(cell.strip()) for cell in cells if cell.strip())
     if not found or len(set(found)) < len(found):

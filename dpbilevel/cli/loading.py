@@ -15,9 +15,9 @@ from ..privacy.budget import Neighbours, People
 from ..privacy.queries import RECORDS
 from ..privacy.records.disk import copies
 from ..privacy.records.people import PersonUnit
-from .columns import CUT, UNUSABLE, Label, Records
+from .columns import CUT, UNUSABLE, Records
 from .config import Config
-from .data import CsvData, hashes_of, means, people_of, rows_of_people
+from .data import CsvData, hashes_of, people_of
 from .tables import existing
 
 IN_BOTH = "an id is in two files whose people must differ."
@@ -28,13 +28,8 @@ def find_files(
 ) -> tuple[Path, Path | None]:
     """Return the file of the records, and the file of validation records or `None`.
 
-    Args:
-        config: The config; its relative paths start from its folder.
-        data: A file to read instead of the config's.
-        validation: A file of validation records to read instead of the config's.
-
-    Raises:
-        ValueError: A file is missing, or the second one does not fit people or task.
+    They are read instead of the config's, whose relative paths start from its folder. A
+    `ValueError` says that one is missing, or that the second does not fit the people.
     """
     source, files, folder = config.data, [], Path(config.place.file).parent
     for option, given, path, what in (
@@ -60,22 +55,15 @@ def find_files(
 
 
 def load(config: Config, file: Path, other: Path | None = None) -> dict[str, Records]:
-    """Return `Records` by level, from two files or split from one file.
-
-    Args:
-        config: The config.
-        file: The file of the records, as `find_files` returns it.
-        other: The file of validation records, as `find_files` returns it.
+    """Return `Records` by level, from the files of `find_files`. NON-PRIVATE.
 
     Returns:
         By role: `"records"` of one level, `"upper"` (validation) and `"lower"`
-        (training) of two, `"upper"` alone of shared ones. NON-PRIVATE: this is the
-        data.
+        (training) of two, `"upper"` alone of shared ones.
 
     Raises:
         ValueError: There are too few records, or a column is missing: counts and
             headers are public.
-        OSError: A file cannot be read.
 
     Privacy:
         No cell's content raises, warns or prints, except that ids of disjoint people
@@ -86,12 +74,14 @@ def load(config: Config, file: Path, other: Path | None = None) -> dict[str, Rec
         another record.
     """
     data, people = config.data, config.privacy.people
-    two = people not in (None, People.SHARED) and other is None
-    levels = ("training", "validation") if two else ("training",)
-    person = config.privacy.person
-    training, *rest = _split(data.load(file, person), config, *levels)
+    counts, person = {"training": data.training}, config.privacy.person
+    if people not in (None, People.SHARED) and other is None:
+        counts["validation"] = data.validation
+    options = data.split_seed, config.privacy.neighbours is not Neighbours.REPLACE_ONE
+    training, *rest = _split(data.load(file, person), counts, *options)
     if other is not None:
-        rest = _split(without_sources(data).load(other, person), config, "validation")
+        records = without_sources(data).load(other, person)
+        rest = _split(records, {"validation": data.validation}, *options)
     if people is People.DISJOINT:
         remedy = 'Set people = "overlapping", or correct them.'
         check_disjoint_ids(training.ids, rest[0].ids, f"{IN_BOTH} {remedy}")
@@ -104,12 +94,8 @@ def load(config: Config, file: Path, other: Path | None = None) -> dict[str, Rec
     return {"upper": upper, "lower": training}
 
 
-def load_test(config: Config, *others: Path | None) -> Records | None:
-    """Return the records of the test file; `None` if the config has none.
-
-    Args:
-        config: The config.
-        others: The files of training and validation records.
+def load_test(config: Config, *others: Path | None) -> Records:
+    """Return the records of the test file of a config; `others` are its other files.
 
     Raises:
         ValueError: The file is missing, is one of `others`, lacks a column or has too
@@ -118,10 +104,9 @@ def load_test(config: Config, *others: Path | None) -> Records | None:
     Privacy:
         NON-PRIVATE: this is the data. No cell's content raises unless it is public.
     """
-    test = config.data.test
-    file = test_file(config)
-    if test is None or file is None:
-        return None
+    test, file = config.data.test, test_file(config)
+    assert test is not None
+    assert file is not None
     if any(other is not None and _same(file, other) for other in others):
         raise ValueError(
             f"[data.test]: {file} holds training or validation records; give others."
@@ -129,11 +114,19 @@ def load_test(config: Config, *others: Path | None) -> Records | None:
     plain = without_sources(config.data)
     records = plain.load(file, config.privacy.person)
     if test.accuracy == "public":
-        _check_classes(plain.label, records, file)
+        # A class of no record may be misspelt.
+        unlisted = int(np.isnan(records.label).sum())
+        names = zip(plain.label.class_names, plain.label.of_classes, strict=True)
+        for name, number in names:
+            if unlisted and not np.any(records.label == number):
+                raise ValueError(
+                    f"no record of {file} has the class {name!r} of "
+                    f"{plain.label.column!r}, and {unlisted} have an unlisted one. "
+                    "Correct [data.label]."
+                )
     if not test.records:
         return records
-    (chosen,) = _chosen(records, plain.split_seed, {"test.records": test.records})
-    return chosen
+    return _split(records, {"test.records": test.records}, plain.split_seed)[0]
 
 
 def test_file(config: Config) -> Path | None:
@@ -145,13 +138,8 @@ def test_file(config: Config) -> Path | None:
 
 
 def as_levels(records: Mapping[str, Records], unit: PersonUnit | None = None) -> PyTree:
-    """Return the arrays of one level, or `Levels` of arrays if there are two.
-
-    Args:
-        records: The records by role.
-        unit: The unit of privacy if it is a person; arrays are then `PersonRows`.
-    """
-    trees = {role: rows_of_people(level, unit) for role, level in records.items()}
+    """Return the arrays of one level, or `Levels` of arrays if there are two."""
+    trees = {role: level.tree(unit) for role, level in records.items()}
     if RECORDS in trees:
         return trees[RECORDS]
     return Levels(**trees) if "lower" in trees else Levels.shared(trees["upper"])
@@ -162,12 +150,7 @@ def indicators(
 ) -> np.ndarray:
     """Return an array, a row per record: how it fits the config.
 
-    The row of a person is the mean of those of all rows.
-
-    Args:
-        columns: The checked columns of the level.
-        records: The records of a file.
-        numbers: The label of each class.
+    The row of a person is the mean of those of all rows; `numbers` are the labels.
 
     Privacy:
         NON-PRIVATE, record by record: for `RecordsCheck.release`.
@@ -179,7 +162,13 @@ def indicators(
     if columns.places:
         place = records.source if records.group is None else records.group
     rows = columns.indicators(marks == UNUSABLE, marks == CUT, label, place)
-    return means(rows, records)
+    if records.ids is None:
+        return rows
+    # The norm of a mean is at most the largest norm of a row.
+    people, person = people_of(records)
+    total = np.zeros((len(people), rows.shape[1]))
+    np.add.at(total, person, rows)
+    return (total / np.bincount(person, minlength=1)[:, None]).astype(np.float32)
 
 
 def without_sources(data: CsvData) -> CsvData:
@@ -192,22 +181,30 @@ def _same(file: Path, other: Path) -> bool:
     return file.samefile(other) or bool(copies([file, other]))
 
 
-def _check_classes(label: Label, records: Records, file: Path) -> None:
-    """Refuse public labels if a class is in no record: it may be misspelt."""
-    unlisted = int(np.isnan(records.label).sum())
-    for name, number in zip(label.class_names, label.numbers, strict=True):
-        if unlisted and not np.any(records.label == number):
-            raise ValueError(
-                f"no record of {file} has the class {name!r} of {label.column!r}, and "
-                f"{unlisted} have an unlisted one. Correct [data.label]."
-            )
+def _split(
+    records: Records, counts: dict[str, int], seed: int, by_hash: bool = False
+) -> list[Records]:
+    """Return disjoint parts with so many records, or people, each.
 
-
-def _chosen(records: Records, seed: int, counts: dict[str, int]) -> list[Records]:
-    """Return disjoint parts with so many records, or people, each in a public order."""
-    person, what = np.arange(len(records)), "records"
+    Args:
+        records: The records of a file.
+        counts: Number of records, by the part's name in `[data]`.
+        seed: The public seed.
+        by_hash: Whether a hash of each record, or id, decides alone, so that one more
+            moves no other; parts are then in the proportion of `counts`.
+    """
+    if by_hash:
+        if records.ids is None:
+            salt = str(seed).encode()
+            hashes = (hashlib.sha256(salt + r).digest() for r in records.as_bytes())
+        else:
+            hashes = hashes_of(records.ids, seed)
+        bound = 2**64 * next(iter(counts.values())) // sum(counts.values())
+        first = np.asarray([int.from_bytes(v[:8]) < bound for v in hashes], bool)
+        return [records.take(first), records.take(~first)][: len(counts)]
+    person, what = np.arange(len(records.features)), "records"
     if records.ids is None:
-        order = np.random.default_rng(seed).permutation(len(records))  # public
+        order = np.random.default_rng(seed).permutation(len(person))  # public
     else:
         (ids, person), what = people_of(records), "people"
         rank = hashes_of(ids, seed).__getitem__
@@ -222,20 +219,3 @@ def _chosen(records: Records, seed: int, counts: dict[str, int]) -> list[Records
     if records.ids is None:  # in the order of the parts
         return [records.take(rows) for rows in parts]
     return [records.take(np.isin(person, part)) for part in parts]
-
-
-def _split(records: Records, config: Config, *levels: str) -> list[Records]:
-    """Split a file's records into one part per level, in the order of `levels`."""
-    data = config.data
-    counts = {level: getattr(data, level) for level in levels}
-    if config.privacy.neighbours is Neighbours.REPLACE_ONE:
-        return _chosen(records, data.split_seed, counts)
-    bound = 2**64 * counts[levels[0]] // sum(counts.values())
-    # Each record or person by itself, so that one more moves no other.
-    if records.ids is None:
-        seed = str(data.split_seed).encode()
-        hashes = (hashlib.sha256(seed + r).digest() for r in records.as_bytes())
-    else:
-        hashes = hashes_of(records.ids, data.split_seed)
-    first = np.asarray([int.from_bytes(v[:8]) < bound for v in hashes], bool)
-    return [records.take(first), records.take(~first)][: len(levels)]

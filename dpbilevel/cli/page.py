@@ -54,7 +54,8 @@ class RunCertificate(Certificate):
         result = self.result
         coefficients = []
         if not result.config.task.shows_model:
-            coefficients = _rows(result.features, np.ravel(result.model))
+            names = result.config.data.coefficients
+            coefficients = _rows(names, np.ravel(result.model))
         return self.render(
             "page.html",
             environment(),
@@ -69,19 +70,13 @@ class RunCertificate(Certificate):
 def certificate_of(
     result: Result, spent: str, title: str, total: tuple[int, float, float]
 ) -> RunCertificate:
-    """Return the certificate of a run of the command line.
-
-    Args:
-        result: Result of the run.
-        spent: What all runs of the folder have spent, as text.
-        title: Name of the run.
-        total: As in `Certificate`.
+    """Return the certificate of a run; `spent` is the text on all runs of its folder.
 
     Privacy:
         A function of released and public values: free. The page loads nothing from the
         network, so that no server learns who reads it.
     """
-    task, columns = result.config.task, ", ".join(result.features)
+    task, columns = result.config.task, ", ".join(result.config.data.coefficients)
     facts = {
         "product": f"the {task.label} of each {task.of}, and a linear model of "
         f"{np.size(result.model)} coefficients; task {task.name}",
@@ -231,7 +226,8 @@ def _draw_model(axes: Any, result: Result) -> None:
         colors = np.asarray(_colors(result))[kept]
     axes.barh(range(len(kept)), model[kept], color=colors, height=0.7)
     axes.axvline(0, color=INK, linewidth=1)
-    _name(axes, [result.features[i] for i in kept])
+    names = result.config.data.coefficients
+    _name(axes, [names[i] for i in kept])
     axes.set_ylim(len(kept) - 0.4, -0.6)
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)

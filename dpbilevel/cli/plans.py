@@ -10,7 +10,6 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ..audit.canaries import Canary, canaries
-from ..audit.claims import largest_powers
 from ..audit.tradeoff import TradeOff, audit_canaries
 from ..core.plan import calibrate
 from ..core.solution import Plan
@@ -65,16 +64,8 @@ _STAND_INS = {
 def read_unplanned(path: str, text: str | None = None) -> tuple[Config, str]:
     """Return a config that may lack `[solver]` and `[refit]`, and the file's text.
 
-    Args:
-        path: The file.
-        text: Its text, which is read by default.
-
-    Returns:
-        The config, with a stand-in for its solver, and the text of the file. Keys of
-        `[model]` that the task plans are set in both if they are missing.
-
-    Raises:
-        ValueError: As `read_config`; the task is a game.
+    The config has a stand-in for its solver. Keys of `[model]` that the task plans are
+    set in both if they are missing. Games are refused.
     """
     (tables, text), place = read_tables(path, text), Location(path)
     task = TASKS.get(str(tables.get("task")))
@@ -96,16 +87,7 @@ def read_unplanned(path: str, text: str | None = None) -> tuple[Config, str]:
 
 
 def read_for_run(path: str, text: str | None = None) -> tuple[Config, bool]:
-    """Return a config whose settings may be missing, and whether it has them.
-
-    The arguments are those of `read_unplanned`.
-
-    Returns:
-        The config, and whether it has settings; if not, a stand-in is in their place.
-
-    Raises:
-        ValueError: As `read_config`, or as `read_unplanned` without settings.
-    """
+    """Return a config, and whether it has settings: if not, as `read_unplanned`."""
     tables, text = read_tables(path, text)
     if any(name in tables for name in _SETTINGS):
         return parse_config(tables, Location(path)), True
@@ -118,11 +100,7 @@ def completed(config: Config, found: AutoPlan) -> Config:
 
 
 def as_before(config: Config, out: Path) -> Config:
-    """Return a copy of a config with the settings of the run to be resumed.
-
-    Raises:
-        ValueError: The folder has no checkpoint.
-    """
+    """Return a copy of a config with the settings of the run to be resumed."""
     before = checkpoint.read(out).fingerprint.get("config", {})
     return _with(config, {k: before[k] for k in _SETTINGS if k in before})
 
@@ -150,7 +128,7 @@ def plan(config: Config) -> AutoPlan:
             progress=True,
             before=config.check.releases,
         )
-    if privacy.unit is None:
+    if not privacy.person:
         return found
     # Dry runs have one row for each person; the guarantee is that of people.
     plan = _calibrated(config, found.trials[0].solver)
@@ -180,50 +158,37 @@ class Prepared:
     w0: PyTree  # public
     report: PrivacyReport  # the guarantee of one run
     check: RecordsCheck  # the first release of a run
-
-    @property
-    def ledger(self) -> Ledger:
-        """Ledger of a run, of its check of the records as well."""
-        rest = self.solver.ledger(self.problem, self.config.sizes)
-        releases = (*self.check.releases, *rest.releases)
-        return dataclasses.replace(rest, releases=releases)
-
-    @property
-    def power(self) -> dict[str, float]:
-        """Largest power of any attack, by false alarms, on the worst-off person.
-
-        By the whole privacy profile, which is below the bound by one epsilon and delta.
-        People of a counted test file are charged by a ledger of their own.
-        """
-        config = self.config
-        others = [evaluation.ledger_of(config)] if config.data.counts_test else []
-        return largest_powers(self.ledger, *others)
-
-    @property
-    def report_of_check(self) -> PrivacyReport | None:
-        """Report of the check alone; `None` if records are not checked."""
-        if not self.check.releases:
-            return None
-        ledger = dataclasses.replace(self.ledger, releases=self.check.releases)
-        two = self.config.privacy.people is not None
-        privacy = self.config.privacy
-        return describe(ledger, privacy.budget, levels=two, unit=privacy.unit)
+    ledger: Ledger  # of a run, of its check of the records as well
+    report_of_check: PrivacyReport | None  # of the check alone, if there is one
 
 
 def prepare(config: Config) -> Prepared:
     """Return a `Prepared` run, planned from the config alone.
 
-    Raises:
-        ValueError: No noise reaches the budget with this solver and sampling.
+    A `ValueError` says that no noise reaches the budget.
 
     Privacy:
         Touches no data.
     """
-    plan = _calibrated(config, config.solver)
-    report = _reported(plan.report, config)
-    report = report.with_generator(config.privacy.randomness)
-    w0 = config.model.start(config.data.blocks)
-    return Prepared(config, config.problem, plan.solver, w0, report, config.check)
+    plan, privacy = _calibrated(config, config.solver), config.privacy
+    report = _reported(plan.report, config).with_generator(privacy.randomness)
+    check, problem, of_check = config.check, config.problem, None
+    ledger = plan.solver.ledger(problem, config.sizes)
+    if check.releases:
+        alone = dataclasses.replace(ledger, releases=check.releases)
+        two = privacy.people is not None
+        of_check = describe(alone, privacy.budget, levels=two, unit=problem.unit)
+    releases = (*check.releases, *ledger.releases)
+    return Prepared(
+        config=config,
+        problem=problem,
+        solver=plan.solver,
+        w0=config.model.start(config.data.blocks),
+        report=report,
+        check=check,
+        ledger=dataclasses.replace(ledger, releases=releases),
+        report_of_check=of_check,
+    )
 
 
 def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
@@ -247,7 +212,7 @@ def _reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         are charged for a counted accuracy, and for nothing else (parallel composition).
     """
     held_out, privacy = config.data.test, config.privacy
-    counted = config.data.counts_test
+    counted = held_out is not None and held_out.accuracy == "counted"
     assumed = [_UNLISTED, *reversed(config.check.assumptions)]
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
@@ -274,12 +239,6 @@ def _reported(report: PrivacyReport, config: Config) -> PrivacyReport:
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
     """Return a tuple of `TradeOff`s, one per kind of person, for a config's solver.
-
-    Returns:
-        One outcome per kind of person.
-
-    Raises:
-        ValueError: The config cannot be planned, or too few runs.
 
     Privacy:
         Touches no data: neither the config's records nor released values.

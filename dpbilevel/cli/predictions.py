@@ -10,7 +10,7 @@ import scipy.special
 from ..runs import checkpoint
 from . import results
 from .columns import Label, named, positions
-from .tables import MALFORMED, existing
+from .tables import MALFORMED, existing, read_table
 
 
 def predict(
@@ -29,10 +29,6 @@ def predict(
         number of rows, and of those without an answer or with a cell that the config
         does not declare.
 
-    Raises:
-        ValueError: There is no finished run, or a column is missing.
-        OSError: The file cannot be read.
-
     Privacy:
         Post-processing of the released model: costs nothing. The answers are as
         private as the rows of `file`.
@@ -40,13 +36,14 @@ def predict(
     result = results.load(folder)
     data = result.config.data
     existing(file, "new records", "give its path")
-    table = data.table(file)
+    table = read_table(file, data.separator, data.missing)
     numeric = [name for block in data.numeric for name in block.columns]
     needed = [*numeric, *(block.column for block in data.categorical)]
     lacking = [name for name in needed if name not in table.columns]
     if lacking:
         raise ValueError(f"{file} lacks columns of the training records: {lacking}.")
-    margin = data.design(table).astype(np.float64) @ np.asarray(result.model)
+    features, _ = data.design(table)
+    margin = features.astype(np.float64) @ np.asarray(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
     own = result.config.privacy.person
     if person or own in table.columns:
@@ -73,12 +70,7 @@ def predict(
 
 
 def write(out: Path, columns: dict[str, list[str]]) -> None:
-    """Write predictions as a comma-separated file, completely or not at all.
-
-    Raises:
-        ValueError: The file exists.
-        OSError: The disk refuses.
-    """
+    """Write predictions as a comma-separated file, completely or not at all."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(columns)
@@ -100,7 +92,7 @@ def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]
         values = label.mean + label.scale * label.clip * np.clip(margin, -1, 1)
         values = np.expm1(values) if label.transform == "log1p" else values
         return {label.column: _texts(values, known)}
-    classes = [named(values[0]) for values in label.of_classes]
+    classes = [named(values[0]) for values in label.of_classes.values()]
     if label.classes:
         known, best = np.all(known, axis=-1), np.argmax(margin, axis=1)
         chances = scipy.special.softmax(margin, axis=1).T

@@ -1,6 +1,5 @@
 """Result folder of a run: its guarantee, released values and spending."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -65,11 +64,6 @@ class Result:
         return self.config.model.names(self.config.data)
 
     @property
-    def features(self) -> tuple[str, ...]:
-        """Name of each coefficient of the model: its feature."""
-        return self.config.data.coefficients
-
-    @property
     def model(self) -> np.ndarray:
         """The released linear model; of a game that of the first player."""
         return self.x if self.y is None or not self.config.task.two_levels else self.y
@@ -129,7 +123,8 @@ class Result:
         if len(kept):
             text += ", the largest:" if len(kept) < model.size else ":"
         lines.append(text)
-        lines += _aligned([self.features[i] for i in kept], map(float, model[kept]))
+        columns = self.config.data.coefficients
+        lines += _aligned([columns[i] for i in kept], map(float, model[kept]))
         lines += [] if self.test is None else [str(self.test)]
         lines += self.checked
         lines += [f"WARNING: {remark}" for remark in self.warnings]
@@ -151,107 +146,44 @@ def largest(model: np.ndarray) -> np.ndarray:
 def save(folder: Path, result: Result) -> None:
     """Write a result; `result.json` comes last, so its presence means complete.
 
-    Raises:
-        OSError: The disk refuses.
-
     Privacy:
         Released values and public ones only.
     """
+    config, names = result.config, result.names
+    features = config.data.coefficients
     arrays = {
         "x": result.x,
         "trajectory": result.trajectory,
         "shown": result.shown,
-        "names": np.asarray(result.names, str),
-        "features": np.asarray(result.features, str),
+        "names": np.asarray(names, str),
+        "features": np.asarray(features, str),
     }
     if result.y is not None:
         arrays["y"] = result.y
     checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))
     page = {
         "format": _FORMAT,
-        "task": result.config.task.name,
-        "label": result.config.task.label,
-        "released": dict(zip(result.names, result.shown.tolist(), strict=True)),
+        "task": config.task.name,
+        "label": config.task.label,
+        "released": dict(zip(names, result.shown.tolist(), strict=True)),
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
-        "features": result.features,
+        "features": features,
         "test": result.test and dataclasses.asdict(result.test),
         checkpoint.CHECK: result.usability and dataclasses.asdict(result.usability),
         "power": result.power,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
-        "config": result.config.tables,
+        "config": config.tables,
     }
     checkpoint.replace_json(folder / RESULT, page)  # last: says that all is there
-
-
-def set_aside(folder: Path, number: int) -> int:
-    """Move the last run's result, if there is one, into `run-N`; return the last N.
-
-    Returns:
-        The number of the last run. It is higher than on record if a `run-N` shows that
-        the record has lost some.
-
-    Raises:
-        OSError: The disk refuses; what was moved is in its new place.
-    """
-    if not (folder / RESULT).exists():
-        return number
-    while (folder / f"run-{number}" / RESULT).exists():
-        number += 1
-    aside = folder / f"run-{number}"
-    aside.mkdir(exist_ok=True)
-    # `result.json` says that a result is complete, so it goes last here too.
-    for name in (ARRAYS, RESULT):
-        if (folder / name).exists():
-            (folder / name).replace(aside / name)
-    return number
-
-
-def check_folder(out: Path, resume: bool, restart: bool) -> None:
-    """Refuse folders that hold something else, before anything is spent; under a lock.
-
-    Raises:
-        ValueError: The folder does not fit; the message says what to do.
-    """
-    record = spending.read(out)
-    finished = (out / RESULT).exists()
-    interrupted = (out / checkpoint.NAME).exists()
-    if finished:  # a run may have been killed in its last moment
-        with contextlib.suppress(ValueError, KeyError):  # none, or damaged
-            spending.finish(out, checkpoint.read(out).fingerprint["run"])
-        checkpoint.remove(out)
-    elif resume:
-        checkpoint.read(out)
-        return
-    if spending.is_lost(out) and (finished or restart or not interrupted):
-        raise ValueError(
-            f"--out {out} holds an earlier run, but no spending record that can be "
-            f"read ({spending.NAME}). Put it back, or give a new folder for a second "
-            "release on top of an unknown cost."
-        )
-    again = "give a new folder"
-    if record.runs:
-        again += ", or --restart to add it to this folder's spending record"
-    for found, what in (
-        (finished, "a finished run"),
-        (interrupted, "an interrupted run. Continue it with --resume"),
-        (record.runs, "the record of earlier runs"),
-    ):
-        if found and not restart:
-            what = f"{what}. For a second release, {again}."
-            raise ValueError(f"--out {out} holds {what}")
-    if not (record.runs or interrupted):
-        checkpoint.check_empty("--out", out)
 
 
 def spent(out: Path, shown: Callable[[Path], str] = str) -> str:
     """Return what the runs of a folder cost, as text; empty if none was started.
 
-    Args:
-        out: The folder.
-        shown: Function that returns the text that stands for a folder.
+    `shown` returns the text that stands for a folder.
     """
     record = spending.read(out)
     if spending.is_moved(out.resolve()):  # by a later run
@@ -284,11 +216,7 @@ def total(out: Path, report: PrivacyReport) -> tuple[int, float, float]:
 
 
 def load(folder: Path) -> Result:
-    """Return the `Result` in the folder of a finished run.
-
-    Raises:
-        ValueError: The folder holds no finished run, or a damaged one.
-    """
+    """Return the `Result` in the folder of a finished run; refuse any other folder."""
     file = folder / RESULT
     if not file.is_file():
         raise ValueError(f"{folder} holds no finished run{_why(folder)}.")

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..audit.claims import largest_powers
 from ..core.levels import check_disjoint_ids
 from ..core.loop import all_steps, bound_to, check_device, planned_rows
 from ..privacy.noise import derive, root_key, step_keys
@@ -63,9 +64,6 @@ def run(
         progress: Called after every checkpoint with the number of steps done.
         **options: The fields of `Options`.
 
-    Returns:
-        The result, as written.
-
     Raises:
         ValueError: The folder holds something else or another run is in progress in
             it, its lock file was deleted during the run, the records do not fit the
@@ -79,24 +77,26 @@ def run(
         its first step reads a record, so a run that never ends is counted too. The
         checkpoint is secret and is deleted at the end.
     """
-    given = Options(**options)
+    given, config = Options(**options), prepared.config
+    problem, solver = prepared.problem, prepared.solver
     with _opened(out, given) as still_locked:
         before = checkpoint.read(out) if given.resume else None
-        levels, rows, test = _load(prepared, given)
+        with config.place.child("data").named_in_errors():
+            records, test = _read(config, given)
+            classes = tuple(config.data.label.of_classes)
+            columns = dict(prepared.check.columns)
+            # Indicators of how the cells of each record fit the config, by role.
+            rows = {
+                role: loading.indicators(own, records[role], classes)
+                for role, own in columns.items()
+            }
+            levels = loading.as_levels(records, problem.unit)
+            problem.check(prepared.w0, levels)
+            bound_to(problem, solver, levels)
+            levels = planned_rows(solver, levels)  # no shape tells their number
+        levels = jax.tree.map(jnp.asarray, levels)
         read = levels, rows, None if test is None else (test.tree(), test.ids)
-        first = checkpoint.first_checkpoint(
-            prepared.problem,
-            prepared.solver,
-            prepared.w0,
-            # A run that is resumed has its own key.
-            key=root_key(prepared.config.privacy.randomness),
-            fingerprint=_fingerprint(prepared, read),
-            with_start=True,
-        )
-        if before is None:
-            saved = _begin(first, out)
-        else:
-            saved = checkpoint.resume_run(out, before, first)
+        saved = _started(prepared, read, before, out)
 
         def keep(saved):
             still_locked()
@@ -137,7 +137,11 @@ def refuse(config: Config, out: Path, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _opened(out: Path, options: Options):
-    """Lock the folder of a run if the options allow it; yield a check of the lock."""
+    """Lock the folder of a run, and yield a check of the lock.
+
+    Options that exclude each other and folders that hold something else are refused,
+    before anything is spent.
+    """
     if options.resume and options.restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
     if out.exists() and not out.is_dir():
@@ -145,7 +149,34 @@ def _opened(out: Path, options: Options):
     if jax.process_count() > 1:
         raise ValueError("the command line needs one process; use dpbilevel.fit.")
     with lock.held(out) as still_locked:
-        results.check_folder(out, options.resume, options.restart)
+        record, restart = spending.read(out), options.restart
+        finished = (out / results.RESULT).exists()
+        interrupted = (out / checkpoint.NAME).exists()
+        if finished:  # a run may have been killed in its last moment
+            with contextlib.suppress(ValueError, KeyError):  # none, or damaged
+                spending.finish(out, checkpoint.read(out).fingerprint["run"])
+            checkpoint.remove(out)
+        elif options.resume:
+            checkpoint.read(out)  # raises without one
+        if spending.is_lost(out) and (finished or restart or not interrupted):
+            raise ValueError(
+                f"--out {out} holds an earlier run, but no spending record that can "
+                f"be read ({spending.NAME}). Put it back, or give a new folder for a "
+                "second release on top of an unknown cost."
+            )
+        again = "give a new folder"
+        if record.runs:
+            again += ", or --restart to add it to this folder's spending record"
+        for found, what in (
+            (finished, "a finished run"),
+            (interrupted, "an interrupted run. Continue it with --resume"),
+            (record.runs, "the record of earlier runs"),
+        ):
+            if found and not (restart or (options.resume and not finished)):
+                what = f"{what}. For a second release, {again}."
+                raise ValueError(f"--out {out} holds {what}")
+        if not (record.runs or interrupted):
+            checkpoint.check_empty("--out", out)
         yield still_locked
 
 
@@ -174,23 +205,9 @@ def _checked(
 ) -> Checkpoint:
     """Check the records once, raise if too few fit, and return the `Checkpoint`.
 
-    Args:
-        prepared: The plan.
-        rows: The indicators of each level.
-        saved: The run so far.
-        out: The result folder.
-        keep: Called with the run once its check is released.
-
-    Returns:
-        The run; its checkpoint holds the released fractions.
-
-    Raises:
-        ValueError: Too few of the records of a level can be used, or a declared class,
-            group or source seems to be misspelt.
-
-    Warns:
-        UserWarning: Columns or values are not what was declared, before the rest of
-            the budget is spent.
+    The checkpoint holds the released fractions; `keep` is called once it does. A
+    warning of other columns or values than declared comes before the rest of the budget
+    is spent.
 
     Privacy:
         The check alone is on record before it reads a record, and the whole plan before
@@ -231,12 +248,46 @@ def _checked(
     return saved
 
 
-def _begin(first: Checkpoint, out: Path) -> Checkpoint:
-    """Return a run's `Checkpoint`, numbered and written; move an earlier result."""
+def _started(
+    prepared: Prepared, read: PyTree, before: Checkpoint | None, out: Path
+) -> Checkpoint:
+    """Return the `Checkpoint` of a run: that of a new one, or `before` if it fits.
+
+    Its fingerprint, what the bits of a run depend on, is SECRET: it holds a hash of
+    the records. A new run is numbered and written, and the result of the last one is
+    moved into `run-N`.
+    """
+    steps = prepared.solver.num_steps
+    # A divisor that gives some 20 chunks: a shorter last one would compile again.
+    chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
+    fingerprint = {
+        "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back
+        "software": checkpoint.software(),
+        "plan": json.loads(prepared.report.to_json()),
+        "chunk": chunk,
+        "records": hashed(jax.tree.leaves(read)),
+    }
+    # A run that is resumed has its own key.
+    key = root_key(prepared.config.privacy.randomness)
+    of_run = prepared.problem, prepared.solver, prepared.w0
+    options: Any = {"key": key, "fingerprint": fingerprint, "with_start": True}
+    first = checkpoint.first_checkpoint(*of_run, **options)
+    if before is not None:
+        return checkpoint.resume_run(out, before, first)
     with uninterruptible():
-        number = results.set_aside(out, spending.read(out).last) + 1
-        fingerprint = first.fingerprint | {"run": number}
-        saved = dataclasses.replace(first, fingerprint=fingerprint)
+        number = spending.read(out).last
+        if (out / results.RESULT).exists():
+            # The record has lost some runs if a folder shows them.
+            while (out / f"run-{number}" / results.RESULT).exists():
+                number += 1
+            aside = out / f"run-{number}"
+            aside.mkdir(exist_ok=True)
+            # `result.json` says that a result is complete, so it goes last here too.
+            for name in (results.ARRAYS, results.RESULT):
+                if (out / name).exists():
+                    (out / name).replace(aside / name)
+        numbered = first.fingerprint | {"run": number + 1}
+        saved = dataclasses.replace(first, fingerprint=numbered)
         checkpoint.write(out, saved)
     return saved
 
@@ -247,12 +298,14 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
     found = checkpoint.solution_of(prepared.problem, prepared.solver, saved)
     usability = results.usability_of(saved.fingerprint)
     x, y = (found.value, None) if config.task.shows_model else found.value
-    tested = None
+    tested, ledgers = None, [prepared.ledger]
     if test is not None:
         # The key of the steps after the last one, which a resumed run has as well.
         model = np.asarray(y if config.task.two_levels else x)
         tested = evaluation.evaluate(config, model, test, key=saved.key)
         tested = tested.beside(usability)
+        if config.data.counts_test:  # whose people are charged by a ledger of their own
+            ledgers.append(evaluation.ledger_of(config))
     return Result(
         config=config,
         shown=config.model.shown(found.value),
@@ -263,7 +316,8 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         versions=checkpoint.versions(),
         rejected_updates=int(found.rejected_updates),
         test=tested,
-        power=prepared.power,
+        # By the whole privacy profile, on the worst-off person.
+        power=largest_powers(*ledgers),
         usability=usability,
     )
 
@@ -273,48 +327,12 @@ def _read(
 ) -> tuple[dict[str, Records], Records | None]:
     """Return the records by role, and those of the test file or `None`."""
     files = loading.find_files(config, options.data, options.validation)
-    records, test = loading.load(config, *files), loading.load_test(config, *files)
-    if config.data.counts_test and test is not None:
+    records = loading.load(config, *files)
+    if config.data.test is None:
+        return records, None
+    test = loading.load_test(config, *files)
+    if config.data.counts_test:
         for level in records.values():  # their people are in no other file
             remedy = "Correct the test file, or its accuracy."
             check_disjoint_ids(test.ids, level.ids, f"{loading.IN_BOTH} {remedy}")
     return records, test
-
-
-def _load(
-    prepared: Prepared, options: Options
-) -> tuple[PyTree, dict[str, np.ndarray], Records | None]:
-    """Return records on the device, indicators of their cells, and test records.
-
-    The indicators say by role how the cells of each record fit the config.
-    """
-    problem, solver, config = prepared.problem, prepared.solver, prepared.config
-    with config.place.child("data").named_in_errors():
-        records, test = _read(config, options)
-        columns = dict(prepared.check.columns)
-        numbers = config.data.label.numbers
-        rows = {
-            r: loading.indicators(v, records[r], numbers) for r, v in columns.items()
-        }
-        levels = loading.as_levels(records, problem.unit)
-        problem.check(prepared.w0, levels)
-        bound_to(problem, solver, levels)
-        levels = planned_rows(solver, levels)  # no shape tells their number
-    return jax.tree.map(jnp.asarray, levels), rows, test
-
-
-def _fingerprint(prepared: Prepared, read: PyTree) -> dict[str, Any]:
-    """Return what the bits of a run depend on. SECRET: it holds a hash of the records.
-
-    A chunk is a divisor of the number of steps that gives some 20 chunks: a shorter
-    last chunk would compile the loop a second time.
-    """
-    steps = prepared.solver.num_steps
-    chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
-    return {
-        "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back
-        "software": checkpoint.software(),
-        "plan": json.loads(prepared.report.to_json()),
-        "chunk": chunk,
-        "records": hashed(jax.tree.leaves(read)),
-    }

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,11 +35,7 @@ class Table:
         return f"Table({self.name!r})"
 
     def column(self, name: str) -> Cells:
-        """Return the cells of one column.
-
-        Raises:
-            ValueError: There is no such column.
-        """
+        """Return the cells of one column; raise `ValueError` if there is none."""
         if name not in self.columns:
             # The message lists no columns: if the header is missing, they are a record.
             raise ValueError(
@@ -49,11 +45,7 @@ class Table:
 
 
 def check_unit(unit: str) -> None:
-    """Check that a unit cannot be read as a part of a number.
-
-    Raises:
-        ValueError: The unit has digits before its end, or only signs of numbers.
-    """
+    """Refuse a unit with digits before its end, or of nothing but signs of numbers."""
     if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-](\D*|\d)", unit):
         raise ValueError(
             f'unit must be a text without digits, such as "€" or "kg", or with one at '
@@ -64,10 +56,7 @@ def check_unit(unit: str) -> None:
 def reader(unit: str, decimal: str) -> Callable[[str], float]:
     """Return a function that reads a cell as a number, or as NaN if it is no number.
 
-    Args:
-        unit: The unit, or empty.
-        decimal: The decimal sign. If it and the unit are empty, only numbers in the
-            form that programs write are read.
+    If unit and decimal sign are empty, the form is that which programs write.
     """
     if not unit and not decimal:
         return number
@@ -101,12 +90,8 @@ def number(cell: str) -> float:
 def date_reader(origin: str, form: str) -> Callable[[str], float]:
     """Return a function that reads a cell as a date: days since `origin`, or NaN.
 
-    Args:
-        origin: The day 0, as `2000-01-31`.
-        form: The format of the cells as of `strptime`; empty for ISO 8601.
-
-    Raises:
-        ValueError: The origin is no date, or the format cannot be read.
+    The format is as of `strptime`, empty for ISO 8601. A `ValueError` says that the
+    origin is no date, or that the format cannot be read.
     """
     day = datetime.datetime
     first = day.fromisoformat(origin)
@@ -166,16 +151,7 @@ _NOT_TEXT = {
 
 
 def existing(path: Path, what: str, remedy: str) -> Path:
-    """Return the path of a file, checked to exist.
-
-    Args:
-        path: The file.
-        what: Content of the file, in a few words.
-        remedy: Advice on how to name another file.
-
-    Raises:
-        ValueError: The file does not exist.
-    """
+    """Return the path of a file; raise `ValueError` if it does not exist."""
     if not path.is_file():
         raise ValueError(f"no file of {what} at {path}. Put it there, or {remedy}.")
     return path
@@ -185,8 +161,7 @@ def existing(path: Path, what: str, remedy: str) -> Path:
 def opened(path: Path) -> Generator[TextIO]:
     """Open a text file in UTF-8, compressed by gzip if its first bytes say so.
 
-    Raises:
-        ValueError: The file is no text, or its compression is damaged.
+    A `ValueError` says that the file is no text, or that its compression is damaged.
 
     Privacy:
         Bytes that are no text become the replacement character; none raises.
@@ -206,20 +181,14 @@ def opened(path: Path) -> Generator[TextIO]:
             ) from error
 
 
-def _rows(file: TextIO) -> Iterator[str]:
-    """Yield the lines of a file that are not empty, the header first."""
-    return (line.removesuffix("\n") for line in file if line != "\n")
-
-
 def read_header(path: Path, separator: str) -> list[str]:
     """Return the names of the columns of a file; read no cell of a record.
 
-    Raises:
-        ValueError: There is no header, the file is no text in UTF-8, it has another
-            separator, or a name twice.
+    A `ValueError` says that there is no header, that the file is no text in UTF-8, or
+    that it has another separator, or a name twice.
     """
     with opened(path) as file:
-        first = next(_rows(file), None)
+        first = next((line for line in file if line != "\n"), None)
     if first is None:
         raise ValueError(f"{path} is empty; it needs a header and one row per record.")
     try:
@@ -244,13 +213,7 @@ def read_csv(path: Path, separator: str = ",") -> Table:
 
     Every line below the header that is not empty is a record. All its cells are
     unreadable if it has another number of cells than the header, or an open quote.
-
-    Args:
-        path: An existing file, in UTF-8; it may be compressed by gzip.
-        separator: Separator of the cells of a row.
-
-    Raises:
-        ValueError: As `read_header`.
+    Errors are those of `read_header`.
 
     Privacy:
         Line by line: a line changes neither the cells of another one nor the number of
@@ -258,22 +221,18 @@ def read_csv(path: Path, separator: str = ",") -> Table:
     """
     names = read_header(path, separator)
     with opened(path) as file:
-        _, *lines = _rows(file)
-    rows = [_cells(line, separator, len(names)) for line in lines]
+        _, *lines = (line.removesuffix("\n") for line in file if line != "\n")
+    rows, malformed = [], [MALFORMED] * len(names)
+    for line in lines:
+        try:
+            (cells,) = csv.reader([line], delimiter=separator, strict=True)
+        except csv.Error:
+            cells = ()
+        is_whole = len(cells) == len(names)
+        rows.append([cell.strip() for cell in cells] if is_whole else malformed)
     columns = zip(*rows, strict=True) if rows else ((),) * len(names)
     table = {name: list(cells) for name, cells in zip(names, columns, strict=True)}
     return Table(str(path), table, len(rows))
-
-
-def _cells(line: str, separator: str, width: int) -> list[str]:
-    """Return the cells of one line; only `MALFORMED` ones if the line is malformed."""
-    try:
-        (cells,) = csv.reader([line], delimiter=separator, strict=True)
-    except csv.Error:
-        return [MALFORMED] * width
-    if len(cells) != width:
-        return [MALFORMED] * width
-    return [cell.strip() for cell in cells]
 
 
 _PARQUET = b"PAR1"
@@ -289,11 +248,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_names(path: Path, separator: str) -> list[str]:
-    """Return the names of the columns of a file; read no cell of a record.
-
-    Raises:
-        ValueError: As `read_header`, or a Parquet file cannot be read.
-    """
+    """Return the names of the columns of a file of either kind, as `read_header`."""
     if is_parquet(path):
         return list(_opened(path).schema_arrow.names)
     return read_header(path, separator)
@@ -304,14 +259,9 @@ def read_table(
 ) -> Table:
     """Return the table in a file; cells are text, those without a value are empty.
 
-    Args:
-        path: An existing file: Parquet, or text in UTF-8, which may be compressed.
-        separator: Separator of the cells of a row of text.
-        missing: Texts of cells that have no value either.
-
-    Raises:
-        ValueError: As `read_csv`, or a Parquet file cannot be read, or has a column of
-            lists, tables or bytes.
+    The file is Parquet, or text in UTF-8, which may be compressed. `missing` lists
+    texts of cells that have no value either. Errors are those of `read_csv`, or a
+    Parquet file cannot be read, or has a column of lists, tables or bytes.
 
     Privacy:
         Cell by cell, by the types of the columns, which are public. No cell raises.
@@ -341,7 +291,10 @@ def _parquet(path: Path) -> Table:
         # Cells are read as bytes: for a text that is not in UTF-8 pyarrow would raise
         # an error that quotes it.
         cells = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
-        texts = [_text(cell) for cell in cells]
+        texts = [
+            "" if cell in (None, b"nan") else cell.decode("utf-8", "replace").strip()
+            for cell in cells
+        ]
         if pa.types.is_boolean(column.type):  # as programs write it into text
             texts = [text.capitalize() for text in texts]
         columns[name] = texts
@@ -358,10 +311,3 @@ def _opened(path: Path) -> Any:
     except pa.ArrowInvalid as error:
         text = f"{path} is no whole Parquet file; copy it again."
         raise ValueError(text) from error
-
-
-def _text(cell: bytes | None) -> str:
-    """Return the text of a cell; no text for one without a value."""
-    if cell is None or cell == b"nan":
-        return ""
-    return cell.decode("utf-8", "replace").strip()

@@ -2,14 +2,14 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ..bilevel.problem import BilevelProblem
-from ..games.problem import AbstractSaddleProblem, AbstractVariationalInequality
+from ..games.problem import AbstractSaddleProblem
 from ..onelevel.problem import FiniteSum
 from .columns import named
 from .data import CsvData
@@ -54,7 +54,8 @@ class AbstractModel(abc.ABC):
 
     def names(self, data: CsvData) -> tuple[str, ...]:
         """Return the name of each entry of the answer, by default sources or groups."""
-        return tuple(named(value) for place in data.places for value in place.values)
+        places = filter(None, (data.sources, data.groups))
+        return tuple(named(value) for place in places for value in place.values)
 
     @abc.abstractmethod
     def shown(self, w: PyTree) -> np.ndarray:
@@ -87,6 +88,8 @@ class Task:
         planned: Keys of `[model]` that `dpbilevel auto` sets if they are missing.
         remark: Limit of what the released values say, for every report.
         marked: Name of the values in `AbstractModel.marks`.
+        two_levels: Whether the task's problems have two levels.
+        is_game: Whether the task is a game, whose settings follow from theorems.
     """
 
     name: str
@@ -102,40 +105,5 @@ class Task:
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     remark: str = ""
     marked: str = ""
-
-    @property
-    def two_levels(self) -> bool:
-        """Whether the task's problems have two levels."""
-        return issubclass(self.problem_type, BilevelProblem)
-
-    @property
-    def is_game(self) -> bool:
-        """Whether the task is a game, whose settings follow from theorems."""
-        return issubclass(self.problem_type, AbstractVariationalInequality)
-
-    def mistakes(
-        self, model: AbstractModel, data: CsvData, place: Location
-    ) -> Iterator[ValueError]:
-        """Yield errors if data lack what the task reads, or have more.
-
-        Args:
-            model: The table `[model]`.
-            data: The table `[data]`.
-            place: Location of the table `[data]`.
-        """
-        for name in ("sources", "groups"):
-            found, where = getattr(data, name), place.child(name)
-            if found is None and name == self.places:
-                what = f"The task needs column and values of the {name}."
-                yield where.error(f"missing table. {what}")
-            elif found is not None and name != self.places:
-                yield where.error(f'task = "{self.name}" has no {name}; remove it.')
-            elif found is not None and len(found.values) != model.count:
-                listed = f"lists {len(found.values)} {name}"
-                yield where.error(f"{listed}, but [model] is for {model.count}.")
-        yield from model.mistakes(data, place)
-
-
-def dimension(blocks: Blocks) -> int:
-    """Return the number of features of all blocks."""
-    return sum(size for _, size in blocks)
+    two_levels: bool = False
+    is_game: bool = False

@@ -65,77 +65,60 @@ class Reader:
     reserved: frozenset[str] = frozenset()
 
     def build(
-        self, cls: type[Built], table: Any, place: Location, beside: Sequence[str] = ()
+        self,
+        kind: type[Built] | Mapping[str, type[Built]],
+        table: Any,
+        place: Location,
+        beside: Sequence[str] = (),
     ) -> Built:
         """Return an instance of a dataclass, built from a table.
 
         Args:
-            cls: The dataclass.
+            kind: The dataclass, or classes of which `type` in the table names one.
             table: The table.
             place: Place of the table.
             beside: Further keys of the table, which the caller has removed.
 
-        Raises:
-            ValueError: A key is unknown or missing, or a value has the wrong type or
-                is refused by the class; the message names file and table.
+        A `ValueError` names file and table: a key is unknown or missing, or a value has
+        the wrong type or is refused by the class.
         """
         check_table(table, place)
-        assert dataclasses.is_dataclass(cls)
-        hints = typing.get_type_hints(cls)
-        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-        keys = [k for k in fields if self._is_key(k, hints[k])]
+        if isinstance(kind, Mapping):
+            table = dict(table)
+            kind = kind[check_choice(table.pop("type", None), kind, place, "type")]
+        assert dataclasses.is_dataclass(kind)
+        hints, fields = self._keys(kind), {f.name: f for f in dataclasses.fields(kind)}
         # Both are the same, dataclasses.MISSING, if there is neither.
-        required = [k for k in keys if fields[k].default is fields[k].default_factory]
-        known = [k for k in table if k in keys]
-        _, *values = collect_errors(
-            (check_keys, table, place, [*keys, *beside], required),
+        required = [k for k in hints if fields[k].default is fields[k].default_factory]
+        known = [k for k in table if k in hints]
+        values = collect_errors(
             *((self.convert, hints[k], table[k], place, k) for k in known),
+            errors=errors_of_keys(table, place, [*hints, *beside], required),
         )
         with place.named_in_errors(TypeError):
-            return cls(**dict(zip(known, values, strict=True)))
-
-    def build_named(
-        self,
-        classes: Mapping[str, type],
-        table: Any,
-        place: Location,
-        beside: Sequence[str] = (),
-    ) -> Any:
-        """Return an instance of the class that `type` in a table names; see `build`."""
-        check_table(table, place)
-        rest = dict(table)
-        name = check_choice(rest.pop("type", None), classes, place, "type")
-        return self.build(classes[name], rest, place, beside)
+            return kind(**dict(zip(known, values, strict=True)))
 
     def convert(self, hint: Any, value: Any, place: Location, key: str) -> Any:
-        """Return the value of a key, converted to the type annotation `hint`.
-
-        Raises:
-            ValueError: The value does not fit the annotation.
-        """
-        hint = _plain(hint)
-        origin = typing.get_origin(hint)
+        """Return the value of a key, converted to a type of `_keys`, or refuse it."""
+        origin, members = typing.get_origin(hint), typing.get_args(hint)
         if hint in self.families:
             if isinstance(value, str):  # short for a table with nothing but its type
                 value = {"type": value}
-            return self.build_named(self.families[hint], value, place.child(key))
+            return self.build(self.families[hint], value, place.child(key))
         if origin is typing.Literal:
-            return check_choice(value, typing.get_args(hint), place, key)
-        if origin is tuple:
-            return self._convert_list(typing.get_args(hint), value, place, key)
+            return check_choice(value, members, place, key)
         if isinstance(hint, type) and issubclass(hint, enum.Enum):
             options = [member.value for member in hint]
             return hint(check_choice(value, options, place, key))
         if dataclasses.is_dataclass(hint):
             return self.build(typing.cast(type, hint), value, place.child(key))
-        kinds = typing.get_args(hint) or (hint,)
-        if float in kinds and type(value) is int:  # 1 is a number
-            return float(value)
-        if type(value) not in kinds:  # by its own type: true is an int in Python
-            raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
-        return value
-
-    def _convert_list(self, members, value, place: Location, key: str) -> tuple:
+        if origin is not tuple:
+            kinds = members or (hint,)
+            if float in kinds and type(value) is int:  # 1 is a number
+                return float(value)
+            if type(value) not in kinds:  # by its own type: true is an int in Python
+                raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
+            return value
         if not isinstance(value, list):
             raise place.error(f"{key} must be a list, got {_shown(value)}.")
         repeated = len(members) == 2 and members[1] is Ellipsis
@@ -149,16 +132,29 @@ class Reader:
         )
         return tuple(collect_errors(*parts))
 
-    def _is_key(self, name: str, hint: Any) -> bool:
-        """Return whether a text file can set this field."""
-        hint = _plain(hint)
-        return name not in self.reserved and (
-            hint in _WORDS
-            or hint in self.families
-            or typing.get_origin(hint) in (tuple, typing.Literal)
-            or dataclasses.is_dataclass(hint)
-            or (isinstance(hint, type) and issubclass(hint, enum.Enum))
-        )
+    def _keys(self, cls: type) -> dict[str, Any]:
+        """Return the type of each field that a text file can set.
+
+        Of a union it is one type, if possible one of a text file.
+        """
+        found, hints = {}, typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            hint = hints[field.name]
+            origin = typing.get_origin(hint)
+            if hint not in _WORDS and origin in (typing.Union, types.UnionType):
+                members = [m for m in typing.get_args(hint) if m is not type(None)]
+                hint = next((m for m in members if m in _WORDS), members[0])
+                origin = typing.get_origin(hint)
+            is_key = (
+                hint in _WORDS
+                or hint in self.families
+                or origin in (tuple, typing.Literal)
+                or dataclasses.is_dataclass(hint)
+                or (isinstance(hint, type) and issubclass(hint, enum.Enum))
+            )
+            if is_key and field.init and field.name not in self.reserved:
+                found[field.name] = hint
+        return found
 
 
 def check_table(value: object, place: Location) -> None:
@@ -167,17 +163,13 @@ def check_table(value: object, place: Location) -> None:
         raise place.error(f"must be a table, got {_shown(value)}.")
 
 
-def check_keys(
+def errors_of_keys(
     table: Mapping[str, Any],
     place: Location,
     allowed: Sequence[str],
     required: Sequence[str],
-) -> None:
-    """Check that all keys are allowed, and that no required key is missing.
-
-    Raises:
-        ValueError: A key is not allowed, or missing; all such keys are named.
-    """
+) -> list[ValueError]:
+    """Return an error for each key that is not allowed, and one for missing keys."""
     listed, wrong, meant = f"Allowed keys: {', '.join(allowed)}.", [], []
     for key in [key for key in table if key not in allowed]:
         text = f"unknown key {key!r}{_close(key, allowed)}. {listed}"
@@ -193,43 +185,32 @@ def check_keys(
     if missing:
         keys = f"key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
         wrong.append(place.error(f"missing {keys}. {listed}"))
-    raise_all(wrong)
+    return wrong
 
 
-def collect_errors(*calls: tuple[Any, ...]) -> list[Any]:
+def collect_errors(
+    *calls: tuple[Any, ...], errors: Iterable[ValueError] = ()
+) -> list[Any]:
     """Make every call and return the results; raise all errors together.
 
-    Args:
-        calls: Functions, each with its arguments.
-
-    Raises:
-        ValueError: A call raises one; the message has one line per error.
+    A call is a function with its arguments, and `errors` were found before. The message
+    has one line per error.
     """
-    found, errors = [], []
+    found, errors = [], [*errors]
     for function, *arguments in calls:
         try:
             found.append(function(*arguments))
         except ValueError as error:
             errors.append(error)
-    raise_all(errors)
-    return found
-
-
-def raise_all(errors: list[ValueError]) -> None:
-    """Raise one error with the messages of all errors, if there are any."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise ValueError("\n".join(map(str, errors))) from errors[0]
+    return found
 
 
 def check_choice(value: Any, options: Iterable[str], place: Location, key: str) -> Any:
-    """Return the value of a key, checked to be among `options`.
-
-    Raises:
-        ValueError: The value is `None`, that is missing, or not among the options; the
-            message names them and a close match.
-    """
+    """Return the value of a key, checked to be among `options`; `None` is missing."""
     options = list(options)
     listed = ", ".join(f'"{option}"' for option in options)
     if value is None:
@@ -238,16 +219,6 @@ def check_choice(value: Any, options: Iterable[str], place: Location, key: str) 
         close = _close(value, options) if isinstance(value, str) else ""
         raise place.error(f"{key} must be one of {listed}, got {_shown(value)}{close}.")
     return value
-
-
-def _plain(hint: Any) -> Any:
-    """Return one type of a union, if possible one of a text file; others unchanged."""
-    if hint in _WORDS:
-        return hint
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        members = [m for m in typing.get_args(hint) if m is not type(None)]
-        return next((m for m in members if m in _WORDS), members[0])
-    return hint
 
 
 def _close(word: str, options: Iterable[str]) -> str:

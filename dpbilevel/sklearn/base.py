@@ -64,17 +64,11 @@ Prepare: TypeAlias = Callable[[Run, PRNGKey], Run]
 
 
 class _Fitted(Seedless, BaseEstimator):
-    """Attributes that a fit of every private estimator sets.
+    """Attributes that a fit of every private estimator sets."""
 
-    Attributes:
-        privacy_report_: The guarantee of the last `fit`, with its assumptions.
-        records_check_: Released fractions of usable records.
-        records_usable_: Released fraction of usable records, or NaN.
-    """
-
-    privacy_report_: PrivacyReport
+    privacy_report_: PrivacyReport  # of the last `fit`, with its assumptions
     records_check_: Usability
-    records_usable_: float
+    records_usable_: float  # or NaN
     n_features_in_: int
     _units_: Frame
     neighbours: str = "replace_one"
@@ -83,16 +77,7 @@ class _Fitted(Seedless, BaseEstimator):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PrivateEstimator(_Fitted, abc.ABC):
-    r"""An estimator whose `fit` is one run of a planned solver.
-
-    Args:
-        epsilon: $\varepsilon$.
-        delta: $\delta$.
-        bounds: Declared bounds of the features.
-        data_norm: Declared length of the longest row, instead of bounds.
-        check_records: Whether to release the fraction of usable records.
-        most_rows: The number of rows of a person that count, at most.
-    """
+    """An estimator whose `fit` is one run of a planned solver."""
 
     epsilon: float = 1.0
     delta: float = 1e-5
@@ -100,7 +85,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
     bounds: Any = None
     data_norm: float | None = None
     check_records: bool = True
-    most_rows: int = 8
+    most_rows: int = 8  # of a person, that count
 
     @property
     def _owner(self) -> str:
@@ -148,12 +133,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         ids: Any,
         name: str = "groups",
     ) -> Entry:
-        """Return what a fit knows of features and people, before it reads a label.
-
-        Raises:
-            TypeError: There are further arguments, or the key is not typed.
-            ValueError: The budget, the features, their bounds or ids are invalid.
-        """
+        """Return what a fit knows of features and people, before it reads a label."""
         refuse(f"{self._owner}.fit", refused)
         budget = PrivacyBudget(self.epsilon, self.delta)
         key = root_key() if key is None else check_key(key)
@@ -168,11 +148,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return Entry(budget, key, table, units, people, public)
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
-        """Return a table of numbers, NaN if one is missing.
-
-        Raises a `TypeError` if it is sparse, and a `ValueError` if it is no table or
-        has fewer rows than `least`.
-        """
+        """Return a table of numbers, at least so many rows, NaN if one is missing."""
         array = check_array(
             numbers(X),
             dtype="float64",
@@ -241,11 +217,9 @@ class PrivateEstimator(_Fitted, abc.ABC):
         Args:
             table: The features, NaN for cells that are no number.
             units: Their units.
-            beside: For each column beside the features, whether a record has no
-                declared value there.
+            beside: Whether a record has no declared value in each other column.
             label: The number of each record's class, if there are classes.
-            place: The column of groups or sources: its name in `beside`, its declared
-                values, and the number of each record's value.
+            place: Name in `beside`, values and numbers of groups or sources.
         """
         width = table.shape[1]
         names = getattr(self, "feature_names_in_", [f"X[:, {i}]" for i in range(width)])
@@ -275,13 +249,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         public: PublicSize,
         **levels: tuple[Rows, Description],
     ) -> Check:
-        """Return the planned `RecordsCheck` of all levels, and their indicators.
-
-        Args:
-            budget: The budget of the fit.
-            public: The public numbers.
-            **levels: The rows of each level, and what `_describe` returns of it.
-        """
+        """Return the planned `RecordsCheck` of all levels, and their indicators."""
         _checks.instance(self._owner, bool, check_records=self.check_records)
         if not self.check_records:
             return RecordsCheck((), ()), {}
@@ -296,10 +264,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
     ) -> tuple[Lengths, Check]:
         """Return the planned `Lengths` and check of the rows that count.
 
-        Args:
-            entry: The fit.
-            usable: The features in their units, NaN in a row that does not count.
-            *described: The rest of the arguments of `_describe`.
+        The features are in their units, NaN in other rows; the rest is for `_describe`.
         """
         rows, units = entry.records(usable), entry.units
         lengths = Lengths(entry.budget, entry.public, rows, units.longest)
@@ -319,7 +284,8 @@ class PrivateEstimator(_Fitted, abc.ABC):
     ) -> tuple[PyTree, PyTree]:
         """Check the records, run a plan once, and return the answer and its records.
 
-        The answer is of numpy arrays; the records are as the run read them.
+        The answer is of numpy arrays; the records are as the run read them. Warnings
+        follow from released values alone.
 
         Args:
             entry: The fit, whose units are kept for predictions.
@@ -328,16 +294,9 @@ class PrivateEstimator(_Fitted, abc.ABC):
             records: The records in a public number of rows.
             w0: The initial point.
             check: The check and its indicators.
-            lengths: The release of the lengths of rows; the features of `records` are
-                divided by the released length.
+            lengths: The release by which the features of `records` are divided.
             prepare: A function that makes further releases and returns the run that
                 follows from them.
-
-        Warns:
-            RuntimeWarning: The run diverged.
-            UserWarning: By released fractions too few records can be used, a declared
-                value seems to be misspelt, many records have wrong cells in the same
-                columns, or rows are far shorter than declared.
         """
         (first, indicators), key, units = check, entry.key, entry.units
         name, costs = f"{self._owner}.fit", process_spending.costs_by(plan.report)

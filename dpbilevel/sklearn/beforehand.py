@@ -44,11 +44,7 @@ class PublicSize:
 
     @classmethod
     def of(cls, estimator: Any, rows: int, unit: PersonUnit | None) -> "PublicSize":
-        """Return a `PublicSize` from an estimator's parameters and the rows of a fit.
-
-        Raises:
-            ValueError: The relation is unknown, or the size is missing or superfluous.
-        """
+        """Return a `PublicSize` by parameters of an estimator and rows of a fit."""
         owner, size = type(estimator).__name__, estimator.size
         names = tuple(relation.value for relation in Neighbours)
         _checks.one_of(owner, "neighbours", estimator.neighbours, names)
@@ -91,9 +87,7 @@ def with_nan(
 ) -> Float[np.ndarray, "n d"]:
     """Return rows in the library's precision; NaN for records that do not count.
 
-    Args:
-        rows: Features, NaN for missing ones.
-        counts: Which records have a target.
+    A record counts if it has a target and no feature is NaN.
     """
     counts = counts & np.isfinite(rows).all(axis=1)
     rows = np.where(counts[:, None], rows, np.nan)
@@ -261,13 +255,8 @@ class Lengths(AbstractBeforehand):
     def typical_length(self, *, key: PRNGKey, owner: str) -> float:
         """Release the length that a quarter of the rows that count exceed.
 
-        Args:
-            key: A typed key for this release alone.
-            owner: Name for error messages.
-
-        Returns:
-            A fraction of the longest row, from 1 down to 1/128; NaN without a
-            release, or if hardly any row counts.
+        It is a fraction of the longest row, from 1 down to 1/128; NaN without a
+        release, or if hardly any row counts. The key is for this release alone.
 
         Privacy:
             The one release of `release`: the mean of rows of zeros with one 1 at most.
@@ -311,12 +300,9 @@ class Lengths(AbstractBeforehand):
 
 
 def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-    """Return rows of zeros with a one in the bin of each row's length.
+    """Return rows of zeros with a one in the bin of each row's length, 1 at most.
 
     A row that does not count stays all zeros.
-
-    Args:
-        rows: Rows of length 1 at most.
 
     Privacy:
         Row by row. NON-PRIVATE until `Lengths.typical_length` releases the mean.

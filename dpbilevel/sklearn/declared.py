@@ -129,16 +129,7 @@ def frame(
 ) -> Frame:
     """Return the `Frame` of records with declared bounds or a declared norm.
 
-    Args:
-        owner: The name of the estimator.
-        width: The number of features.
-        bounds: `(lower, upper)`, each a number or one for each feature.
-        data_norm: The largest length of a row.
-        centered: Whether entries may be moved, for models with a constant.
-        bins: The number of bins of a numeric feature, or `None`.
-
-    Raises:
-        ValueError: Both or none are given, or one is out of range; bins without bounds.
+    Entries may be moved if `centered`, for models with a constant.
     """
     if (bounds is None) == (data_norm is None):
         raise ValueError(
@@ -168,11 +159,9 @@ def frame(
 def interval(
     owner: str, name: str, bounds: Any, width: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
-    """Return arrays of `width` lower and `width` upper bounds.
+    """Return arrays of `width` lower and `width` upper bounds, finite and increasing.
 
-    Raises:
-        ValueError: They are not finite and increasing, their number differs, or they
-            may be pairs of the two features.
+    Those that may be pairs of the two features are refused.
     """
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         got = _checks.shown(bounds)
@@ -205,17 +194,7 @@ def interval(
 
 
 def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
-    """Return the declared values of a column, sorted.
-
-    Args:
-        owner: The name of the estimator.
-        name: The parameter.
-        values: The value of the parameter.
-        example: An example for the error message.
-
-    Raises:
-        ValueError: They are missing, fewer than two, not of one kind, or not distinct.
-    """
+    """Return the declared values of a column, sorted: two or more of one kind."""
     if values is None or isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"{owner}: declare a public {name}=, such as {example}.")
     listed = [v.item() if isinstance(v, np.generic) else v for v in values]
@@ -236,13 +215,7 @@ def weights_of(
 ) -> Float[np.ndarray, " k"] | None:
     """Return the declared weight of each class over the largest; `None` without any.
 
-    Args:
-        owner: The name of the estimator.
-        classes: The declared classes.
-        weights: A dict of weights by class; classes that it lacks have weight 1.
-
-    Raises:
-        ValueError: It is no dict of positive numbers for declared classes.
+    Classes that the dict of weights lacks have weight 1.
     """
     if weights is None:
         return None
@@ -263,11 +236,7 @@ def weights_of(
 def index_of(
     owner: str, name: str, declared: np.ndarray, column: Column
 ) -> Int[np.ndarray, " n"]:
-    """Return each entry's index among the declared values; -1 if undeclared.
-
-    Raises:
-        ValueError: Texts were declared and numbers are given by type, or the reverse.
-    """
+    """Return each entry's index among the declared values; -1 if undeclared."""
     own = "texts" if declared.dtype.kind == "U" else "numbers"
     if column.kind not in (own, "objects"):
         raise ValueError(f"{owner}: {name} holds {own}, the records {column.kind}.")

@@ -54,12 +54,7 @@ _HIDDEN = (
 
 
 def huber_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
-    """Return the Huber loss of a residual, which is quadratic up to 1.
-
-    Args:
-        weights: The coefficients.
-        record: `{"features": a, "label": b}` or `(a, b)`.
-    """
+    """Return the Huber loss of a residual, which is quadratic up to 1."""
     row, label = example(record)
     return optax.losses.huber_loss(score(weights, row), label)
 
@@ -161,11 +156,7 @@ class Moments(AbstractBeforehand):
         return on_rows(of_short_rows, records) if self.wanted else records
 
     def check(self, owner: str) -> None:
-        """Refuse a fit in which the release would be hardly more than noise.
-
-        Raises:
-            ValueError: The release has too much noise, or delta is 0.
-        """
+        """Refuse a fit in which the release would be hardly more than noise."""
         if self.planned is None:
             raise ValueError(f"{owner}: intervals=True needs a delta above 0.")
         if self.release is None:
@@ -181,10 +172,8 @@ class Moments(AbstractBeforehand):
     ) -> tuple[Square, Square]:
         """Release the mean second derivatives and squared gradients at a point.
 
-        Args:
-            point: The released point.
-            records: Records of features, label and weight, or those of people.
-            **given: `key`, a typed key for this release alone, and `owner`.
+        Records have features, label and weight; `given` is a key for this release alone
+        and its owner.
 
         Privacy:
             The one release of `release`. The square is of the gradient of a person.
@@ -222,15 +211,8 @@ class Moments(AbstractBeforehand):
     ) -> tuple[Float[np.ndarray, " p"], Square | None]:
         """Return the corrected estimate and its covariance, after the one release.
 
-        Args:
-            problem: The problem of the fit.
-            solver: The planned solver, of class `kind`.
-            answer: Its answer, which is returned if there are no intervals.
-            records: As for `released`.
-            **given: `key`, a typed key for the release alone, and `owner`.
-
-        Warns:
-            UserWarning: Noise hides the curvature along some direction.
+        Without intervals it is the solver's answer. The solver is of class `kind`, and
+        the other arguments are those of `released`.
         """
         if self.release is None:
             return answer, None
@@ -273,13 +255,8 @@ def shrunk(squared: Square, second: Square, noise: float, beside: float) -> Squa
     """Return squared gradients, shrunk to a multiple of second derivatives.
 
     If the model has the form of the law, they are in proportion. The part of the
-    difference that noise does not explain is kept.
-
-    Args:
-        squared: The released squared gradients.
-        second: The released second derivatives.
-        noise: Standard deviation of the noise of a diagonal entry of `squared`.
-        beside: The same of `second`.
+    difference that noise does not explain is kept. `noise` and `beside` are standard
+    deviations of the noise of diagonal entries of `squared` and `second`.
     """
     width = len(squared)
     ratio = max(np.trace(squared), 0.0) / max(np.trace(second), beside / width)
@@ -302,21 +279,7 @@ class _Deviations:
 class Intervals(_Deviations):
     """A mixin of linear estimators with standard deviations of their coefficients.
 
-    Args:
-        fit_intercept: Whether to fit a constant, too.
-        ridge: Weight of the ridge.
-        max_iter: The maximum number of steps.
-        clip_norm: The bound on one record's gradient, or `"auto"`.
-        intervals: Whether to release standard deviations, too.
-        bins: The number of bins that replace a numeric feature.
-        neighbours: The neighbouring relation.
-        size: A public number of records, if their number is private.
-
-    Attributes:
-        coef_: The estimated coefficients.
-        intercept_: The estimated constant.
-        coef_std_: Standard deviation of each coefficient, by sampling and by noise.
-        intercept_std_: Standard deviation of the constant.
+    They are `coef_std_` and `intercept_std_`, by sampling and by noise.
     """
 
     _: dataclasses.KW_ONLY
@@ -353,14 +316,7 @@ class Intervals(_Deviations):
         return np.stack([self.coef_ - half, self.coef_ + half], axis=-1)
 
     def _moments(self, *options: Any) -> Moments:
-        """Return the planned `Moments`, which release nothing without intervals.
-
-        Args:
-            *options: The fields of `Moments` but for the last.
-
-        Raises:
-            ValueError: The parameters or too few records admit no intervals.
-        """
+        """Return the planned `Moments`, which release nothing without intervals."""
         owner = type(self).__name__
         _checks.instance(owner, bool, intervals=self.intervals)
         moments = Moments(*options, wanted=self.intervals)
@@ -383,10 +339,7 @@ class Intervals(_Deviations):
     ) -> None:
         """Set the standard deviations, or remove those of an earlier fit.
 
-        Args:
-            covariance: The covariance of the model; `None` without intervals.
-            units: The frame of the features.
-            unit: The unit of the target.
+        The covariance is `None` without intervals; `unit` is that of the target.
         """
         if covariance is None:
             for name in ("coef_std_", "intercept_std_"):

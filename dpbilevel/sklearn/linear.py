@@ -63,13 +63,7 @@ def weighted(loss: Any) -> Any:
 def with_constant(
     rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"], constant: bool
 ) -> Float[np.ndarray, "n p"]:
-    """Return rows with a constant feature; NaN for records that do not count.
-
-    Args:
-        rows: Features in the units of a `Frame`.
-        counts: Which records have a target.
-        constant: Whether the model has a constant.
-    """
+    """Return rows, with a constant if asked; NaN for records that do not count."""
     if constant:
         constants = np.full((len(rows), 1), CONSTANT)
         rows = np.concatenate([FEATURES * rows, constants], axis=1)
@@ -89,10 +83,7 @@ def split(
 def ridge_on(
     weight: float, constant: bool
 ) -> Callable[[Float[Array, "d ..."]], Float[Array, ""]] | None:
-    """Return the penalty function, not on the constant; `None` if `weight` is 0.
-
-    It is cached, and so compiled once.
-    """
+    """Return the penalty, not on the constant, or `None`; cached, to compile once."""
     if weight == 0:
         return None
 
@@ -104,16 +95,10 @@ def ridge_on(
 
 
 class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
-    """A private estimator of declared classes.
-
-    Attributes:
-        classes_: The declared classes, sorted.
-        constant_accuracy_: The released accuracy of the best constant answer.
-    """
+    """A private estimator of declared classes."""
 
     classes: Any
-
-    classes_: np.ndarray
+    classes_: np.ndarray  # sorted
 
     @property
     def constant_accuracy_(self) -> float:
@@ -128,10 +113,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
     def _read_labels(
         self, y: Any, table: Float[np.ndarray, "n d"], name: str = "y"
     ) -> Int[np.ndarray, " n"]:
-        """Set the declared classes; return the number of each record's class.
-
-        It is -1 for a label that is not declared.
-        """
+        """Set the declared classes; return the number of each record's, -1 for none."""
         column = self._column(y, table, name)
         example = 'classes=["no", "yes"]'
         self.classes_ = declared(self._owner, "classes", self.classes, example)
@@ -169,14 +151,9 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
 
 
 class LinearClassifier(PrivateClassifier):
-    """Base of the linear classifiers, with predictions from coefficients.
+    """Base of the linear classifiers, with predictions from coefficients."""
 
-    Attributes:
-        coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
-        intercept_: Of shape `(1,)` or `(k,)`.
-    """
-
-    coef_: Float[np.ndarray, "k d"]
+    coef_: Float[np.ndarray, "k d"]  # one row for two classes
     intercept_: Float[np.ndarray, " k"]
 
     @property
@@ -244,11 +221,7 @@ class Settings:
     clip_norm: tuple[float, float]
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
-        """Return a copy of the settings with the parameters of an estimator.
-
-        Raises:
-            ValueError: A parameter is out of range.
-        """
+        """Return a copy of the settings with the parameters of an estimator."""
         _checks.count(owner, max_iter=max_iter)
         least, some, most = (min(count, int(max_iter)) for count in self.steps)
         given = self.clip_norm
@@ -324,13 +297,7 @@ def plan_of(
 ) -> Plan[Any]:
     """Return the `Plan` of a calibrated solver, cached for fits of these sizes.
 
-    Args:
-        problem: The problem.
-        solver: The solver, with the intended relation.
-        budget: The budget.
-        sizes: The numbers of records.
-        shapes: Shapes of the leaves of the initial point.
-        before: As for `calibrate`.
+    The shapes are of the leaves of the initial point.
     """
     w0 = tuple(jnp.zeros(shape) for shape in shapes)
     start = w0[0] if len(w0) == 1 else w0

@@ -244,18 +244,13 @@ class Effects(AbstractBeforehand):
     ) -> tuple[Float[np.ndarray, " k"], float]:
         r"""Release the rates of the classes, and the weight of a ridge for noise 1.
 
-        Args:
-            records: `{"features": rows, "label": numbers}`: rows of length about 1,
-                without a constant and NaN if they do not count, and their classes; or
-                those of people.
-            key: A typed key for this release alone.
-            owner: Name for error messages.
-
-        Returns:
-            Rates, positive and with sum 1, equal without a constant; and $\rho / s^2$.
-            Without a release rates are equal, and the ridge is for scores of variance
-            1. Longer rows are shortened, so that the rate of a class is too small if
-            only its rows are longer than 1: 2 and 5 times as long, by a third and half.
+        Records are `{"features": rows, "label": numbers}`: rows of length about 1,
+        without a constant and NaN if they do not count, and their classes. The key is
+        for this release alone. Rates are positive and have sum 1; they are equal
+        without a constant. Without a release rates are equal, and the ridge is for
+        scores of variance 1. Longer rows are shortened, so that the rate of a class is
+        too small if only its rows are longer than 1: 2 and 5 times as long, by a third
+        and half.
 
         Privacy:
             The one release of `release`.
@@ -310,11 +305,6 @@ def rows_of(
 ) -> Float[np.ndarray, "n w"]:
     """Return rows whose mean is released; NaN for records that do not count.
 
-    Args:
-        features: As in the records of `Effects.rates_and_ridge`.
-        label: As there.
-        classes: The number of classes.
-
     Privacy:
         Row by row. NON-PRIVATE until `Effects.rates_and_ridge` releases the mean.
     """
@@ -345,13 +335,8 @@ def _expected_square(
     """Return the posterior mean of the squared length of a vector with normal noise.
 
     The prior of the squared length is in proportion to its inverse square, within
-    limits. The squared length of the noisy vector is about normal.
-
-    Args:
-        limits: The least and the largest squared length.
-        squared: The squared length with noise, less its expected excess.
-        variance: The variance of the noise of a coordinate.
-        count: The number of coordinates.
+    limits. The squared length of the noisy vector, less its expected excess, is about
+    normal. The variance is of the noise of one of `count` coordinates.
     """
     least, most = limits
     squares = np.geomspace(least, max(most, 2 * least), 60)

@@ -202,11 +202,7 @@ def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
 def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
     """Return the scores of the classes for one row of features, or several.
 
-    Args:
-        activation: The name of the activation.
-        layers: Matrices and constants.
-        rows: One row of features, or several.
-        module: `numpy` for arrays of the host.
+    The layers are matrices and constants; the module is `numpy` for arrays of the host.
     """
     for weights, constants in layers[:-1]:
         rows = _ACTIVATIONS[activation](module, rows @ weights + constants)
@@ -274,16 +270,7 @@ class Recalibration:
     def plan(
         cls, budget: PrivacyBudget, public: PublicSize, classes: int
     ) -> "Recalibration":
-        """Return a `Recalibration`, planned for a fifth of the squared budget.
-
-        Args:
-            budget: The budget of the whole fit; delta is not 0.
-            public: The public number of records and what they are.
-            classes: The number of classes.
-
-        Privacy:
-            Touches no data.
-        """
+        """Return a `Recalibration` for a fifth of the squared budget of a whole fit."""
         multiplier = least_multiplier(FullBatch(), 1, 1, budget)
         multiplier *= math.sqrt(_STEPS / PART)
         solver = NoisyGD(
@@ -306,16 +293,11 @@ class Recalibration:
     def fit(
         self, records: Any, *, key: PRNGKey
     ) -> tuple[float, Float[np.ndarray, " k"]]:
-        """Release the slope of the scores, and a constant for each class.
+        """Release the slope of the scores, from 0 to 1, and a constant for each class.
 
-        Args:
-            records: `{"scores": scores, "label": numbers}` in the planned number: the
-                scores of a released model, NaN for rows that do not count, and the
-                classes; or those of people. Also weights, if records have any.
-            key: A typed key for this run alone.
-
-        Returns:
-            A slope from 0 to 1, and a constant for each class.
+        Records are `{"scores": scores, "label": numbers}` in the planned number: the
+        scores of a released model, NaN for rows that do not count, and the classes.
+        They may have weights. The key is for this run alone.
 
         Privacy:
             One run of `solver`.

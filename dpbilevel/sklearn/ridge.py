@@ -216,13 +216,9 @@ class Spread(AbstractBeforehand):
     def center_and_unit(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
         """Release the center and the unit, in units of the targets.
 
-        Args:
-            key: A typed key for these comparisons alone.
-            owner: Name for error messages.
-
-        Returns:
-            About the median, and about four standard deviations. They are 0 and 1, as
-            declared, if that is less, if most targets are equal, or without a release.
+        They are about the median and four standard deviations; 0 and 1, as declared, if
+        that is less, if most targets are equal, or without a release. The key is for
+        these comparisons alone.
 
         Privacy:
             As many releases as `release` counts, each the mean of one number a record.

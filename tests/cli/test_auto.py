@@ -155,7 +155,7 @@ def test_a_config_of_two_files_runs_without_settings(few, tmp_path):
     assert main(["run", str(tmp_path / "task.toml"), "--out", str(out)]) == 0
     found = results.load(out)
     assert found.names == ("north", "east", "south", "west")
-    assert found.features[:3] == ("age", "dose", "ward = A")
+    assert found.config.data.coefficients[:3] == ("age", "dose", "ward = A")
 
 
 @pytest.mark.slow

@@ -257,7 +257,7 @@ def test_a_model_is_trained_on_one_level_and_named(file, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"  town = Ulm  {found.model[1]:.4f}" in said
     with np.load(out / "solution.npz") as arrays:
-        assert tuple(arrays["features"]) == found.features
+        assert tuple(arrays["features"]) == found.config.data.coefficients
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     assert 'solver.type = "F2SA"' in said
     assert "spending: 1 run" in said
     assert "Run in <out>" in said
-    for name in (*result.names, *result.features):
+    for name in (*result.names, *result.config.data.coefficients):
         assert name in said
 
 

@@ -19,7 +19,7 @@ from ...games.groups import (
 )
 from ...onelevel.losses import Logistic
 from ..data import CsvData
-from ..task import AbstractModel, Blocks, Start, Task, dimension
+from ..task import AbstractModel, Blocks, Start, Task
 from ..toml_tables import Location
 
 
@@ -66,7 +66,7 @@ class AbstractGroups(AbstractModel):
 
     @override
     def start(self, blocks: Blocks) -> Start:
-        zeros = jnp.zeros(dimension(blocks), jnp.float32)
+        zeros = jnp.zeros(sum(size for _, size in blocks), jnp.float32)
         return group_start(self.problem(blocks), zeros, self.shares)
 
     @override
@@ -123,6 +123,7 @@ _COMMON: dict[str, Any] = {
     },
     "places": "groups",
     "marked": "declared shares",
+    "is_game": True,
 }
 
 GROUP_FAIR = Task(

@@ -18,7 +18,7 @@ from ...bilevel.problem import BilevelProblem
 from ...onelevel.losses import Record, example, logistic_loss, score, squared_loss
 from ...onelevel.problem import FiniteSum
 from ..data import CsvData
-from ..task import AbstractModel, Blocks, Start, Task, dimension
+from ..task import AbstractModel, Blocks, Start, Task
 from ..toml_tables import Location
 
 Loss = Literal["logistic", "squared", "softmax"]
@@ -65,7 +65,7 @@ class AbstractLinear(AbstractModel):
         kind, known = "two classes", ("logistic", "squared")
         if count:
             kind, known = f"{count} classes", ("softmax",)
-        elif not data.label.numbers:
+        elif not data.label.of_classes:
             kind, known = "a number", ("squared",)
         if self.loss not in known or self.num_classes != count:
             asked = f'loss = "{known[0]}"'
@@ -77,7 +77,7 @@ class AbstractLinear(AbstractModel):
     def start(self, blocks: Blocks) -> PyTree:
         # The coefficients of no model: a column for each of several classes.
         columns = (self.num_classes,) if self.num_classes else ()
-        return jnp.zeros((dimension(blocks), *columns), jnp.float32)
+        return jnp.zeros((sum(size for _, size in blocks), *columns), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,10 +182,11 @@ class Penalties(AbstractLinear):
 
     def _groups(self, blocks: Blocks) -> np.ndarray:
         """Return the index of the penalty of each feature's coefficients."""
+        sizes = [size for _, size in blocks]
         return {
-            "single": np.zeros(dimension(blocks), int),
-            "per_block": np.repeat(np.arange(len(blocks)), [n for _, n in blocks]),
-            "per_feature": np.arange(dimension(blocks)),
+            "single": np.zeros(sum(sizes), int),
+            "per_block": np.repeat(np.arange(len(blocks)), sizes),
+            "per_feature": np.arange(sum(sizes)),
         }[self.groups]
 
     @override
@@ -220,6 +221,7 @@ PENALTY_TUNING = Task(
 {{ loss }}
 # groups = "per_block"  # coefficients with one penalty; "single" or "per_feature\"""",
     planned={"start_at": "low"},
+    two_levels=True,
 )
 
 
@@ -308,4 +310,5 @@ ridge = 1e-4  # public ridge penalty of the model""",
     remark="of one record of the source; 0 if the source was dropped; the weight of a "
     "source without records says nothing: compare the config with the file",
     marked="equal weights",
+    two_levels=True,
 )
