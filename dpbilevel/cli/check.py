@@ -58,7 +58,15 @@ def check(
 
 
 def _lines(data: CsvData, table: Table) -> Iterator[str]:
-    lists = _lists(data)
+    # Values, and effect and remedy of an unlisted one, by column.
+    label, none = data.label, ("the record has no influence", _LIST_OR_SPELL)
+    other = "counts as none of them", _SPELL_OR_LIST
+    lists = {block.column: (block.values, *other) for block in data.categorical}
+    if label.of_classes:
+        values = tuple(v for vs in label.of_classes.values() for v in vs)
+        lists[label.column] = values, *none
+    places = filter(None, (data.sources, data.groups))
+    lists |= {place.column: (place.values, *none) for place in places}
     marks = data.encode(table).marks.T
     for name, of_column in zip(data.checked_columns.names, marks, strict=True):
         if name not in lists:
@@ -90,18 +98,6 @@ def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
             yield f"  {cut} people have more than {most} rows; their first {most} count"
         if max(counts, default=0) > 1 and not privacy.person:
             yield f"  set person = {name!r} in [privacy] to protect people, not rows"
-
-
-def _lists(data: CsvData) -> dict[str, tuple[tuple[Value, ...], str, str]]:
-    """Return, by column, its values, and effect and remedy of an unlisted value."""
-    label, none = data.label, ("the record has no influence", _LIST_OR_SPELL)
-    other = "counts as none of them", _SPELL_OR_LIST
-    found = {block.column: (block.values, *other) for block in data.categorical}
-    if label.of_classes:
-        values = tuple(v for vs in label.of_classes.values() for v in vs)
-        found[label.column] = values, *none
-    places = filter(None, (data.sources, data.groups))
-    return found | {place.column: (place.values, *none) for place in places}
 
 
 def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:

@@ -22,23 +22,14 @@ _ORIGIN = "2000-01-01"
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Records as arrays. NON-PRIVATE: this is the data.
-
-    Attributes:
-        features: One row, or one payoff matrix, per record.
-        label: Label of each record; zeros for matrices.
-        marks: Marks of the checked cells, one column each.
-        source: Source of each record, -1 for one that is not listed, or `None`.
-        group: Group of each record, -1 for one that is not listed, or `None`.
-        ids: The id of the person of each row; `None` if every row is a record.
-    """
+    """Records as arrays, one row each. NON-PRIVATE: this is the data."""
 
     features: np.ndarray
     label: np.ndarray
-    marks: np.ndarray
-    source: np.ndarray | None = None
-    group: np.ndarray | None = None
-    ids: np.ndarray | None = None
+    marks: np.ndarray  # of the checked cells, one column each
+    source: np.ndarray | None = None  # -1 for one that is not listed
+    group: np.ndarray | None = None  # as the source
+    ids: np.ndarray | None = None  # of persons; `None` if every row is a record
 
     def __repr__(self) -> str:
         """Return the class name; never a value."""

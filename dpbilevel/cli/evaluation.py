@@ -36,28 +36,19 @@ _NO_BETTER = (
 class Evaluation:
     """Accuracy or error of the released model on the test file.
 
-    Attributes:
-        metric: Name of the metric.
-        value: Value of the metric; `None` if all records are left out.
-        file: Name of the test file.
-        kind: `"public"`, `"counted"` or `"non_private"`.
-        records: Number of records that were read.
-        left_out: Number of records with an unlisted label or a feature that is no
-            number; `None` if it is private.
-        trivial: Value of the metric for the best constant answer: the larger class or
-            the public mean. For a counted accuracy it is the released fraction of the
-            most frequent class among the other records. `None` if it is not known.
-        noise_std: Standard deviation of the noise in `value`; 0 without noise.
+    `trivial` is the value of the metric for the best constant answer: the larger class
+    or the public mean. For a counted accuracy it is the released fraction of the most
+    frequent class among the other records. It is `None` if it is not known.
     """
 
-    metric: str
-    value: float | None
+    metric: str  # its name
+    value: float | None  # `None` if all records are left out
     file: str
-    kind: str
-    records: int
-    left_out: int | None = None
+    kind: str  # "public", "counted" or "non_private"
+    records: int  # number that was read
+    left_out: int | None = None  # unlisted label or no number; `None` if private
     trivial: float | None = None
-    noise_std: float = 0.0
+    noise_std: float = 0.0  # of the value
 
     def __str__(self) -> str:
         """Return one line, the result and what protects the people of the file."""
@@ -76,7 +67,10 @@ class Evaluation:
             text += ", whose people are not protected"
         if self.left_out:
             text += f"; {self.left_out} left out: {_LEFT_OUT}"
-        return text + (_NO_BETTER if self._no_better() else "")
+        if self.value is not None and self.trivial is not None:
+            sign = 1 if self.metric == "accuracy" else -1  # small errors are better
+            text += _NO_BETTER if sign * self.value <= sign * self.trivial else ""
+        return text
 
     def beside(self, usability: Usability | None) -> Self:
         """Return a copy with the released accuracy of the constant answer.
@@ -107,13 +101,6 @@ class Evaluation:
             return ""
         total = math.hypot(self.noise_std, sample)
         return f" +- {total:.2g} (one standard deviation: {', '.join(parts)})"
-
-    def _no_better(self) -> bool:
-        """Return whether the best constant answer is at least as good."""
-        if self.value is None or self.trivial is None:
-            return False
-        sign = 1 if self.metric == "accuracy" else -1  # small errors are better
-        return sign * self.value <= sign * self.trivial
 
 
 def ledger_of(config: Config) -> Ledger:

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,7 +202,7 @@ def _completed(config: Config) -> Config:
     print("Dry runs on synthetic records choose method and settings.")
     found = plans.plan(config)
     print(found.reason, found.to_toml(), sep="\n", flush=True)
-    return plans.completed(config, found)
+    return plans.completed(config, tomllib.loads(found.to_toml()))
 
 
 def _auto(arguments: argparse.Namespace) -> None:
@@ -246,7 +247,9 @@ def _run(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in names}
     run.refuse(config, arguments.out, **options)
     if not is_planned and arguments.resume:
-        config = plans.as_before(config, arguments.out)
+        # The settings of the run to be resumed.
+        before = checkpoint.read(arguments.out).fingerprint.get("config", {})
+        config = plans.completed(config, before)
     elif not is_planned:
         config = _completed(config)
     prepared = plans.prepare(config)

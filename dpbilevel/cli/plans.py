@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import root_key
 from ..privacy.report import PrivacyReport, describe
-from ..runs import checkpoint
 from . import evaluation
 from .config import Config, parse_config, read_tables
 from .task import Problem
@@ -94,20 +92,11 @@ def read_for_run(path: str, text: str | None = None) -> tuple[Config, bool]:
     return read_unplanned(path, text)[0], False
 
 
-def completed(config: Config, found: AutoPlan) -> Config:
-    """Return a copy of a config with the settings of a plan."""
-    return _with(config, tomllib.loads(found.to_toml()))
-
-
-def as_before(config: Config, out: Path) -> Config:
-    """Return a copy of a config with the settings of the run to be resumed."""
-    before = checkpoint.read(out).fingerprint.get("config", {})
-    return _with(config, {k: before[k] for k in _SETTINGS if k in before})
-
-
-def _with(config: Config, settings: dict[str, Any]) -> Config:
+def completed(config: Config, settings: dict[str, Any]) -> Config:
+    """Return a copy of a config with the settings among these tables, and no others."""
     given = {k: v for k, v in config.tables.items() if k not in _SETTINGS}
-    return parse_config(given | settings, config.place)
+    found = {k: settings[k] for k in _SETTINGS if k in settings}
+    return parse_config(given | found, config.place)
 
 
 def plan(config: Config) -> AutoPlan:

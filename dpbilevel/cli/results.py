@@ -30,33 +30,19 @@ MOST_NAMED = 16  # largest number of bars and coefficients with names
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Published result of a finished run.
-
-    Attributes:
-        config: The config.
-        shown: The released weights or log-penalties.
-        x: The released upper variable; of a game the first.
-        y: The released lower variable, or `None`; of a game the second.
-        trajectory: Shown values after every step; row 0 is the initial point.
-        report: The guarantee.
-        versions: Versions of the software.
-        power: Largest detection rate of any attack, by its rate of false alarms.
-        rejected_updates: As in `Solution`.
-        test: The accuracy or error on the test file, if the config names one.
-        usability: Released result of the check of the records; `None` without one.
-    """
+    """Published result of a finished run."""
 
     config: Config
-    shown: np.ndarray
-    x: np.ndarray
-    y: np.ndarray | None
-    trajectory: np.ndarray
-    report: PrivacyReport
-    versions: dict[str, str]
-    power: dict[str, float]
-    rejected_updates: int = 0
-    test: Evaluation | None = None
-    usability: Usability | None = None
+    shown: np.ndarray  # released weights or log-penalties
+    x: np.ndarray  # released upper variable; of a game the first
+    y: np.ndarray | None  # released lower variable; of a game the second
+    trajectory: np.ndarray  # of what is shown; row 0 is the initial point
+    report: PrivacyReport  # the guarantee
+    versions: dict[str, str]  # of the software
+    power: dict[str, float]  # largest detection rate, by the rate of false alarms
+    rejected_updates: int = 0  # as in `Solution`
+    test: Evaluation | None = None  # on the test file, if there is one
+    usability: Usability | None = None  # released by the check, if there is one
 
     @property
     def names(self) -> tuple[str, ...]:

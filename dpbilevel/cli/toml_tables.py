@@ -79,8 +79,9 @@ class Reader:
             place: Place of the table.
             beside: Further keys of the table, which the caller has removed.
 
-        A `ValueError` names file and table: a key is unknown or missing, or a value has
-        the wrong type or is refused by the class.
+        Raises:
+            ValueError: A key is unknown or missing, or a value has the wrong type or
+                is refused by the class; the message names file and table.
         """
         check_table(table, place)
         if isinstance(kind, Mapping):

@@ -30,17 +30,11 @@ from .declared import Frame
 
 @dataclasses.dataclass(frozen=True)
 class PublicSize:
-    """Neighbouring relation and public number of records of a fit.
-
-    Attributes:
-        relation: The neighbouring relation.
-        size: The public number of records.
-        unit: The unit of privacy; `None` for one row.
-    """
+    """Neighbouring relation and public number of records of a fit."""
 
     relation: Neighbours
     size: Any  # an integer, or `Sizes` of two levels under replace-one
-    unit: PersonUnit | None = None
+    unit: PersonUnit | None = None  # of privacy; `None` for one row
 
     @classmethod
     def of(cls, estimator: Any, rows: int, unit: PersonUnit | None) -> "PublicSize":
@@ -96,15 +90,10 @@ def with_nan(
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a table, to be grouped by person.
+    """The rows of a table, to be grouped by person."""
 
-    Attributes:
-        ids: The id of the person of each row; `None` if every row is a record.
-        unit: The unit of privacy; `None` with `ids`.
-    """
-
-    ids: Any = None
-    unit: PersonUnit | None = None
+    ids: Any = None  # of the person of each row; `None` if every row is a record
+    unit: PersonUnit | None = None  # of privacy, with ids
 
     def count(self, rows: int) -> int:
         """Return the number of records among so many rows."""
@@ -123,22 +112,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Arguments of a fit and what follows from them before a label is read.
-
-    Attributes:
-        budget: Budget of the fit.
-        key: Key of the fit.
-        table: Features, NaN for missing ones.
-        units: Units of the features.
-        people: Whose row each one is.
-        public: Relation and public number of records.
-    """
+    """Arguments of a fit and what follows from them before a label is read."""
 
     budget: PrivacyBudget
     key: PRNGKey
-    table: Float[np.ndarray, "n d"]
-    units: Frame
-    people: Rows
+    table: Float[np.ndarray, "n d"]  # features, NaN for missing ones
+    units: Frame  # of the features
+    people: Rows  # whose row each one is
     public: PublicSize
 
     def records(self, rows: PyTree) -> PyTree:
@@ -148,35 +128,21 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Name, size and price of a planned release of means of all records.
-
-    Attributes:
-        name: Name of the release.
-        parts: Least and largest part of the squared budget of the fit.
-        wanted: Noise of a mean that is worth a larger part.
-        most_noise: Largest useful noise; with more of it nothing is released.
-        count: Number of releases.
-        clip_norm: Largest norm of a record.
-    """
+    """Name, size and price of a planned release of means of all records."""
 
     name: str
-    parts: tuple[float, float]
-    wanted: float
-    most_noise: float
-    count: int = 1
-    clip_norm: float = 1.0
+    parts: tuple[float, float]  # least and largest part of the fit's squared budget
+    wanted: float  # noise of a mean that is worth a larger part
+    most_noise: float  # with more of it nothing is released
+    count: int = 1  # number of releases
+    clip_norm: float = 1.0  # largest norm of a record
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractBeforehand(abc.ABC):
-    """A planned release before a fit, or none.
+    """A planned release before a fit, or none."""
 
-    Attributes:
-        budget: Budget of the whole fit.
-        public: Public number of records, and the relation.
-    """
-
-    budget: PrivacyBudget
+    budget: PrivacyBudget  # of the whole fit
     public: PublicSize
 
     @property

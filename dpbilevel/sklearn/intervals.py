@@ -109,18 +109,14 @@ class TailDescent(NoisyGD):
 class Moments(AbstractBeforehand):
     """A planned release of second derivatives and squared gradients of linear models.
 
-    Attributes:
-        width: Number of features, without a constant.
-        parameters: Number of parameters.
-        curvature: Largest second derivative of the loss of a score: 1/4 of the logistic
-            one, 1 of the Huber loss. It tells the losses apart, too.
-        wanted: Whether there are intervals; all else does nothing without.
+    The curvature is the largest second derivative of the loss of a score: 1/4 of the
+    logistic one, 1 of the Huber loss. It tells the losses apart, too.
     """
 
-    width: int
-    parameters: int
+    width: int  # number of features, without a constant
+    parameters: int  # their number
     curvature: float
-    wanted: bool
+    wanted: bool  # whether there are intervals; all else does nothing without
 
     @property
     @override

@@ -253,18 +253,12 @@ class Recalibration:
     and a constant for each class are fitted by noisy descent, for a fifth of the
     squared budget. The descent starts at a slope of 0 and has a ridge that grows with
     its noise: if there are too few records, the answer is nearly constant.
-
-    Attributes:
-        problem: Problem with its ridge.
-        solver: Solver with its noise and sizes.
-        releases: Releases of the fit, for `calibrate(before=)`.
-        classes: Number of classes.
     """
 
-    problem: FiniteSum
-    solver: NoisyGD
-    releases: tuple[AbstractRelease, ...]
-    classes: int
+    problem: FiniteSum  # with its ridge
+    solver: NoisyGD  # with its noise and sizes
+    releases: tuple[AbstractRelease, ...]  # for `calibrate(before=)`
+    classes: int  # their number
 
     @classmethod
     def plan(

@@ -135,7 +135,16 @@ class DPSourceReweighting(LinearClassifier):
             raise ValueError(f"{self._owner}.fit: {what}")
         upper = self._clean(clean, entry.units, groups is not None)
         if people == "disjoint":
-            self._check_disjoint(X, clean[0])
+            both = clean[0], X
+            if all(hasattr(v, "__array__") for v in both):
+                try:
+                    check_disjoint(Levels(*map(np.asarray, both)))
+                except ValueError:
+                    raise ValueError(
+                        f'{self._owner}.fit: people="disjoint", but clean and X are '
+                        "the same array or parts of it. Copy the rows of X, or pass "
+                        '"overlapping".'
+                    ) from None
             check_disjoint_ids(upper[-1].ids, entry.people.ids, _IN_BOTH)
         return self._fit(entry, y, sources, upper, people)
 
@@ -192,18 +201,6 @@ class DPSourceReweighting(LinearClassifier):
         cells = self._describe(table, units, {"clean[1]": labels < 0}, labels)
         rows = self._rows(groups[0] if groups else None, table, "clean[2]")
         return self._records(units.rows(table), labels), cells, rows
-
-    def _check_disjoint(self, X: Any, clean: Any) -> None:
-        """Refuse clean records that are parts of the array of training records."""
-        if not (hasattr(X, "__array__") and hasattr(clean, "__array__")):
-            return
-        try:
-            check_disjoint(Levels(np.asarray(clean), np.asarray(X)))
-        except ValueError:
-            raise ValueError(
-                f'{self._owner}.fit: people="disjoint", but clean and X are the same '
-                'array or parts of it. Copy the rows of X, or pass "overlapping".'
-            ) from None
 
     def _plan(
         self,
