@@ -88,19 +88,32 @@ class Reader:
             table = dict(table)
             kind = kind[check_choice(table.pop("type", None), kind, place, "type")]
         assert dataclasses.is_dataclass(kind)
-        hints, fields = self._keys(kind), {f.name: f for f in dataclasses.fields(kind)}
-        # Both are the same, dataclasses.MISSING, if there is neither.
-        required = [k for k in hints if fields[k].default is fields[k].default_factory]
-        known = [k for k in table if k in hints]
+        hints, keys, required = typing.get_type_hints(kind), [], []
+        for field in dataclasses.fields(kind):
+            hint = _plain(hints[field.name])
+            is_key = (  # of a text file
+                hint in _WORDS
+                or hint in self.families
+                or typing.get_origin(hint) in (tuple, typing.Literal)
+                or dataclasses.is_dataclass(hint)
+                or (isinstance(hint, type) and issubclass(hint, enum.Enum))
+            )
+            if is_key and field.init and field.name not in self.reserved:
+                keys.append(field.name)
+                # Both are the same, dataclasses.MISSING, if there is neither.
+                if field.default is field.default_factory:
+                    required.append(field.name)
+        known = [k for k in table if k in keys]
         values = collect_errors(
             *((self.convert, hints[k], table[k], place, k) for k in known),
-            errors=errors_of_keys(table, place, [*hints, *beside], required),
+            errors=errors_of_keys(table, place, [*keys, *beside], required),
         )
         with place.named_in_errors(TypeError):
             return kind(**dict(zip(known, values, strict=True)))
 
     def convert(self, hint: Any, value: Any, place: Location, key: str) -> Any:
-        """Return the value of a key, converted to a type of `_keys`, or refuse it."""
+        """Return the value of a key, converted to the type annotation, or refuse it."""
+        hint = _plain(hint)
         origin, members = typing.get_origin(hint), typing.get_args(hint)
         if hint in self.families:
             if isinstance(value, str):  # short for a table with nothing but its type
@@ -132,30 +145,6 @@ class Reader:
             for i, (kind, item) in enumerate(zip(kinds, value, strict=True), 1)
         )
         return tuple(collect_errors(*parts))
-
-    def _keys(self, cls: type) -> dict[str, Any]:
-        """Return the type of each field that a text file can set.
-
-        Of a union it is one type, if possible one of a text file.
-        """
-        found, hints = {}, typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            hint = hints[field.name]
-            origin = typing.get_origin(hint)
-            if hint not in _WORDS and origin in (typing.Union, types.UnionType):
-                members = [m for m in typing.get_args(hint) if m is not type(None)]
-                hint = next((m for m in members if m in _WORDS), members[0])
-                origin = typing.get_origin(hint)
-            is_key = (
-                hint in _WORDS
-                or hint in self.families
-                or origin in (tuple, typing.Literal)
-                or dataclasses.is_dataclass(hint)
-                or (isinstance(hint, type) and issubclass(hint, enum.Enum))
-            )
-            if is_key and field.init and field.name not in self.reserved:
-                found[field.name] = hint
-        return found
 
 
 def check_table(value: object, place: Location) -> None:
@@ -220,6 +209,15 @@ def check_choice(value: Any, options: Iterable[str], place: Location, key: str) 
         close = _close(value, options) if isinstance(value, str) else ""
         raise place.error(f"{key} must be one of {listed}, got {_shown(value)}{close}.")
     return value
+
+
+def _plain(hint: Any) -> Any:
+    """Return one type of a union, if possible one of a text file; others unchanged."""
+    origin = typing.get_origin(hint)
+    if hint in _WORDS or origin not in (typing.Union, types.UnionType):
+        return hint
+    members = [m for m in typing.get_args(hint) if m is not type(None)]
+    return next((m for m in members if m in _WORDS), members[0])
 
 
 def _close(word: str, options: Iterable[str]) -> str:

@@ -203,7 +203,8 @@ def test_semicolons_quotes_and_odd_names_come_through(folder):
     assert config.data.separator == ";"
     assert config.data.label.positive == ("yes, very", 1)
     assert tomllib.loads(text)["data"]["categorical"][0]["values"] == [1, "02"]
-    assert [config.data.numeric[0].name, config.data.categorical[0].name] == names[:2]
+    data = config.data
+    assert [data.numeric[0].name, data.categorical[0].column] == names[:2]
 
 
 def test_paths_are_relative_to_the_config(folder):
