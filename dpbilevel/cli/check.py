@@ -58,10 +58,12 @@ def check(
 
 
 def _lines(data: CsvData, table: Table) -> Iterator[str]:
-    # Values, and effect and remedy of an unlisted one, by column.
     label, none = data.label, ("the record has no influence", _LIST_OR_SPELL)
     other = "counts as none of them", _SPELL_OR_LIST
-    lists = {block.column: (block.values, *other) for block in data.categorical}
+    # Values, and effect and remedy of an unlisted one, by column.
+    lists: dict[str, tuple[tuple[Value, ...], str, str]] = {
+        block.column: (block.values, *other) for block in data.categorical
+    }
     if label.of_classes:
         values = tuple(v for vs in label.of_classes.values() for v in vs)
         lists[label.column] = values, *none

@@ -316,7 +316,7 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         versions=checkpoint.versions(),
         rejected_updates=int(found.rejected_updates),
         test=tested,
-        # By the whole privacy profile, on the worst-off person.
+        # The worst-off person decides, by the whole privacy profile.
         power=largest_powers(*ledgers),
         usability=usability,
     )

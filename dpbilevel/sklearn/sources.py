@@ -135,10 +135,9 @@ class DPSourceReweighting(LinearClassifier):
             raise ValueError(f"{self._owner}.fit: {what}")
         upper = self._clean(clean, entry.units, groups is not None)
         if people == "disjoint":
-            both = clean[0], X
-            if all(hasattr(v, "__array__") for v in both):
+            if hasattr(X, "__array__") and hasattr(clean[0], "__array__"):
                 try:
-                    check_disjoint(Levels(*map(np.asarray, both)))
+                    check_disjoint(Levels(np.asarray(clean[0]), np.asarray(X)))
                 except ValueError:
                     raise ValueError(
                         f'{self._owner}.fit: people="disjoint", but clean and X are '
