@@ -95,6 +95,7 @@ def run(
             bound_to(problem, solver, levels)
             levels = planned_rows(solver, levels)  # no shape tells their number
         levels = jax.tree.map(jnp.asarray, levels)
+        del records  # they need no memory from here on
         read = levels, rows, None if test is None else (test.tree(), test.ids)
         saved = _started(prepared, read, before, out)
 

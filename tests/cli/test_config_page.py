@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.cli import columns, data, tasks
 from dpbilevel.cli.config import Privacy, parse_config
 from dpbilevel.cli.toml_tables import Location
+from dpbilevel.games.problem import AbstractVariationalInequality
 from tests.cli.test_runner import GENERATED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
@@ -62,6 +64,13 @@ def test_every_key_is_on_the_page_with_its_default(cls):
 def test_every_key_of_a_task_is_on_the_page_with_its_default(name):
     rows = ROW.findall(section(f'[model], for task = "{name}"'))
     check_rows(tasks.TASKS[name].model, [row[1:] for row in rows])
+
+
+@pytest.mark.parametrize("task", tasks.TASKS.values(), ids=lambda task: task.name)
+def test_a_task_says_what_its_problems_are(task):
+    kind = task.problem_type
+    assert task.two_levels == issubclass(kind, BilevelProblem)
+    assert task.is_game == issubclass(kind, AbstractVariationalInequality)
 
 
 def test_every_table_is_on_the_page():
