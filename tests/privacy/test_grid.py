@@ -16,7 +16,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.exact import floats
 from dpbilevel.privacy.exact.grid import Grid
 from dpbilevel.privacy.exact.int61 import Limbs
-from dpbilevel.privacy.exact.normal import _from_words, _joined, normal_integers
+from dpbilevel.privacy.exact.normal import _from_words, normal_integers
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
 from tests.cases import slow
 
@@ -447,7 +447,7 @@ def possible_on_grid(records):
     """The same on the grid: for each output, random bits that lead to it."""
     base, step, doublings = steps_of(mean(records))
     drawn = np.round(outputs("grid").astype(np.float64) / step).astype(int) - int(base)
-    value_of = jax.jit(lambda words: _joined(*_from_words(words, jnp.int32(doublings))))
+    value_of = jax.jit(lambda words: _from_words(words, jnp.int32(doublings)))
 
     def reached(cells, added):
         """The value of a column of the table and the bits of its first number."""

@@ -298,17 +298,12 @@ def test_every_doubling_has_its_number_of_bits_and_no_bit_is_read_twice():
     )  # the table has the first three
 
 
-def from_words(words, doublings):
-    """The normal integers of these random bits, eight words for each."""
-    return module._joined(*module._from_words(words, doublings))
-
-
 def test_what_is_drawn_from_given_words_is_the_definition_for_every_scale():
     words = np.random.default_rng(3).integers(0, 2**32, (8, 60), dtype=np.uint32)
     words[3:, :3], words[3:, 3:6] = 0, 2**32 - 1
     cells = np.asarray(jax.jit(module._cell)(jnp.asarray(words))).tolist()
     scales = jnp.arange(MOST_DOUBLINGS + 1, dtype=jnp.int32)
-    drawn = jax.jit(jax.vmap(from_words, (None, 0)))(jnp.asarray(words), scales)
+    drawn = jax.jit(jax.vmap(module._from_words, (None, 0)))(jnp.asarray(words), scales)
     drawn = np.asarray(drawn).tolist()
     values, mean = cells, 0  # twice the mean
     for h, row in enumerate(drawn):
@@ -328,7 +323,7 @@ def test_every_bit_of_the_words_moves_what_it_should():
     for w in range(8):
         for p in range(32):
             flips[w, 32 * w + p] ^= np.uint32(1 << p)
-    drawn = from_words(jnp.asarray(flips), jnp.int32(MOST_DOUBLINGS))
+    drawn = module._from_words(jnp.asarray(flips), jnp.int32(MOST_DOUBLINGS))
     *moved, base = np.asarray(drawn).tolist()
     moved = [v - base for v in moved]
     places = {

@@ -59,19 +59,16 @@ class Grid(eqx.Module):
         exponent = jnp.minimum(self.exponent, other.exponent)
         return Grid(counts, exponent, contribution, self.dtypes)
 
-    def values(self) -> PyTree:
-        """Return a pytree of the values as floats, each rounded once. NON-PRIVATE."""
-        return self._in_steps(self.counts, self.exponent, jnp.int32(2**FRACTION_BITS))
+    def values(self, numerator: int | Int32[Array, ""] = 2**FRACTION_BITS) -> PyTree:
+        """Return a pytree of the values as floats, each rounded once. NON-PRIVATE.
 
-    def _in_steps(
-        self, counts: PyTree, exponent: Int[Array, ""], numerator: Int32[Array, ""]
-    ) -> PyTree:
-        """Return float leaves: counts times 2**exponent * 2**15 / numerator."""
-        leaves, treedef = jax.tree.flatten(counts, is_leaf=is_limbs)
+        With a `numerator` they are times `2**15 / numerator`, and rounded twice.
+        """
+        leaves, treedef = jax.tree.flatten(self.counts, is_leaf=is_limbs)
 
         def value(leaf, dtype):
-            inverse = 2.0**FRACTION_BITS / numerator.astype(dtype)
-            return _times_power(leaf.astype(dtype) * inverse, exponent)
+            inverse = 2.0**FRACTION_BITS / jnp.asarray(numerator, dtype)
+            return _times_power(leaf.astype(dtype) * inverse, self.exponent)
 
         return treedef.unflatten(map(value, leaves, self.dtypes))
 
@@ -105,11 +102,11 @@ class Grid(eqx.Module):
             that step allows, at most $2^{-43}$ of the contribution.
         """
         leaves, treedef = jax.tree.flatten(self.counts, is_leaf=is_limbs)
-        sizes = [v.size for v in leaves]
+        size = sum(math.prod(v.shape) for v in leaves)
         std, contribution = map(
             jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
         )
-        coarsest = floor_log2(contribution) - release_places(sum(sizes), finer)
+        coarsest = floor_log2(contribution) - release_places(size, finer)
         # Zero by its bits: numbers below the normal ones may count as zero or not.
         silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
         first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
@@ -129,22 +126,19 @@ class Grid(eqx.Module):
 
         def release(counts, noise):
             kept = counts.shifted(shift).times_fraction(numerator)
-            kept = int61.where(passes, kept, int61.zeros_like(kept))
-            return kept + int61.where(silent, int61.zeros_like(noise), noise)
+            kept = jax.tree.map(lambda v: jnp.where(passes, v, 0), kept)
+            return kept + jax.tree.map(lambda v: jnp.where(silent, 0, v), noise)
 
         noise = draw([v.shape for v in leaves], doublings, key=key)
         counts = treedef.unflatten(map(release, leaves, noise))
-        return self._in_steps(counts, exponent, numerator)
+        released = Grid(counts, exponent, self.contribution, self.dtypes)
+        return released.values(numerator)
 
 
 def release_places(size: int, finer: int = 0) -> int:
-    """Return the bits of a contribution that the step of a released value has at least.
+    """Return the bits of a contribution that steps of `size` coordinates have at least.
 
     Noise has at most 52 of them: `with_noise` adds no value to noise that has more.
-
-    Args:
-        size: The number of coordinates.
-        finer: As in `with_noise`.
     """
     return finer + _RELEASE_BITS + 2 + math.ceil(math.log2(max(size, 1)) / 2)
 

@@ -50,11 +50,6 @@ class Limbs(eqx.Module):
         """Shape of the array of integers."""
         return self.high.shape
 
-    @property
-    def size(self) -> int:
-        """Number of integers."""
-        return self.high.size
-
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         """Return the integers as a NumPy array, by default in int64."""
         high, low = (np.asarray(v, np.int64) for v in (self.high, self.low))
@@ -66,7 +61,8 @@ class Limbs(eqx.Module):
 
     def plus(self, other: "Limbs") -> "Limbs":
         """Return the sum as `Limbs`; it must be in range, which is not checked."""
-        return _carried(self.high + other.high, self.low + other.low)
+        low = self.low + other.low
+        return Limbs(self.high + other.high + (low >> _BITS), low & _MASK)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
         r"""Return `Limbs` $\lfloor 2^p k + 1/2 \rfloor$, $|p| \le 30$, cut to range."""
@@ -133,11 +129,6 @@ def zeros(shape: tuple[int, ...]) -> Limbs:
     return Limbs(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
 
 
-def zeros_like(value: Limbs) -> Limbs:
-    """Return `Limbs` of the shape of `value` that are all zero."""
-    return jax.tree.map(jnp.zeros_like, value)
-
-
 def where(condition: Bool[Array, "..."], yes: Limbs, no: Limbs) -> Limbs:
     """Return `Limbs`: those of `yes` where the condition holds, else of `no`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
@@ -159,25 +150,29 @@ def from_float(value: Float[Array, "..."]) -> Limbs:
 
 
 def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
-    """Sum int32 counts over the leading axis into `Limbs`, exactly.
-
-    Raises:
-        ValueError: There are more than 2^29 rows.
-    """
-    _check_rows("sum_rows", len(counts), _MOST_ROWS)
-    if len(counts) > _GROUP:
-        return _sum(_sum_halves(split(counts, _GROUP), axis=1))
-    return _sum_halves(counts, axis=0)
+    """Sum at most 2^29 rows of int32 counts into `Limbs`, exactly."""
+    if (rows := len(counts)) > _MOST_ROWS:
+        raise ValueError(f"sum_rows: at most {_MOST_ROWS} rows, got {rows}; sum parts.")
+    in_groups = rows > _GROUP
+    counts, axis = (split(counts, _GROUP), 1) if in_groups else (counts, 0)
+    halves = counts & 0xFFFF, counts >> 16
+    if counts.shape[axis] <= _SHORT:
+        low, high = (jnp.sum(v, axis=axis, dtype=jnp.int32) for v in halves)
+    else:
+        zero = np.int32(0), np.int32(0)
+        add = functools.partial(jax.tree.map, jax.lax.add)
+        low, high = jax.lax.reduce(halves, zero, add, (axis,))
+    ahead = ((high & (2 ** (_BITS - 16) - 1)) << 16) + (low & _MASK)
+    high = (high >> (_BITS - 16)) + (low >> _BITS)
+    total = Limbs(high + (ahead >> _BITS), ahead & _MASK)
+    return _sum(total) if in_groups else total
 
 
 def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
-    """Round floats of at most 2^32 and sum them over the leading axis into `Limbs`.
-
-    Raises:
-        ValueError: There are more than 2^28 rows.
-    """
-    _check_rows("sum_floats", len(values), _FEW * _GROUP)
-    if len(values) > _FEW:
+    """Round at most 2^28 rows of floats of at most 2^32 and sum them into `Limbs`."""
+    if (rows := len(values)) > (most := _FEW * _GROUP):
+        raise ValueError(f"sum_floats: at most {most} rows, got {rows}; sum parts.")
+    if rows > _FEW:
         return _sum(jax.vmap(sum_floats)(split(values, _FEW)))
     rounded = jnp.round(values)
     high = jnp.floor(rounded * 2.0**-_HALF)
@@ -217,10 +212,7 @@ def sum_at(
 def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
     """Sum `Limbs` along axes of a mesh or of a `jax.vmap`, exactly before the cut.
 
-    One all-reduce of three integers of 32 bits for each number.
-
-    Raises:
-        ValueError: There are 2^11 summands or more.
+    One all-reduce of three integers of 32 bits for each of fewer than 2^11 summands.
     """
     if jax.lax.axis_size(axes) >= _MANY:
         raise ValueError(f"sum_over: give fewer than {_MANY} devices.")
@@ -235,34 +227,12 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
     return _cut(Limbs((high << rest) | (middle >> rest), low))
 
 
-def _check_rows(owner: str, rows: int, most: int) -> None:
-    if rows > most:
-        raise ValueError(f"{owner}: at most {most} rows, got {rows}; sum parts.")
-
-
-def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:
-    halves = counts & 0xFFFF, counts >> 16
-    if counts.shape[axis] <= _SHORT:
-        low, high = (jnp.sum(v, axis=axis, dtype=jnp.int32) for v in halves)
-    else:
-        zeros = np.int32(0), np.int32(0)
-        add = functools.partial(jax.tree.map, jax.lax.add)
-        low, high = jax.lax.reduce(halves, zeros, add, (axis,))
-    ahead = (high & (2 ** (_BITS - 16) - 1)) << 16
-    return _carried((high >> (_BITS - 16)) + (low >> _BITS), ahead + (low & _MASK))
-
-
 def _sum(value: Limbs) -> Limbs:
     """Sum `Limbs` over a leading axis of at most 2^15 sums of groups."""
     first = jnp.sum(value.low & _HALF_MASK, axis=0, dtype=jnp.int32)
     second = jnp.sum(value.low >> _HALF, axis=0, dtype=jnp.int32)
     high = jnp.sum(value.high, axis=0, dtype=jnp.int32) + (second >> _HALF)
-    ahead = (second & _HALF_MASK) << _HALF
-    return _carried(high, ahead + first)
-
-
-def _carried(high: Int32[Array, "..."], low: Int32[Array, "..."]) -> Limbs:
-    """Return `Limbs` from a low part below 2^31 and a high part that fits its carry."""
+    low = ((second & _HALF_MASK) << _HALF) + first  # below 2**31
     return Limbs(high + (low >> _BITS), low & _MASK)
 
 

@@ -47,7 +47,7 @@ class Product(NamedTuple):
     Attributes:
         subscripts: As for `jnp.einsum`, with the axes g of a batch, k of the terms, p
             and q of the results.
-        k: How many terms there are.
+        k: Number of terms.
         p: Rows of the result.
         q: Columns of the result.
     """
@@ -141,14 +141,9 @@ def product_errors(
         dtype: float32 or float64.
         products: What to multiply.
         multiply: How, as `jnp.einsum`; runs under `jax.jit`.
-
-    Yields:
-        One outcome for each product.
-
-    Privacy:
-        Touches no data.
     """
     dtype = np.dtype(dtype)
+    info = np.finfo(dtype)
     for product in products:
         compute = jax.jit(functools.partial(multiply, product.subscripts))
         first, second = product.subscripts.split("->")[0].split(",")
@@ -158,10 +153,20 @@ def product_errors(
                 # Axes that are left out of the subscripts have one entry.
                 one = jax.device_put(np.einsum(f"gkp->{first}", left))
                 other = jax.device_put(np.einsum(f"gkq->{second}", right))
-                result = jax.device_get(compute(one, other))
-            shape = len(left), product.p, product.q
-            ratios = _ratios(result.reshape(shape), left, right)
-            found += zip(ratios, names, strict=True)
+                computed = jax.device_get(compute(one, other))
+            computed = computed.reshape(len(left), product.p, product.q)
+            if dtype == np.float64:  # slow to add exactly: some entries stand for all
+                spread = (np.linspace(0, v.shape[2] - 1, 8) for v in (left, right))
+                rows, columns = (np.unique(v.astype(int)) for v in spread)
+                left, right = left[..., rows], right[..., columns]
+                computed = computed[:, rows][..., columns]
+            errors, magnitudes = _exact_errors(computed, left, right)
+            terms = np.count_nonzero(left.any(axis=2), axis=1)  # zeros add no error
+            rounding = terms[:, None, None] * float(info.eps) / 2
+            bounds = rounding / (1 - rounding) * magnitudes
+            bounds += 3 * product.k * float(info.tiny)
+            ratios = np.where(np.isfinite(computed), errors / bounds, math.inf)
+            found += zip(ratios.max(axis=(1, 2)).tolist(), names, strict=True)
         ratio, case = max(found)
         yield ProductError(product, dtype.name, ratio, case)
 
@@ -172,14 +177,9 @@ def check_products(owner: str) -> None:
     A short form of `product_errors`, in float32 and, where it is enabled, in float64;
     once for each device of a process. May be called where a program is traced.
 
-    Args:
-        owner: What an error names.
-
     Raises:
-        ValueError: A product is off by more than floating-point multiply-adds allow.
-
-    Privacy:
-        Touches no data.
+        ValueError: A product is off by more than floating-point multiply-adds allow;
+            `owner` is named.
     """
     device = get_default_device()
     worst = max((_worst(device, v) for v in dtypes()), key=lambda error: error.ratio)
@@ -218,22 +218,6 @@ def dtypes() -> tuple[str, ...]:
     return ("float32", "float64") if wide else ("float32",)
 
 
-def _ratios(computed, left, right) -> list[float]:
-    """Return a list of the largest error over the bound, one for each matrix."""
-    info = np.finfo(left.dtype)
-    if left.dtype == np.float64:  # slow to add exactly: some entries stand for all
-        rows, columns = (_spread(v.shape[2], 8) for v in (left, right))
-        left, right = left[..., rows], right[..., columns]
-        computed = computed[:, rows][..., columns]
-    errors, magnitudes = _exact_errors(computed, left, right)
-    terms = np.count_nonzero(left.any(axis=2), axis=1)  # zeros are added exactly
-    rounding = terms[:, None, None] * float(info.eps) / 2
-    bounds = rounding / (1 - rounding) * magnitudes
-    bounds += 3 * left.shape[1] * float(info.tiny)
-    ratios = np.where(np.isfinite(computed), errors / bounds, math.inf)
-    return ratios.max(axis=(1, 2)).tolist()
-
-
 def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays: errors, rounded up, and sums of the terms' absolute values."""
     rows, columns = left.swapaxes(1, 2).astype(float), right.astype(float)
@@ -243,115 +227,72 @@ def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
         slack = 1.01 * left.shape[1] * 2.0**-53 * magnitudes
         return np.abs(computed - rows @ columns) + slack, magnitudes
     # Halves of 26 and 27 bits: what their products lose is 2**-105 of a term.
-    pairs = _halves(rows[:, :, None]), _halves(columns.swapaxes(1, 2)[:, None])
+    pairs = []
+    for v in (rows[:, :, None], columns.swapaxes(1, 2)[:, None]):
+        upper = (v.view(np.int64) & ~np.int64(2**27 - 1)).view(np.float64)
+        pairs.append((upper, v - upper))
     terms = np.concatenate([a * b for a in pairs[0] for b in pairs[1]], axis=-1)
     terms = np.concatenate([terms, -np.nan_to_num(computed)[..., None]], axis=-1)
     errors = np.apply_along_axis(math.fsum, -1, terms)
     return np.abs(errors), magnitudes
 
 
-def _spread(count: int, most: int) -> np.ndarray:
-    """Return an array of at most `most` indices, spread evenly over a range."""
-    return np.unique(np.linspace(0, count - 1, most).astype(int))
-
-
-def _halves(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the upper 26 bits of a float64, and the rest."""
-    upper = (value.view(np.int64) & ~np.int64(2**27 - 1)).view(np.float64)
-    return upper, value - upper
-
-
 def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
     """Yield batches (names, left, right) of factors, (g, k, p) and (g, k, q)."""
-    random = np.random.default_rng(0)
-    cases = {}
-    for name, make in _CASES.items():
-        factors = make(product, np.finfo(dtype), random)
-        cases[name] = tuple(np.asarray(v, dtype) for v in factors)
+    cases = {
+        name: tuple(np.asarray(v, dtype) for v in pair)
+        for name, pair in _cases(product, np.finfo(dtype)).items()
+    }
     batches = [list(cases)] if "g" in product.subscripts else [[name] for name in cases]
     for names in batches:
         left, right = zip(*(cases[name] for name in names), strict=True)
         yield names, np.stack(left), np.stack(right)
 
 
-def _equal(product: Product, info, random) -> tuple:
-    """Return a pair of factors with equal terms: roundings go in one direction."""
-    left, right = (_significands(n, info, random) for n in (product.p, product.q))
-    return np.tile(left, (product.k, 1)), np.tile(right, (product.k, 1))
-
-
-def _few(product: Product, info, random) -> tuple:
-    """Return a pair of factors with few equal terms, which hide no factor's error."""
-    left, right = _equal(product, info, random)
-    kept = np.isin(np.arange(product.k), _spread(product.k, _FEW))
-    return left * kept[:, None], right
-
-
-def _mixed(product: Product, info, random) -> tuple:
-    """Return a pair of factors with random bits, signs and exponents."""
-    left, right = _random(product, info, random)
-    return tuple(np.ldexp(v, random.integers(-3, 4, v.shape)) for v in (left, right))
-
-
-def _counterweights(product: Product, info, random) -> tuple:
-    """Return a pair of factors, huge times tiny: no row has a common exponent."""
-    reach = info.maxexp // 2 - 4
-    exponents = random.integers(-reach, reach + 1, (product.k, 1))
-    left, right = _random(product, info, random)
-    return np.ldexp(left, exponents), np.ldexp(right, -exponents)
-
-
-def _cancelling(product: Product, info, random) -> tuple:
-    """Return a pair of factors whose terms are random and cancel, in random order."""
-    half, order = product.k // 2, random.permutation(product.k)
-    left, right = _random(product, info, random)
-    left[half : 2 * half], right[half : 2 * half] = left[:half], -right[:half]
-    return left[order], right[order]
-
-
-def _swamped(product: Product, info, random) -> tuple:
-    """Return a pair of factors: a term of one, and others below its last bit."""
-    small = (1 - info.eps / 2) * info.eps * np.where(np.arange(product.p) % 2, 1, 0.5)
-    ones = np.arange(product.k)[:, None] == np.arange(product.p) * 7 % product.k
-    right = np.ldexp(1.0, np.arange(product.q) % 8)
-    return np.where(ones, 1, small), np.tile(right, (product.k, 1))
-
-
-def _tiny(product: Product, info, random) -> tuple:
-    """Return a pair of factors from below the smallest normal number to well above."""
-    left, right = _random(product, info, random)
-    levels = (5 * np.arange(product.p) + 16) % 37 - 6  # the first is above
-    return np.ldexp(left, levels + info.minexp), right / 2
-
-
-_CASES: dict[str, Callable[..., tuple]] = {
-    "equal terms": _equal,
-    "few terms": _few,
-    "random numbers": _mixed,
-    "huge times tiny": _counterweights,
-    "cancelling terms": _cancelling,
-    "small after large": _swamped,
-    "tiny numbers": _tiny,
-}
-
-
-def _random(product: Product, info, random) -> tuple[np.ndarray, np.ndarray]:
-    """Return two factors of numbers in (-2, -1] and [1, 2) with random bits."""
-
-    def numbers(columns):
-        bits = random.integers(0, 2**info.nmant, (product.k, columns))
-        return random.choice((-1.0, 1.0), bits.shape) * (1 + bits * float(info.eps))
-
-    return numbers(product.p), numbers(product.q)
-
-
-def _significands(count: int, info, random) -> np.ndarray:
-    """Return numbers in [1, 2): near roundings to 7 to 48 bits, then random ones."""
-    eps = float(info.eps)
-    # The first serves alone if a product has one column: all reduce it.
+def _cases(product: Product, info: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return pairs of factors, (k, p) and (k, q), by what is special about them."""
+    random = np.random.default_rng(0)
+    k, p, q, eps = product.k, product.p, product.q, float(info.eps)
+    # Numbers near roundings to 7 to 48 bits. The first serves alone if a product has
+    # one column: all reduce it.
     places = (11, 8, 10, 7, 23, 24, 48)
     cuts = [1 + 2.0**-place - odd * eps for place in places for odd in (3, 1)]
     known = [c for c in cuts if 1 < c] + [1 + eps, 2 - eps]
-    found = 1 + random.integers(0, 2**info.nmant, count) * eps
-    found[: len(known)] = known[:count]
-    return found
+
+    def equal(columns):
+        """Return equal rows of numbers in [1, 2): roundings go in one direction."""
+        row = 1 + random.integers(0, 2**info.nmant, columns) * eps
+        row[: len(known)] = known[:columns]
+        return np.tile(row, (k, 1))
+
+    def numbers(columns):
+        """Return numbers in (-2, -1] and [1, 2) with random bits."""
+        bits = random.integers(0, 2**info.nmant, (k, columns))
+        return random.choice((-1.0, 1.0), bits.shape) * (1 + bits * eps)
+
+    cases = {"equal terms": (equal(p), equal(q))}
+    # Few equal terms hide no factor's error.
+    kept = np.isin(np.arange(k), np.linspace(0, k - 1, _FEW).astype(int))
+    cases["few terms"] = equal(p) * kept[:, None], equal(q)
+    left, right = numbers(p), numbers(q)
+    left, right = (np.ldexp(v, random.integers(-3, 4, v.shape)) for v in (left, right))
+    cases["random numbers"] = left, right
+    # No row has a common exponent.
+    reach = info.maxexp // 2 - 4
+    exponents = random.integers(-reach, reach + 1, (k, 1))
+    left, right = numbers(p), numbers(q)
+    cases["huge times tiny"] = np.ldexp(left, exponents), np.ldexp(right, -exponents)
+    half, order = k // 2, random.permutation(k)
+    left, right = numbers(p), numbers(q)
+    left[half : 2 * half], right[half : 2 * half] = left[:half], -right[:half]
+    cases["cancelling terms"] = left[order], right[order]
+    # A term of one, and others below its last bit.
+    small = (1 - info.eps / 2) * info.eps * np.where(np.arange(p) % 2, 1, 0.5)
+    ones = np.arange(k)[:, None] == np.arange(p) * 7 % k
+    right = np.tile(np.ldexp(1.0, np.arange(q) % 8), (k, 1))
+    cases["small after large"] = np.where(ones, 1, small), right
+    # From below the smallest normal number to well above.
+    left, right = numbers(p), numbers(q)
+    levels = (5 * np.arange(p) + 16) % 37 - 6  # the first is above
+    cases["tiny numbers"] = np.ldexp(left, levels + info.minexp), right / 2
+    return cases

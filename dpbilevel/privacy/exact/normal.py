@@ -53,11 +53,7 @@ def normal_integers(
     Args:
         shapes: The shapes of the arrays, which are parts of one flat draw.
         doublings: $h$ from 0 to 42; public.
-        key: A typed key for this draw alone.
-
-    Raises:
-        TypeError: The key is not typed.
-        ValueError: The key is a batch, or of a generator that is not fit for noise.
+        key: A typed key for this draw alone; `check_key` refuses others.
 
     Privacy:
         Added to an integer of bounded sensitivity it is the Gaussian mechanism of
@@ -71,11 +67,11 @@ def normal_integers(
     """
     check_key(key)
     sizes = [math.prod(shape) for shape in shapes]
-    value, added, late = _from_words(_words(sum(sizes), key), doublings)
-    parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (value, added))
+    drawn = _from_words(_words(sum(sizes), key), doublings)
+    parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (drawn.high, drawn.low))
     return [
-        _joined(first.reshape(shape), second.reshape(shape), late)
-        for shape, first, second in zip(shapes, *parts, strict=True)
+        Limbs(high.reshape(shape), low.reshape(shape))
+        for shape, high, low in zip(shapes, *parts, strict=True)
     ]
 
 
@@ -97,9 +93,6 @@ def standard_normal(
 
     Returns:
         A pytree of the same structure, in float32, or float64 if a leaf has it.
-
-    Raises:
-        TypeError: The key is not typed or a leaf is not floating point.
     """
     check_key(key)
     treedef: Any
@@ -120,11 +113,8 @@ def standard_normal(
 
 def _from_words(
     words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, ""]]:
-    """Return the value after the first doublings, a summand, and the doublings left.
-
-    They follow from eight words of random bits for each number.
-    """
+) -> Limbs:
+    """Return `Limbs` that follow from eight words of random bits for each number."""
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
@@ -135,13 +125,7 @@ def _from_words(
     # Because of these barriers each sum is one loop that stores no random words.
     value = (_cell(words) << early) + ones - ((mean + 1) >> 1)
     added = rest - ((late_mean + 1) >> 1)
-    return *jax.lax.optimization_barrier((value, added)), late
-
-
-def _joined(
-    value: Int32[Array, "..."], added: Int32[Array, "..."], late: Int32[Array, ""]
-) -> Limbs:
-    """Return `Limbs` of `value * 2**late + added`."""
+    value, added = jax.lax.optimization_barrier((value, added))
     return from_int32(value).doubled(late).plus(from_int32(added))
 
 
@@ -207,10 +191,24 @@ def probabilities() -> tuple[int, ...]:
     integer; together they are $2^{96}$.
     """
     one = 1 << _FIXED_POINT
-    half = []
-    value, ratio, change = one, _exp(1 + 2 * LOG2_STD), _exp(2 * LOG2_STD)
+    half, value = [], one
+    # exp(-2**-p) of p = 2 log2(t) + 1 and 2 log2(t), by its series.
+    ratio, change = (
+        sum(
+            (-1) ** n * (one >> n * p) // math.factorial(n)
+            for n in range(_FIXED_POINT // p + 1)
+        )
+        for p in (1 + 2 * LOG2_STD, 2 * LOG2_STD)
+    )
     for a in range(_REACH):
-        half.append(value * _cell_over_density(a) >> _FIXED_POINT)
+        # The mean density over a's cell, over that at a: the even terms of its Taylor
+        # series, in Hermite polynomials over powers of t.
+        before, hermite, mean = 0, one, one
+        for n in range(0, 10, 2):
+            here = (a * a - ((2 * n + 1) << 2 * LOG2_STD)) * hermite
+            before, hermite = hermite, (here - n * (n - 1) * before) >> 4 * LOG2_STD
+            mean += hermite // (math.factorial(n + 3) << (n + 2))
+        half.append(value * mean >> _FIXED_POINT)
         # exp(-(a + 1)**2 / 2 t**2) from exp(-a**2 / 2 t**2).
         value, ratio = (v >> _FIXED_POINT for v in (value * ratio, ratio * change))
     total = 2 * sum(half) - half[0]
@@ -218,27 +216,6 @@ def probabilities() -> tuple[int, ...]:
     half = [(2 * v * unit + total) // (2 * total) for v in half]
     half[0] += unit - (2 * sum(half) - half[0])
     return (0, *half[:0:-1], *half)
-
-
-def _exp(places: int) -> int:
-    """Return exp(-2**-places) as an integer, in fixed point."""
-    terms = range(_FIXED_POINT // places + 1)
-    one = 1 << _FIXED_POINT
-    return sum((-1) ** n * (one >> n * places) // math.factorial(n) for n in terms)
-
-
-def _cell_over_density(a: int) -> int:
-    """Return the mean normal density over a's cell, over that at a, in fixed point.
-
-    The even terms of its Taylor series, in Hermite polynomials over powers of t.
-    """
-    before, hermite = 0, 1 << _FIXED_POINT
-    mean = hermite
-    for n in range(0, 10, 2):
-        step = (a * a - ((2 * n + 1) << 2 * LOG2_STD)) * hermite - n * (n - 1) * before
-        before, hermite = hermite, step >> 4 * LOG2_STD
-        mean += hermite // (math.factorial(n + 3) << (n + 2))
-    return mean
 
 
 @functools.cache
