@@ -13,14 +13,13 @@ from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import Levels, Sizes, check_disjoint, check_pair
-from ..core.problem import AbstractProblem
+from ..core.problem import AbstractProblem, is_randomized
 from ..core.proximal import Proximal, check_proximal
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import LEVELS
-from ..privacy.records.disk import shapes_of
-from ..privacy.records.randomness import is_randomized
+from ..privacy.records.rows import shapes_of
 from ..sets import AbstractSet, Euclidean
 from .certificates.constants import AbstractCertificate, Constants
 

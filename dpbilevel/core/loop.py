@@ -16,8 +16,8 @@ from ..privacy.budget import Neighbours
 from ..privacy.exact.matmul_check import check_products
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.per_example import mixing
-from ..privacy.records.disk import OnDisk, shapes_of
-from ..privacy.records.rows import BLOCK, padded, padded_rows, shards_of
+from ..privacy.records.disk import OnDisk
+from ..privacy.records.rows import BLOCK, padded, padded_rows, shapes_of, shards_of
 from . import process_spending
 from .columns import Column, as_numbers, numbers
 from .descent import Rule, rejected_updates

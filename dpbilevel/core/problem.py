@@ -12,8 +12,10 @@ from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
-from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.disk import OnDisk
 from ..privacy.records.people import PerPerson, PersonRows, PersonUnit
+from ..privacy.records.randomness import Randomized
+from ..privacy.records.rows import shapes_of
 from .levels import Levels, Sizes
 from .proximal import Proximal
 
@@ -295,6 +297,13 @@ def _mapped(problem: Any, change: Callable[[Any], Any]) -> Any:
     functions = {name: getattr(problem, name) for name in type(problem).terms}
     changes = {k: changed(fun) for k, fun in functions.items() if fun is not None}
     return dataclasses.replace(problem, **changes)
+
+
+def is_randomized(fun: Any) -> bool:
+    """Return whether a loss, possibly wrapped, is `Randomized`."""
+    while fun is not None and not isinstance(fun, Randomized):
+        fun = getattr(fun, "fun", None)
+    return fun is not None
 
 
 def _is_array(leaf: object) -> bool:

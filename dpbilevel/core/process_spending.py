@@ -16,8 +16,9 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.noise import PRNGKey
-from ..privacy.records.disk import OnDisk, shapes_of
+from ..privacy.records.disk import OnDisk
 from ..privacy.records.people import PersonRows
+from ..privacy.records.rows import shapes_of
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from .levels import Sizes
 

@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import NonNegative, Positive
-from ..core.problem import AbstractOneLevel
+from ..core.problem import AbstractOneLevel, is_randomized
 from ..core.proximal import Proximal, check_proximal
 from ..privacy.per_example.clipping import one_record
 from ..privacy.queries import RECORDS, Query
-from ..privacy.records.randomness import is_randomized, with_zero_key
+from ..privacy.records.randomness import Keyed
 from ..privacy.sampling.base import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 
@@ -133,9 +133,21 @@ class FiniteSum(AbstractFiniteSum):
         self.sizes_of(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
-        check_scalar("loss", with_zero_key(self.loss), w0, one_record(data))
+        loss = _with_zero_key(self.loss) if is_randomized(self.loss) else self.loss
+        check_scalar("loss", loss, w0, one_record(data))
         if self.public is not None:
             check_scalar("public", self.public, w0, of="the public term")
+
+
+def _with_zero_key(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a randomized loss as one of a record without a key, for its shapes."""
+
+    def plain(*args):
+        *variables, record = args
+        key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+        return fun(*variables, Keyed(record, key))
+
+    return plain
 
 
 def check_start(w0: PyTree) -> None:

@@ -18,7 +18,7 @@ from ..bilevel.problem import BilevelProblem, Levels
 from ..core.descent import add_scaled
 from ..core.proximal import smooth_part
 from ..privacy.jaxprs import bound, evaluated
-from ..privacy.records.disk import reader
+from ..privacy.records.rows import reader
 
 _ROWS_BY_ROWS = (((0,), (0,)), ((), ()))
 _PLAIN = (((1,), (0,)), ((), ()))

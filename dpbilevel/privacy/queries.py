@@ -12,9 +12,9 @@ from .. import _checks
 from .budget import Neighbours
 from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded, Precision, clipped_mean
-from .records.disk import OnDisk, shapes_of
+from .records.disk import OnDisk
 from .records.randomness import with_keys
-from .records.rows import BLOCK, Padded, padded_rows, unpacked
+from .records.rows import BLOCK, Padded, padded_rows, shapes_of, unpacked
 from .sampling.base import AbstractSampling, FullBatch, Index
 
 RECORDS = "records"  # the role of the records of a one-level problem

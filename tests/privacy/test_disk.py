@@ -17,8 +17,8 @@ from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.per_example import microbatches
 from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.records import stores
-from dpbilevel.privacy.records.disk import OnDisk, _Chunks, reader
-from dpbilevel.privacy.records.rows import padded
+from dpbilevel.privacy.records.disk import OnDisk, _Chunks
+from dpbilevel.privacy.records.rows import padded, reader
 from dpbilevel.privacy.sampling.fixed_size import RandomAllocation
 from dpbilevel.runs.checkpoint import after, first_checkpoint
 from tests.cases import fast_first, slow

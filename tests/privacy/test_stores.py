@@ -11,7 +11,8 @@ import pytest
 from dpbilevel import Levels
 from dpbilevel.core.levels import check_disjoint
 from dpbilevel.privacy.records import stores
-from dpbilevel.privacy.records.disk import OnDisk, copies, reader
+from dpbilevel.privacy.records.disk import OnDisk, copies
+from dpbilevel.privacy.records.rows import reader
 
 
 @pytest.fixture(autouse=True)

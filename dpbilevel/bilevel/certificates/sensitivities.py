@@ -23,7 +23,7 @@ from ...core.problem import AbstractProblem
 from ...privacy.budget import People
 from ...privacy.exact.floats import all_finite, check_rounding, unit_roundoff
 from ...privacy.per_example.structure import rowwise
-from ...privacy.records.disk import reader
+from ...privacy.records.rows import reader
 from ..problem import BilevelProblem, Levels, Sizes
 from .constants import AbstractCertificate
 from .fixed_count import Bounds

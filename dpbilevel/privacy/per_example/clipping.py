@@ -18,8 +18,8 @@ from ..exact.floats import accumulation_dtype, is_below
 from ..exact.grid import Grid
 from ..exact.matmul_check import check_products
 from ..noise import PRNGKey, check_key
-from ..records.disk import OnDisk, reader, shapes_of
-from ..records.rows import BLOCK, Shards, shards_of, taken
+from ..records.disk import OnDisk
+from ..records.rows import BLOCK, Shards, reader, shapes_of, shards_of, taken
 from ..sampling.base import Batch
 from .factored import is_structured
 from .microbatches import pass_rows, whole_blocks
@@ -80,10 +80,6 @@ class Bounded(eqx.Module):
         """Name of the arithmetic of the value: `"float"` or `"grid"`."""
         return "grid" if isinstance(self.raw, Grid) else "float"
 
-    @property
-    def _values(self) -> PyTree:
-        return self.raw.counts if isinstance(self.raw, Grid) else self.raw
-
     def sensitivity(
         self, neighbours: Neighbours = Neighbours.REPLACE_ONE
     ) -> Float[Array, ""] | float:
@@ -112,7 +108,8 @@ class Bounded(eqx.Module):
         """
         if self.precision != other.precision:
             raise ValueError("Bounded: cannot add values of different precision.")
-        shapes = [jax.tree.map(jnp.shape, v._values) for v in (self, other)]
+        values = [v.counts if isinstance(v, Grid) else v for v in (self.raw, other.raw)]
+        shapes = [jax.tree.map(jnp.shape, v) for v in values]
         if shapes[0] != shapes[1]:
             raise ValueError(f"Bounded: cannot add shapes {shapes[0]} and {shapes[1]}.")
         add = Grid.__add__ if self.precision == "grid" else optax.tree.add
@@ -248,7 +245,8 @@ def clipped_mean(
     _checks.positive("clipped_mean", denominator=denominator)
     clip_norm, denominator = map(_checks.at_least_single, (clip_norm, denominator))
     on_disk = isinstance(records, OnDisk)
-    _check_mask(mask, n, on_disk=on_disk)
+    if mask is not None:
+        _check_mask(mask, n, on_disk=on_disk)
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
     shards = Shards() if on_disk else shards or shards_of((records, mask))
     record = one_record(records)
@@ -287,8 +285,6 @@ def clipped_mean(
 
 
 def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
-    if mask is None:
-        return
     if on_disk:
         raise ValueError("clipped_mean: OnDisk records take no mask=; write NaN.")
     if mask.shape != (n,) or mask.dtype != bool:
@@ -337,15 +333,17 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
         weights = jnp.where(keep, fraction / jnp.maximum(norms, fraction), 0)
         return rule.add(sums, weights, values), None
 
-    if rule.chunks == 1:  # convolutions take twice the time in a loop of one turn
+    chunks = -(-rule.part // rule.rows)  # the last one may add fewer rows
+    if chunks == 1:  # convolutions take twice the time in a loop of one turn
         return add(rule.empty(), jnp.int32(0))[0]
-    indices = jnp.arange(rule.chunks, dtype=jnp.int32)
+    indices = jnp.arange(chunks, dtype=jnp.int32)
     return jax.lax.scan(add, rule.empty(), indices)[0]
 
 
 def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any, Any]:
     """Return the function in a form that is cheap to clip, and its value's shapes."""
-    arguments = _shapes(constants), record
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for v in constants]
+    arguments = shapes, record
     cheap = functools.partial(plain, products=products)
     value = jax.eval_shape(cheap, *arguments)
     kinds = [leaf.dtype for leaf in jax.tree.leaves(value, is_leaf=is_structured)]
@@ -361,13 +359,9 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
 
 def one_record(records: PyTree) -> PyTree:
     """Return one record as `jax.ShapeDtypeStruct` leaves, without values."""
-    shapes = _shapes(shapes_of(records))
-    return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), shapes)
-
-
-def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)), tree
+        lambda v: jax.ShapeDtypeStruct(jnp.shape(v)[1:], jnp.result_type(v)),
+        shapes_of(records),
     )
 
 

@@ -12,25 +12,23 @@ from typing import Any, Self
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
+from typing_extensions import override
 
 from ... import _checks
 from .people import PersonRows, PersonStore
-from .rows import Shards, filler
+from .rows import AbstractOnDisk, Reader, Shards, filler
 from .rows import taken as taken_in_memory
 from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Paths
 
 Progress = Callable[[int, int], None]
-# Maps the number of a chunk to its rows, and to which of them are to be added.
-Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
 Chunk = tuple[list[np.ndarray], np.ndarray]  # the same on the host
 _MOST_PASSES = 4  # at a time, by one compiled program
 _END = 2**16  # bytes at either end of files that are compared first
 
 
-class OnDisk(_checks.AbstractStored):
+class OnDisk(AbstractOnDisk):
     """Records on disk; make them by `OnDisk.parquet(...)` or `OnDisk.arrays(...)`.
 
     Every pass reads them, for data larger than memory. Pass them in place of records:
@@ -167,9 +165,27 @@ class OnDisk(_checks.AbstractStored):
         return f"OnDisk({shapes}, in {files})"
 
     @property
+    @override
     def shapes(self) -> PyTree:
-        """The records as shapes, in the dtypes that JAX gives arrays in memory."""
         return self._shapes(self.rows)
+
+    @override
+    def chunks(self, n: int, rows: int) -> Reader:
+        self.store.check()
+        leaves = jax.tree.leaves(self._shapes(rows))
+        chunks = _Chunks(self.store, leaves, n, self.progress)
+        keep = jax.ShapeDtypeStruct((rows,), bool)
+
+        def read(number):
+            # The rows are a function of the number alone: the compiler may read a chunk
+            # again or not at all, and nothing needs an order, which `vmap` would refuse
+            # of an `io_callback`.
+            values, fresh = jax.pure_callback(
+                chunks, (leaves, keep), number, vmap_method="sequential"
+            )
+            return jax.tree.unflatten(self.structure, values), fresh
+
+        return read
 
     def padded(self, rows: int) -> Self:
         """Return the `OnDisk` records followed by filler rows, `rows` in all."""
@@ -183,20 +199,12 @@ class OnDisk(_checks.AbstractStored):
         return jax.tree.unflatten(self.structure, shapes)
 
 
-def shapes_of(records: PyTree) -> PyTree:
-    """Return the shapes of `OnDisk` records; other records as they are."""
-    return records.shapes if isinstance(records, OnDisk) else records
-
-
 def taken(
     records: PyTree, present: Bool[Array, " n"] | None, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Bool[Array, " rows"], Shards]:
     """Return rows by number, fillers beyond the last row, as a batch.
 
-    Args:
-        records: Arrays, or `OnDisk`.
-        present: Which rows of arrays are records. All when omitted.
-        members: The numbers of the rows.
+    Of arrays, `present` says which rows are records; all when omitted.
 
     Returns:
         The rows, their numbers, which of them are records, and their `Shards`.
@@ -204,17 +212,13 @@ def taken(
     Privacy:
         The rows that are read from disk are a function of `members` alone.
     """
-    if isinstance(records, OnDisk):
-        return *_taken_from_disk(records, members), Shards()
-    n = len(jax.tree.leaves(records)[0])
-    batch, members, shards = taken_in_memory(records, members)
-    mask = members < n
-    if present is not None:
-        mask &= present.at[members].get(mode="fill", fill_value=False)
-    return batch, members, mask, shards
-
-
-def _taken_from_disk(records: OnDisk, members: Int[Array, " rows"]):
+    if not isinstance(records, OnDisk):
+        n = len(jax.tree.leaves(records)[0])
+        batch, members, shards = taken_in_memory(records, members)
+        mask = members < n
+        if present is not None:
+            mask &= present.at[members].get(mode="fill", fill_value=False)
+        return batch, members, mask, shards
     store = records.store
     store.check()
     leaves = jax.tree.leaves(records._shapes(len(members)))
@@ -223,68 +227,20 @@ def _taken_from_disk(records: OnDisk, members: Int[Array, " rows"]):
     def read(numbers: Any) -> Chunk:
         store.check()
         numbers = np.asarray(numbers)
-        present = numbers < store.count
-        order = np.argsort(numbers, kind="stable")[: np.count_nonzero(present)]
+        known = numbers < store.count
+        order = np.argsort(numbers, kind="stable")[: np.count_nonzero(known)]
         rows = [np.empty((len(order), *v.shape[1:]), v.dtype) for v in leaves]
         store.take(numbers[order], rows)
         found = [np.full(v.shape, filler(v.dtype), v.dtype) for v in leaves]
         for leaf, values in zip(found, rows, strict=True):
             leaf[order] = values
-        return found, present
+        return found, known
 
     # The rows are a function of the argument alone, like those of chunks.
     values, mask = jax.pure_callback(
         read, (leaves, keep), members, vmap_method="sequential"
     )
-    return jax.tree.unflatten(records.structure, values), members, mask
-
-
-def reader(
-    records: PyTree, mask: Bool[Array, " n"] | None, n: int, rows: int
-) -> Reader:
-    """Return a function from a chunk's number to its `rows` rows and their mask.
-
-    Args:
-        records: Arrays, or `OnDisk`, which is padded to `n` rows.
-        mask: Which rows of arrays are records. All when omitted.
-        n: The number of rows of a pass.
-        rows: The number of rows of a chunk; the last one reaches back to rows that were
-            added already, which are marked as such and not read again from disk.
-
-    Raises:
-        OSError: A file is missing or has changed.
-    """
-    if isinstance(records, OnDisk):
-        return _from_disk(records, n, rows)
-
-    def read(number):
-        start = jnp.minimum(number * rows, n - rows)
-        # Slicing inside the loop reads the records in place; reshaping copies them.
-        chunk, keep = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
-        )
-        fresh = start + jnp.arange(rows, dtype=number.dtype) >= number * rows
-        return chunk, fresh if keep is None else fresh & keep
-
-    return read
-
-
-def _from_disk(records: OnDisk, n: int, rows: int) -> Reader:
-    records.store.check()
-    leaves = jax.tree.leaves(records._shapes(rows))
-    chunks = _Chunks(records.store, leaves, n, records.progress)
-    keep = jax.ShapeDtypeStruct((rows,), bool)
-
-    def read(number):
-        # The rows are a function of the number alone: the compiler may read a chunk
-        # again or not at all, and nothing needs an order, which `vmap` would refuse of
-        # an `io_callback`.
-        values, fresh = jax.pure_callback(
-            chunks, (leaves, keep), number, vmap_method="sequential"
-        )
-        return jax.tree.unflatten(records.structure, values), fresh
-
-    return read
+    return jax.tree.unflatten(records.structure, values), members, mask, Shards()
 
 
 class _Chunks:
@@ -364,24 +320,17 @@ def copies(files: Iterable[Path]) -> list[list[Path]]:
     A file is read to its end only if another one has the same size and the same bytes
     at both ends.
 
-    Raises:
-        OSError: A file cannot be read.
-
     Privacy:
         Reads the records, so an error that tells of a copy is not protected.
     """
     groups = [[file for file in files if file.is_file()]]  # pipes are left out
     for read in (os.path.getsize, _ends, _digest):
-        groups = [some for group in groups for some in _grouped(group, read)]
+        found = defaultdict(list)
+        for i, group in enumerate(groups):
+            for file in group:
+                found[i, read(file)].append(file)
+        groups = [group for group in found.values() if len(group) > 1]
     return groups
-
-
-def _grouped(files: list[Path], read: Callable[[Path], object]) -> list[list[Path]]:
-    """Return a list of groups of files for which `read` returns the same."""
-    found = defaultdict(list)
-    for file in files:
-        found[read(file)].append(file)
-    return [group for group in found.values() if len(group) > 1]
 
 
 def _ends(file: Path) -> bytes:

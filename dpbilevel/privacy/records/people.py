@@ -80,12 +80,7 @@ class PersonUnit:
         return present / present.sum(-1, keepdims=True).clip(1)
 
     def check(self, records: Any) -> None:
-        """Refuse records that are not the rows of people, as many as declared.
-
-        Raises:
-            TypeError: They are not `PersonRows`.
-            ValueError: They have another number of places.
-        """
+        """Refuse records that are not `PersonRows`, of as many places as declared."""
         if not isinstance(records, PersonRows):
             raise TypeError(
                 "per_person: the problem is one of people, so data must come from "
@@ -112,12 +107,7 @@ class PerPerson:
     unit: PersonUnit
 
     def __call__(self, *args: Any) -> PyTree:
-        """Return the value of a person, who is the last argument.
-
-        Raises:
-            TypeError: As `PersonUnit.check`.
-            ValueError: As `PersonUnit.check`.
-        """
+        """Return the value of a person, who is the last argument."""
         *first, given = args
         person = given.record if isinstance(given, Keyed) else given
         self.unit.check(person)
@@ -209,13 +199,8 @@ def combined(
     """Return the values of a function of rows, combined for each person.
 
     `PerPerson` for NumPy: the function maps all rows at once to one row of numbers
-    each. Without a unit its values are returned.
-
-    Args:
-        fun: The function.
-        records: The records; `PersonRows` with a unit.
-        unit: The unit.
-        empty: The value of a place without a row, in place of 0.
+    each. The records are `PersonRows` if there is a unit; without a unit the values of
+    `fun` are returned. `empty` is the value of a place without a row.
     """
     if unit is None:
         return fun(records)
@@ -232,12 +217,7 @@ def combined(
 
 
 def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
-    """Return records whose rows are changed by a function of arrays of rows.
-
-    Args:
-        fun: The function; it leaves the leading axes as they are.
-        records: The records, or the rows of people.
-    """
+    """Return records, or rows of people, changed by a function of arrays of rows."""
     if not isinstance(records, PersonRows):
         return fun(records)
     return PersonRows(fun(records.rows), records.present)
@@ -303,14 +283,7 @@ def finite_rows(rows: PyTree, count: int) -> Bool[np.ndarray, " n"]:
 class PersonStore(AbstractStore):
     """The rows of each person of a store, as the leaves of `PersonRows`.
 
-    Args:
-        store: The rows. Those of a person follow each other.
-        ids: The id of the person of each row.
-        most_rows: The number of rows of a person that count, at most.
-
-    Raises:
-        ValueError: The rows of a person do not follow each other, or the number of ids
-            is another one. Declared unprotected: that they do not.
+    The arguments, and what is refused, are those of `OnDisk.by_person`.
     """
 
     order = "C"

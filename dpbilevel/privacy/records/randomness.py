@@ -97,35 +97,13 @@ class Randomized:
         return jnp.mean(jax.vmap(loss)(jax.random.split(keyed.key, self.augmentations)))
 
 
-def is_randomized(fun: Any) -> bool:
-    """Return whether a loss, possibly wrapped, is `Randomized`."""
-    while fun is not None and not isinstance(fun, Randomized):
-        fun = getattr(fun, "fun", None)
-    return fun is not None
-
-
-def with_zero_key(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a randomized loss as one of a record without a key, for its shapes."""
-
-    def plain(*args):
-        *variables, record = args
-        key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
-        return fun(*variables, Keyed(record, key))
-
-    return plain if is_randomized(fun) else fun
-
-
 def with_keys(
     fun: Callable[[Keyed], PyTree], records: PyTree, *, key: PRNGKey
 ) -> tuple[Callable[[PyTree], PyTree], PyTree]:
     """Return a function of a numbered record, and the records with their numbers.
 
-    A number is that of the row in the data, before a batch is drawn.
-
-    Args:
-        fun: The function of a `Keyed` record.
-        records: All records.
-        key: A typed key for this release alone.
+    `fun` is of a `Keyed` record, and `key` a typed key for this release alone. A number
+    is that of the row in the data, before a batch is drawn.
     """
     rows, present = unpacked(records)
     if isinstance(rows, _checks.AbstractStored):

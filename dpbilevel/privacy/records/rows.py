@@ -1,5 +1,6 @@
 """Rows of records: their public number, and their parts on several devices."""
 
+import abc
 import contextlib
 import dataclasses
 import math
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, PyTree
 
+from ... import _checks
 from ..jaxprs import bound, evaluated, retraced, traced
 
 _PARTS = "parts"  # of a vmap over them
@@ -79,6 +81,55 @@ def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
     return records, None
 
 
+# Maps the number of a chunk to its rows, and to which of them are to be added.
+Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
+
+
+class AbstractOnDisk(_checks.AbstractStored):
+    """Records on disk, which `reader` reads in chunks."""
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> PyTree:
+        """The records as shapes, in the dtypes that JAX gives arrays in memory."""
+
+    @abc.abstractmethod
+    def chunks(self, n: int, rows: int) -> Reader:
+        """Return a `Reader` of chunks of `rows` rows, of `n` rows in all."""
+
+
+def shapes_of(records: PyTree) -> PyTree:
+    """Return the shapes of records on disk; other records as they are."""
+    return records.shapes if isinstance(records, AbstractOnDisk) else records
+
+
+def reader(
+    records: PyTree, mask: Bool[Array, " n"] | None, n: int, rows: int
+) -> Reader:
+    """Return a function from a chunk's number to its `rows` rows and their mask.
+
+    Args:
+        records: Arrays, or `OnDisk`, which is padded to `n` rows.
+        mask: Which rows of arrays are records. All when omitted.
+        n: The number of rows of a pass.
+        rows: The number of rows of a chunk; the last one reaches back to rows that were
+            added already, which are marked as such and not read again from disk.
+    """
+    if isinstance(records, AbstractOnDisk):
+        return records.chunks(n, rows)
+
+    def read(number):
+        start = jnp.minimum(number * rows, n - rows)
+        # Slicing inside the loop reads the records in place; reshaping copies them.
+        chunk, keep = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
+        )
+        fresh = start + jnp.arange(rows, dtype=number.dtype) >= number * rows
+        return chunk, fresh if keep is None else fresh & keep
+
+    return read
+
+
 Axes = str | tuple[str, ...]  # of a mesh, or of a `jax.vmap`
 
 
@@ -104,18 +155,18 @@ class Shards:
 
     @property
     def is_typed(self) -> bool:
-        """Whether array types tell the distribution: the mesh has explicit axes."""
-        return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+        """Whether array types tell the distribution: a mesh has explicit axes."""
+        return AxisType.Explicit in self.mesh.axis_types
 
     def traced(self, fun: Callable, record: PyTree) -> tuple[Any, list[Any], PyTree]:
         """Return jaxpr, closure and value's shapes of a function on each device.
 
-        Its variables, constants first, are for what the function closes over, which
-        follows, and for the record. Last are the shapes of the value.
+        The variables of the jaxpr are those of the closure, then those of the record.
         """
         context = contextlib.nullcontext()
-        if self.is_typed:  # functions of arrays of the mesh are traced in it
-            mesh = self.mesh
+        mesh = self.mesh
+        # Functions of arrays of a mesh are traced in it.
+        if mesh is not None and self.is_typed:
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
             context = jax.sharding.use_abstract_mesh(abstract)
         with context:
@@ -160,18 +211,13 @@ class Shards:
     def mapped(self, fun: Callable, *args: PyTree, rows: Sequence[bool], out: P) -> Any:
         """Call `fun` on every part; `rows` says which arguments are cut into parts."""
         specs = tuple(P(self.axes) if cut else P() for cut in rows)
-        placed = [self._placed(v, spec) for v, spec in zip(args, specs, strict=True)]
+        if self.is_typed:  # types tell the distribution
+            places = [NamedSharding(self.mesh, spec) for spec in specs]
+            args = tuple(map(jax.sharding.reshard, args, places))
         mapped = jax.shard_map(
             fun, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False
         )
-        return mapped(*placed)
-
-    def _placed(self, tree: PyTree, spec: P) -> PyTree:
-        """Return the arrays, distributed if types tell the distribution."""
-        if not self.is_typed:
-            return tree
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.tree.map(lambda v: jax.sharding.reshard(v, sharding), tree)
+        return mapped(*args)
 
 
 def shards_of(records: PyTree) -> Shards:
@@ -216,9 +262,6 @@ def taken(
 
     Spread records give a batch that is spread evenly over the same devices, in the same
     order and filled up with nothing, so that every device has a multiple of 64 rows.
-
-    Returns:
-        The rows, the numbers of them all, and how they are spread.
     """
     n = len(jax.tree.leaves(records)[0])
     shards = shards_of(records)

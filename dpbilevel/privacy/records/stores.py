@@ -98,11 +98,7 @@ class AbstractStore(abc.ABC):
 
 
 class ArrayStore(AbstractStore):
-    """Records in NumPy arrays.
-
-    Args:
-        leaves: Arrays that share their leading axis.
-    """
+    """Records in NumPy arrays that share their leading axis."""
 
     order = "C"
 
@@ -190,16 +186,8 @@ def _converted(values: np.ndarray, rows: np.ndarray) -> None:
 class ParquetStore(AbstractStore):
     """Records in the rows of Parquet files, one file after the other.
 
-    Args:
-        paths: The files.
-        columns: The columns of each leaf.
-
-    Raises:
-        ImportError: pyarrow is missing.
-        OSError: A file is missing, or no Parquet file.
-        TypeError: Columns are not given by names.
-        ValueError: A column is missing or not numeric, has nulls, or differs between
-            files; a file is given twice.
+    The arguments, and what is refused, are those of `OnDisk.parquet`; `columns` are
+    those of each leaf.
     """
 
     order = "F"  # as columns are stored

@@ -16,8 +16,8 @@ from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key, derive
-from ..records.disk import shapes_of, taken
-from ..records.rows import BLOCK, Shards, padded_rows, unpacked
+from ..records.disk import taken
+from ..records.rows import BLOCK, Shards, padded_rows, shapes_of, unpacked
 
 # The probability, per draw, that a batch exceeds the default capacity. Ten million
 # draws cost less than a thousandth of a delta of 1e-15 at epsilon 22, of 1e-6 at

@@ -14,8 +14,8 @@ from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
 from ..noise import PRNGKey, check_key
-from ..records.disk import shapes_of, taken
-from ..records.rows import padded_rows, unpacked
+from ..records.disk import taken
+from ..records.rows import padded_rows, shapes_of, unpacked
 from .base import OVERFLOW, AbstractSampling, Batch, batch_capacity, masked_batch
 
 # The chance, per draw, that a subset has too few different members.
