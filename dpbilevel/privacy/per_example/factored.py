@@ -58,7 +58,8 @@ class Factored(eqx.Module):
     @property
     def dtype(self) -> Any:
         """The dtype that holds the entries of both factors."""
-        return _widest(self.left, self.right)
+        dtypes = self.left.dtype, self.right.dtype
+        return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
     @property
     def places(self) -> int:
@@ -108,11 +109,11 @@ class Factored(eqx.Module):
     def multiplied(
         self, matrix: Array, axes: Sequence[Sequence[int]], first: bool, precision: Any
     ) -> "Factored":
-        """Return the tensor product with a matrix: that of `left`, and `right`.
+        """Return the tensor product with any array: that of `left`, and `right`.
 
         Args:
-            matrix: Any array; it need not be a matrix.
-            axes: The contracted axes, all of them of `left`, and those of the matrix.
+            matrix: The other array.
+            axes: The contracted axes, all of them of `left`, and those of the other.
             first: Whether axes of this array come first in the result.
             precision: As for `jnp.tensordot`.
         """
@@ -232,13 +233,10 @@ def _widened(factor: Array) -> Array:
 
 def _joined(first: Array, second: Array) -> Array:
     if first.dtype != second.dtype:
-        dtype = accumulation_dtype(_widest(first, second))
+        widest = max(first.dtype, second.dtype, key=lambda kind: jnp.finfo(kind).bits)
+        dtype = accumulation_dtype(widest)
         first, second = first.astype(dtype), second.astype(dtype)
     return jnp.concatenate((first, second))
-
-
-def _widest(*factors: Array) -> Any:
-    return max((v.dtype for v in factors), key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def is_structured(leaf: Any) -> bool:

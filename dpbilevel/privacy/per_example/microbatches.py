@@ -41,15 +41,12 @@ def pass_rows(
         record: One record, as shapes.
         on_disk: Whether records are read from disk. The rows of a chunk are then whole
             groups, and the last chunk is padded.
-
-    Raises:
-        ValueError: `microbatch` is no positive integer.
     """
     if microbatch != "auto":
         _checks.count("clipped_mean", **{'microbatch, unless "auto",': microbatch})
         return n, _chunk_rows(n, 2 ** (int(microbatch).bit_length() - 1))
     fit = microbatch_rows(value, record, jax.default_backend())
-    size = _bytes(jax.tree.leaves(record))
+    size = _memory(record)
     if 2 * (_memory(value) + _SCALARS) > size:
         return n, _chunk_rows(n, fit)
     if not on_disk and jax.default_backend() == "cpu" and n * size > cached_bytes():
@@ -83,7 +80,7 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
     A power of two of at least 1, so that both fit the budget of the backend.
     """
     budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
-    size = _memory(value) + _bytes(jax.tree.leaves(record))
+    size = _memory(value) + _memory(record)
     return 2 ** max(0, int(math.log2(budget / max(size, 1))))
 
 
@@ -109,7 +106,7 @@ def _chunk_rows(n: int, rows: int) -> int:
 
 
 def _memory(value: PyTree) -> int:
-    """Return the number of bytes of a record's value and its part of a group's sum."""
+    """Return the bytes of a record, or of its value and its part of a group's sum."""
     arrays: list[Any] = []
     for leaf in jax.tree.leaves(value, is_leaf=is_structured):
         arrays += jax.tree.leaves(leaf)
@@ -118,8 +115,4 @@ def _memory(value: PyTree) -> int:
                 arrays.remove(leaf.left)
             size = -(-math.prod(leaf.shape) // largest_group(leaf)) + leaf.places**2
             arrays.append(jax.ShapeDtypeStruct((size,), leaf.dtype))
-    return _bytes(arrays)
-
-
-def _bytes(arrays: list[Any]) -> int:
     return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)

@@ -65,13 +65,6 @@ def _solved(record: Array) -> Array:
     return jax.scipy.linalg.solve(square, record[16:20], assume_a="pos")
 
 
-def _looped(record: Array) -> Array:
-    """Return the result of a loop whose length depends on the record."""
-    return jax.lax.while_loop(
-        lambda state: (jnp.abs(state) < 2).any(), lambda state: 2 * state + 1, record
-    )
-
-
 # Operations whose compiled forms combine rows of a batch most freely.
 FUNCTIONS: Mapping[str, Function] = {
     "a product with a matrix": lambda v: v @ np.eye(WIDTH, 8, dtype=np.float32),
@@ -79,7 +72,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "grouped convolutions": _grouped,
     "maxima over windows": _pooled,
     "a linear system": _solved,
-    "a loop": _looped,
+    "a loop": lambda v: jax.lax.while_loop(  # its length depends on the record
+        lambda state: (jnp.abs(state) < 2).any(), lambda state: 2 * state + 1, v
+    ),
     "running sums": jnp.cumsum,
     "a sort": jnp.sort,
     "a Fourier transform": jnp.fft.rfft,
@@ -101,9 +96,6 @@ def mixed_rows(
     Returns:
         The names of the functions of which the values of some record changed with what
         another one holds. None of them is correct; it is not proved that none will.
-
-    Privacy:
-        Touches no data.
     """
 
     def values(record):
@@ -111,23 +103,14 @@ def mixed_rows(
 
     compute = compiled(jax.vmap(rowwise("mixed_rows", values)))
     rows = np.random.default_rng(0).normal(size=(BLOCK, WIDTH)).astype(np.float32)
-    expected = _bytes(compute(rows))
-    mixed = set()
-    for bad in _BAD:
+    # Of each function, the bytes of all rows but the bad one: first those of good rows.
+    found: dict[str, list[list[bytes]]] = {name: [] for name in functions}
+    for bad in (rows[_PLACE], *_BAD):
         rows[_PLACE] = bad
-        found = _bytes(compute(rows))
-        mixed |= {name for name in functions if found[name] != expected[name]}
-    return tuple(name for name in functions if name in mixed)
-
-
-def _bytes(values: Mapping[str, PyTree]) -> dict[str, list[bytes]]:
-    """Return a dict, by function, of the bytes of all rows but the bad one."""
-
-    def kept(array: Any) -> bytes:
-        return np.delete(np.asarray(array), _PLACE, axis=0).tobytes()
-
-    values = jax.device_get(values)
-    return {name: [*map(kept, jax.tree.leaves(v))] for name, v in values.items()}
+        for name, value in jax.device_get(compute(rows)).items():
+            kept = [np.delete(v, _PLACE, axis=0) for v in jax.tree.leaves(value)]
+            found[name].append([v.tobytes() for v in kept])
+    return tuple(name for name, seen in found.items() if seen != seen[:1] * len(seen))
 
 
 def check_rows(owner: str) -> None:
@@ -136,14 +119,9 @@ def check_rows(owner: str) -> None:
     It runs once for each device of a process, takes about a second, and may be called
     where a program is traced.
 
-    Args:
-        owner: The function that an error names.
-
     Raises:
-        ValueError: A value of one record changed with what another record holds.
-
-    Privacy:
-        Touches no data.
+        ValueError: A value of one record changed with what another record holds;
+            `owner` is named.
     """
     device = get_default_device()
     if mixed := _mixed(device):

@@ -20,9 +20,7 @@ Scalar = Float[Array, ""]
 def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Scalar]:
     r"""Return one record's value in units of the clip norm, and bounds on its norm.
 
-    Args:
-        value: Leaves may be `Factored` or `SparseRows`.
-        clip_norm: $C$.
+    Leaves may be `Factored` or `SparseRows`.
 
     Returns:
         The value; at least its norm, which is above `TOO_LONG` where the value is not
@@ -30,7 +28,15 @@ def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Sc
         leaves of several places, which may cancel in the norm.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_structured)
-    parts = [_part(leaf, clip_norm) for leaf in leaves]
+    parts = []
+    for leaf in leaves:
+        if isinstance(leaf, Factored):
+            parts.append(_factored(leaf, clip_norm))
+            continue
+        sparse = isinstance(leaf, SparseRows)
+        units = _scaled(leaf.rows if sparse else leaf, clip_norm)
+        made = dataclasses.replace(leaf, rows=units) if sparse else units
+        parts.append(_Part(made, jnp.sum(units * units), units.size))
     dtype = max((p.squares.dtype for p in parts), key=lambda k: jnp.finfo(k).bits)
     # Worst-case relative rounding of a sum of `size` squares, halved by the root.
     epsilon = max(float(jnp.finfo(p.squares.dtype).eps) for p in parts)
@@ -56,16 +62,6 @@ class _Part:
     squared_length: Scalar | None = None  # of several places together
 
 
-def _part(leaf: Any, clip_norm: Scalar) -> _Part:
-    if isinstance(leaf, Factored):
-        return _factored(leaf, clip_norm)
-    if isinstance(leaf, SparseRows):
-        rows = _scaled(leaf.rows, clip_norm)
-        return _Part(dataclasses.replace(leaf, rows=rows), _squares(rows), rows.size)
-    units = _scaled(leaf, clip_norm)
-    return _Part(units, _squares(units), units.size)
-
-
 def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
     """Return a `_Part`: the leaf with left factors of length one, and its norm.
 
@@ -80,7 +76,7 @@ def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
         left, right = left[0], right[0, 0] if leaf.narrow else right[0]
     left, right = jax.lax.optimization_barrier((left, right))
     # Squares below the normal numbers may count as zero.
-    squares = _squares(left, axis=-1) + p * jnp.finfo(dtype).tiny
+    squares = jnp.sum(left * left, axis=-1) + p * jnp.finfo(dtype).tiny
     lengths = jnp.sqrt(squares) * (1 + (p + 32) * epsilon / 4)
     if places > 1:
         lengths = lengths[:, None]
@@ -91,18 +87,14 @@ def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
         right = jax.lax.optimization_barrier(units / lengths)
         right = right.reshape(leaf.right.shape)
         value = dataclasses.replace(leaf, left=left[None], right=right)
-        return _Part(value, _squares(units), q)
+        return _Part(value, jnp.sum(units * units), q)
     value = dataclasses.replace(leaf, left=left / lengths, right=units)
-    squared_length = jnp.sum(jnp.sqrt(_squares(units, axis=1))) ** 2
+    squared_length = jnp.sum(jnp.sqrt(jnp.sum(units * units, axis=1))) ** 2
     products = [jnp.matmul(v, v.T, precision="highest") for v in (value.left, units)]
     rows = jax.lax.optimization_barrier(jnp.sum(jnp.multiply(*products), axis=1))
     # Each product is off by as many roundings as it has terms.
     error = (p + q + 2 * places + 32) * epsilon
     return _Part(value, jnp.sum(rows) + error * squared_length, q, squared_length)
-
-
-def _squares(value: Array, axis: int | None = None) -> Array:
-    return jnp.sum(value * value, axis=axis)
 
 
 def _scaled(value: Array, clip_norm: Scalar) -> Array:

@@ -79,16 +79,12 @@ _GENERATORS = *GENERATORS, "philox2x32"
 def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
     """Check that no primitive can mix records if the jaxpr of one record is batched.
 
-    Only equations that read the record are checked; others are not batched.
-
-    Args:
-        owner: The function that an error names.
-        jaxpr: The jaxpr of a function of one record.
-        dependent: The variables of `jaxpr` that hold the record.
+    Only equations that read the record, the variables `dependent`, are checked; others
+    are not batched.
 
     Raises:
         ValueError: A value that depends on the record enters a primitive that is not
-            in `ROWWISE`, or that mixes records with these parameters.
+            in `ROWWISE`, or that mixes records with these parameters; `owner` is named.
     """
     known = set(dependent)
     for eqn in jaxpr.eqns:
@@ -118,24 +114,20 @@ def _remedy(name: str) -> str:
 
 def _is_rowwise(eqn: Any) -> bool:
     name = eqn.primitive.name
-    if name not in ROWWISE or not _is_of_jax(eqn.primitive):
+    if eqn.primitive not in _OF_JAX:  # also of modules that were imported since
+        modules = [v for k, v in [*sys.modules.items()] if k.startswith("jax._src")]
+        found = (v for module in modules for v in vars(module).values())
+        _OF_JAX.update(v for v in found if isinstance(v, Primitive))
+    # JAX must have the primitive itself, and not only one of the same name.
+    if name not in ROWWISE or eqn.primitive not in _OF_JAX:
         return False
     if name == "call_hi_primitive":  # jax.numpy.searchsorted and nonzero, or one's own
         return type(eqn.params["_prim"]).__module__ == "jax._src.numpy.hijax"
     if name == "pure_callback":
         return eqn.params["vmap_method"] == "sequential"
     dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
-    keys = {v for v in dtypes if jnp.issubdtype(v, jax.dtypes.prng_key)}
-    return keys <= _key_dtypes()
-
-
-def _is_of_jax(primitive: Primitive) -> bool:
-    """Return whether JAX has a primitive, and not only one of the same name."""
-    if primitive not in _OF_JAX:  # also of modules that were imported since
-        modules = [v for k, v in [*sys.modules.items()] if k.startswith("jax._src")]
-        found = (v for module in modules for v in vars(module).values())
-        _OF_JAX.update(v for v in found if isinstance(v, Primitive))
-    return primitive in _OF_JAX
+    keys = [v for v in dtypes if jnp.issubdtype(v, jax.dtypes.prng_key)]
+    return all(v in _key_dtypes() for v in keys)
 
 
 @functools.cache
@@ -149,13 +141,17 @@ def _key_dtypes() -> frozenset:
 
 def computed(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Return the results of an equation, in a form that can be batched over records."""
+    params = eqn.params
     if eqn.primitive.name == CONVOLUTION:
-        return [_convolution(tuple(eqn.params.items()), *operands)]
-    if eqn.primitive.name == _POOLED and _has_small_windows(eqn.params):
-        return [_by_slices(eqn.params, *operands)]
-    if not any(map(_convolves, inner_jaxprs(eqn))):
-        return bound(eqn, operands, eqn.params)
-    params = {key: retraced(value, _inside) for key, value in eqn.params.items()}
+        return [_convolution(tuple(params.items()), *operands)]
+    if eqn.primitive.name == _POOLED:
+        # Slices replace the primitive: few, of maxima, not padded.
+        few = math.prod(params["window_dimensions"]) <= _MOST_SLICES
+        of_maxima = params["select_prim"].name == "ge"
+        if few and of_maxima and not np.any(params["padding"]):
+            return [_by_slices(params, *operands)]
+    if any(map(_convolves, inner_jaxprs(eqn))):
+        params = {key: retraced(value, _inside) for key, value in params.items()}
     return bound(eqn, operands, params)
 
 
@@ -169,12 +165,6 @@ def _convolves(jaxpr: Any) -> bool:
         eqn.primitive.name == CONVOLUTION or any(map(_convolves, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
-
-
-def _has_small_windows(params: dict[str, Any]) -> bool:
-    """Return whether slices replace the primitive: few, of maxima, not padded."""
-    few = math.prod(params["window_dimensions"]) <= _MOST_SLICES
-    return few and params["select_prim"].name == "ge" and not np.any(params["padding"])
 
 
 def _by_slices(params: dict[str, Any], source: Array, operand: Array) -> Array:
@@ -283,15 +273,16 @@ def _by_products(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
         return found.reshape(*lead, math.prod(count))
 
     out = params["preferred_element_type"] or jnp.result_type(lhs, rhs)
+    wide = accumulation_dtype(out) if jnp.issubdtype(out, jnp.floating) else out
     product = functools.partial(
-        jnp.einsum, precision=params["precision"], preferred_element_type=_wide(out)
+        jnp.einsum, precision=params["precision"], preferred_element_type=wide
     )
     shape = groups, batch, outputs, math.prod(window)
     if 0 in (*shape, *kernel):
         result = jnp.zeros(shape, out)
     elif math.prod(kernel) <= math.prod(window):
         places = [np.multiply(place, gaps).tolist() for place in np.ndindex(*kernel)]
-        result = jnp.zeros(shape, _wide(out))
+        result = jnp.zeros(shape, wide)
         for i, place in enumerate(places):
             terms = seen(place, window, strides)
             result += product("gbfp,gof->gbop", terms, rhs[..., i])
@@ -302,7 +293,3 @@ def _by_products(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
     result = jnp.swapaxes(result.astype(out), 0, 1)
     result = result.reshape(batch, groups * outputs, *window)
     return jnp.transpose(result, np.argsort(numbers.out_spec).tolist())
-
-
-def _wide(dtype: Any) -> Any:
-    return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -8,7 +8,7 @@ something else than a sum, a multiple or a transpose reads it, which forms it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,8 +54,15 @@ def opened(
 
     def run(constants, record: PyTree, *, products: bool | None = None) -> PyTree:
         leaves = jax.tree.leaves(record)
-        results = _Run(leaves)(jaxpr, [*constants, *leaves])
-        return tree.unflatten([_output(v, products) for v in results])
+        results = evaluated(jaxpr, [*constants, *leaves], _Run(leaves).equation)
+        found = []
+        for value in results:
+            form = None if products is None else _form_of(value)
+            if form is None:
+                found.append(jnp.asarray(_array(value)))
+            else:
+                found.append(form.cheapest(products))
+        return tree.unflatten(found)
 
     return run, constants
 
@@ -74,11 +81,12 @@ def rowwise(owner: str, fun: Callable[[PyTree], PyTree]) -> Callable[[PyTree], P
     return apart
 
 
+@dataclasses.dataclass(frozen=True)
 class _Lazy:
     """An array that is computed when it is needed, and another form of it."""
 
-    def __init__(self, array: Callable[[], Array], form: Callable[[], Any]):
-        self.array, self.form = functools.cache(array), functools.cache(form)
+    array: Callable[[], Array]
+    form: Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,43 +101,38 @@ def _array(value: Any) -> Any:
     return value.array() if isinstance(value, _Lazy | _Filled) else value
 
 
-def _output(value: Any, products: bool | None) -> Any:
-    if products is None or (form := _form_of(value)) is None:
-        return jnp.asarray(_array(value))
-    return form.cheapest(products)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Evaluation of a jaxpr that forms no product before it is used."""
+    """Evaluation of a jaxpr that forms no product before it is used.
+
+    Attributes:
+        record: The arrays of the record.
+    """
 
     record: list[Any]
 
-    def __call__(self, jaxpr, args: Sequence[Any]) -> list[Any]:
-        return evaluated(jaxpr, args, self._equation)
-
-    def _equation(self, eqn, operands: list[Any]) -> list[Any]:
+    def equation(self, eqn, operands: list[Any]) -> list[Any]:
+        """Return the results of an equation: arrays, or what becomes one."""
         name = eqn.primitive.name
         if name in _CALLS:
             inner = eqn.params[_CALLS[name]]
             if eqn.params.get("prevent_cse"):  # else what is recomputed is kept
                 operands = [_barrier(_array(v)) for v in operands]
             if hasattr(inner, "jaxpr"):  # with the constants that it closes over
-                return self(inner.jaxpr, [*inner.consts, *operands])
-            return self(inner, operands)
+                inner, operands = inner.jaxpr, [*inner.consts, *operands]
+            return evaluated(inner, operands, self.equation)
 
+        @functools.cache
         def array():
             return _bound(eqn, operands)[0]
 
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-            return [_Filled(_array(operands[0]), functools.cache(array))]
+            return [_Filled(_array(operands[0]), array)]
         rule = _RULES.get(name) if _is_floating(*eqn.outvars) else None
         form = None if rule is None else rule(self, eqn, operands)
-        return _bound(eqn, operands) if form is None else [_Lazy(array, form)]
-
-    def given(self, operand: Any) -> bool:
-        """Return whether an operand is an array of the record."""
-        return any(operand is leaf for leaf in self.record)
+        if form is None:
+            return _bound(eqn, operands)
+        return [_Lazy(array, functools.cache(form))]
 
 
 def _bound(eqn, operands: list[Any]) -> list[Any]:
@@ -191,16 +194,12 @@ def _product(run: _Run, eqn, operands: list[Any]):
         split = axes[: widths[0]], axes[widths[0] :]
         left, right = sides
         made = Factored(left, right, eqn.outvars[0].aval.shape, *split)
-        return _oriented(made, *map(run.given, operands))
+        # Longer factors are left, and marked if they are the record's.
+        p, q = made.widths
+        made, longer = (made, operands[0]) if p >= q else (made.turned(), operands[1])
+        return dataclasses.replace(made, given=any(longer is v for v in run.record))
 
     return form
-
-
-def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:
-    """Return `Factored` with longer factors left, marked if they are the record's."""
-    p, q = made.widths
-    made, given = (made, left_given) if p >= q else (made.turned(), right_given)
-    return dataclasses.replace(made, given=given)
 
 
 def _convolution(run: _Run, eqn, operands: list[Any]):
@@ -250,7 +249,8 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
         left = left.reshape(rhs[0].size, -1)
         right = rhs.reshape(len(rhs), -1).T
         made = Factored(left, right, shape, left_axes, (out[1],))
-        return _oriented(made, False, False)
+        p, q = made.widths
+        return made if p >= q else made.turned()
 
     return form
 
@@ -321,7 +321,8 @@ def _multiplied(run: _Run, eqn, operands: list[Any]):
             continue
         if (form := _form_of(value)) is not None:
             return functools.partial(_times, form, number)
-        if run.given(value) and isinstance(number, jax.Array):
+        given = any(value is leaf for leaf in run.record)
+        if given and isinstance(number, jax.Array):
             axes = tuple(range(value.ndim))
             numbers = jnp.reshape(number, (1, 1)).astype(value.dtype)
             row = value.reshape(1, -1)

@@ -69,11 +69,6 @@ class AbstractSum(abc.ABC):
         return self.n if self.rows_per_shard is None else self.rows_per_shard
 
     @property
-    def chunks(self) -> int:
-        """The number of chunks of each part; the last one may add fewer rows."""
-        return -(-self.part // self.rows)
-
-    @property
     def leaves(self) -> list[Any]:
         """Leaves of `value`; factored values count as one leaf."""
         return jax.tree.leaves(self.value, is_leaf=is_structured)
@@ -81,8 +76,9 @@ class AbstractSum(abc.ABC):
     @property
     def _kinds(self) -> list[tuple[float, list[Factored]]]:
         r"""Leaves that are summed in groups, by their $\Lambda$: one place or more."""
-        one = [v for v in self._grouped if v.places == 1]
-        return [(1.0, one), (STRETCH, [v for v in self._grouped if v.places > 1])]
+        grouped = [v for v in self.leaves if is_grouped(v)]
+        one = [v for v in grouped if v.places == 1]
+        return [(1.0, one), (STRETCH, [v for v in grouped if v.places > 1])]
 
     @property
     def rounding(self) -> float:
@@ -99,14 +95,14 @@ class AbstractSum(abc.ABC):
         """
         if not self.rows_fixed:
             return self._margin(self._group_places)
-        parts = []
+        parts, size = [], 0
         for stretch, leaves in self._kinds:
+            size += sum(math.prod(v.shape) for v in leaves)
             pairs = [(self.group_size(v), v) for v in leaves]
             roots = [factored.relative_error(k, v) * math.sqrt(k) for k, v in pairs]
             largest = max((k for k, _ in pairs), default=0)
             parts.append(stretch * math.sqrt(largest) * max(roots, default=0.0))
         replaced = math.hypot(*parts)
-        size = sum(math.prod(v.shape) for v in self._grouped)
         joined = 2 * replaced + math.sqrt(size) * 2.0 ** -(_BITS + 1)
         return joined if self.joins else replaced
 
@@ -114,10 +110,7 @@ class AbstractSum(abc.ABC):
         """Return the number of records whose products are added before rounding."""
         if self.rows_fixed:
             return min(factored.largest_group(value), self.rows)
-        return self._group_records(value, self._group_places)
-
-    def _group_records(self, value: Factored, places: int) -> int:
-        return min(max(1, places // value.places), self.rows)
+        return min(max(1, self._group_places // value.places), self.rows)
 
     @property
     def _group_places(self) -> int:
@@ -129,7 +122,7 @@ class AbstractSum(abc.ABC):
         """Return the margin, in clip norms, of sums by groups of `places` places."""
         parts, steps = [], 0
         for stretch, leaves in self._kinds:
-            pairs = [(self._group_records(v, places), v) for v in leaves]
+            pairs = [(min(max(1, places // v.places), self.rows), v) for v in leaves]
             errors = [factored.relative_error(k, v) for k, v in pairs]
             parts.append(stretch * max(errors, default=0.0))
             steps += sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
@@ -141,13 +134,10 @@ class AbstractSum(abc.ABC):
             return math.ceil(self.n / size)
         whole = math.ceil(self.rows / size)
         if self.part % self.rows:  # the last chunk of a part reaches back
-            return math.ceil(self.n / self.part) * self.chunks * whole
+            chunks = math.ceil(self.part / self.rows)
+            return math.ceil(self.n / self.part) * chunks * whole
         chunks, rest = divmod(self.n, self.rows)
         return chunks * whole + math.ceil(rest / size)
-
-    @property
-    def _grouped(self) -> list[Factored]:
-        return [v for v in self.leaves if is_grouped(v)]
 
     @property
     @abc.abstractmethod
@@ -202,7 +192,10 @@ class GridSum(AbstractSum):
     def clip_fraction(self) -> float:
         """Clip norm left after the worst-case rounding, in units of the clip norm."""
         # Both neighbours count: values of their records, or sums of their groups.
-        size = sum(math.prod(_rows_of(v).shape) * _coarse(v) ** 2 for v in self.leaves)
+        size = 0
+        for v in self.leaves:
+            rows = v.rows if isinstance(v, SparseRows) else v
+            size += math.prod(rows.shape) * _coarse(v) ** 2
         rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
         return 1 - rounded - self.rounding - 2.0**-20
 
@@ -237,7 +230,7 @@ class GridSum(AbstractSum):
             if isinstance(v, Factored):
                 counts = int61.sum_rows(factored.multiples(weights, v, largest))
                 return total.plus(jax.tree.map(v.folded, counts))
-            rows = _rows_of(v)
+            rows = v.rows if isinstance(v, SparseRows) else v
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
             # A compiler that takes NaN for impossible may leave anything in other rows.
             counts = jnp.where(weight > 0, rounded(rows * weight), 0)
@@ -341,11 +334,6 @@ def is_grouped(value: Any) -> bool:
 def _coarse(value: Any) -> int:
     """Return the unit, in grid steps, that entries are rounded to multiples of."""
     return factored.COARSE if isinstance(value, Factored) and value.narrow else 1
-
-
-def _rows_of(value: Any) -> Any:
-    """Return the rows of `SparseRows`, and any other value as it is."""
-    return value.rows if isinstance(value, SparseRows) else value
 
 
 def _split(values: PyTree) -> tuple[PyTree, PyTree]:
