@@ -119,8 +119,7 @@ def check_rounding(
     """Check that errors in a dtype are a small fraction of what they add to.
 
     `what` are the errors, in the plural, `of` what they are a `share` of, and `remedy`
-    what to do besides enabling 64-bit. Inside a program numbers are not known and
-    nothing is refused; plans are made on the host.
+    what to do besides enabling 64-bit. Numbers inside a program are not refused.
 
     Raises:
         ValueError: `added / share` is larger than `allowed`.

@@ -103,9 +103,8 @@ class Grid(eqx.Module):
         """
         leaves, treedef = jax.tree.flatten(self.counts, is_leaf=is_limbs)
         size = sum(math.prod(v.shape) for v in leaves)
-        std, contribution = map(
-            jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
-        )
+        std = jax.lax.stop_gradient(jnp.abs(jnp.asarray(std)))
+        contribution = jax.lax.stop_gradient(self.contribution)
         coarsest = floor_log2(contribution) - release_places(size, finer)
         # Zero by its bits: numbers below the normal ones may count as zero or not.
         silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
@@ -146,12 +145,9 @@ def release_places(size: int, finer: int = 0) -> int:
 def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
     r"""Round floating-point leaves to a `Grid`: integers times one power of two.
 
-    Two values end up at most $\sqrt d \cdot 2^{-24}$ of the sensitivity further apart.
-
-    Args:
-        value: Floating-point leaves.
-        sensitivity: How far one record moves the value; for several roles, the
-            smallest. Its power of two is the grid's, and public.
+    Two values end up at most $\sqrt d \cdot 2^{-24}$ of the sensitivity further apart,
+    which is how far one record moves the value; for several roles, the smallest. Its
+    power of two is the grid's, and public.
     """
     exponent = floor_log2(sensitivity) - ROUNDED_BITS
     dtypes = tuple(v.dtype for v in jax.tree.leaves(value))

@@ -42,14 +42,10 @@ Multiply = Callable[[str, Array, Array], Array]
 
 
 class Product(NamedTuple):
-    """A kind of matrix product.
+    """A kind of matrix product: of k terms, with a result of p rows and q columns.
 
     Attributes:
-        subscripts: As for `jnp.einsum`, with the axes g of a batch, k of the terms, p
-            and q of the results.
-        k: Number of terms.
-        p: Rows of the result.
-        q: Columns of the result.
+        subscripts: As for `jnp.einsum`, with these axes and g of a batch.
     """
 
     subscripts: str
@@ -58,7 +54,6 @@ class Product(NamedTuple):
     q: int
 
     def __str__(self) -> str:
-        """Return the subscripts and the sizes."""
         return f"{self.subscripts} k={self.k} p={self.p} q={self.q}"
 
 
@@ -113,7 +108,6 @@ class ProductError:
         return self.ratio <= 1
 
     def __str__(self) -> str:
-        """Return the outcome in one line."""
         verdict = "passed" if self.passed else "FAILED"
         return (
             f"{verdict}  {self.dtype}  {self.product!s:32}  largest error "

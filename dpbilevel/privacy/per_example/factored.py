@@ -102,8 +102,7 @@ class Factored(eqx.Module):
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
         """Return the `Factored` array with axes moved: axis `i` becomes `place(i)`."""
-        left, right = self.left_axes, self.right_axes
-        left, right = (tuple(map(place, axes)) for axes in (left, right))
+        left, right = (tuple(map(place, v)) for v in (self.left_axes, self.right_axes))
         return Factored(self.left, self.right, tuple(shape), left, right, self.given)
 
     def multiplied(

@@ -132,11 +132,8 @@ def _is_rowwise(eqn: Any) -> bool:
 
 @functools.cache
 def _key_dtypes() -> frozenset:
-    shapes = [
-        jax.eval_shape(functools.partial(jax.random.key, 0, impl=name))
-        for name in _GENERATORS
-    ]
-    return frozenset(shape.dtype for shape in shapes)
+    makers = (functools.partial(jax.random.key, 0, impl=name) for name in _GENERATORS)
+    return frozenset(jax.eval_shape(make).dtype for make in makers)
 
 
 def computed(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

@@ -103,13 +103,9 @@ def _array(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Evaluation of a jaxpr that forms no product before it is used.
+    """Evaluation of a jaxpr that forms no product before it is used."""
 
-    Attributes:
-        record: The arrays of the record.
-    """
-
-    record: list[Any]
+    record: list[Any]  # its arrays
 
     def equation(self, eqn, operands: list[Any]) -> list[Any]:
         """Return the results of an equation: arrays, or what becomes one."""

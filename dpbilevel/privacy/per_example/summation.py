@@ -59,7 +59,6 @@ class AbstractSum(abc.ABC):
     joins: bool = False
 
     def __post_init__(self) -> None:
-        """Check that sums have room for so many records."""
         if self.n > _MOST_RECORDS:
             raise ValueError(f"clipped_mean: at most {_MOST_RECORDS} records.")
 

@@ -55,9 +55,6 @@ class PersonUnit:
         most_rows: The number of rows that count, at most.
         combine: `"mean"`, which counts people alike, or `"sum"`, which counts rows
             alike.
-
-    Raises:
-        ValueError: `most_rows` is below 1, or an unknown `combine`.
     """
 
     most_rows: int = 8
@@ -98,8 +95,7 @@ class PerPerson:
     """Function of a person that combines the values of a function of a row.
 
     Attributes:
-        fun: The function; the row is its last argument. Its value is a pytree of
-            floating-point arrays.
+        fun: The function; the row is its last argument, the value a pytree of floats.
         unit: The unit, which combines the values.
     """
 
@@ -169,7 +165,12 @@ def by_person(
     numbers, people = numbered(ids)
     if len(numbers) != count:
         raise ValueError(f"{name}: got {len(numbers)} ids for {count} rows.")
-    counts = (numbers != _NO_ID) & finite_rows(rows, count)
+    counts = numbers != _NO_ID
+    for v in jax.tree.leaves(rows):
+        if np.issubdtype(v.dtype, np.inexact):
+            with np.errstate(over="ignore"):  # a warning would tell of a number
+                seen = v.astype(jax.dtypes.canonicalize_dtype(v.dtype), copy=False)
+            counts &= np.isfinite(seen).all(axis=tuple(range(1, v.ndim)))
     # Stable, so that the rows of a person keep their order.
     order = np.argsort(numbers, kind="stable")
     order = order[counts[order]]
@@ -268,18 +269,6 @@ def _word(value: Any) -> str:
     return unicodedata.normalize("NFC", text).strip()
 
 
-def finite_rows(rows: PyTree, count: int) -> Bool[np.ndarray, " n"]:
-    """Return which rows have finite entries alone."""
-    finite = np.ones(count, bool)
-    for v in jax.tree.leaves(rows):
-        if np.issubdtype(v.dtype, np.inexact):
-            with np.errstate(over="ignore"):  # a warning would tell of a number
-                seen = v.astype(jax.dtypes.canonicalize_dtype(v.dtype), copy=False)
-            axes = tuple(range(1, v.ndim))
-            finite &= np.isfinite(seen).all(axis=axes)
-    return finite
-
-
 class PersonStore(AbstractStore):
     """The rows of each person of a store, as the leaves of `PersonRows`.
 
@@ -291,8 +280,8 @@ class PersonStore(AbstractStore):
     def __init__(self, store: AbstractStore, ids: Any, most_rows: int):
         numbers, people = numbered(ids)
         if len(numbers) != store.count:
-            counts = f"{len(numbers)} ids for {store.count} rows"
-            raise ValueError(f"OnDisk.by_person: got {counts}.")
+            got = f"got {len(numbers)} ids for {store.count} rows"
+            raise ValueError(f"OnDisk.by_person: {got}.")
         known = np.flatnonzero(numbers >= 0)
         first = np.diff(numbers[known], prepend=-1) != 0  # rows of another person
         if np.count_nonzero(first) != people:

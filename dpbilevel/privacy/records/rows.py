@@ -188,11 +188,8 @@ class Shards:
     ) -> PyTree:
         """Return a sum over rows; each device adds up the rows that it has.
 
-        Args:
-            part: Maps numbers, some rows and the axes that other rows are spread over
-                to the sum over all of them; no axes where there are no others.
-            numbers: What is the same for all rows.
-            rows: A pytree of arrays that share their leading axis.
+        `part` maps numbers, some rows and the axes that other rows are spread over to
+        the sum over all of them; no axes where there are no others.
         """
         if self.mesh is not None:
 

@@ -199,11 +199,17 @@ class ParquetStore(AbstractStore):
         if not files or not columns:
             raise ValueError("OnDisk.parquet: give at least one file and one column.")
         for key, names in columns.items():
-            _check_names(key, names)
+            listed = _listed(names)
+            known = isinstance(listed, list | tuple) and len(listed) > 0
+            if not known or not all(isinstance(name, str) for name in listed):
+                raise TypeError(
+                    f"OnDisk.parquet: columns[{key!r}] must be a name or a list of "
+                    f"names, got {_checks.shown(names)}."
+                )
         super().__init__(files)
         if len(set(self.identities)) < len(files):
-            listed = ", ".join(map(str, files))
-            raise ValueError(f"OnDisk.parquet: a file is given twice: {listed}.")
+            given = ", ".join(map(str, files))
+            raise ValueError(f"OnDisk.parquet: a file is given twice: {given}.")
         self._columns = [_listed(names) for names in columns.values()]
         self._groups: list[list[int]] = []  # rows of each row group of each file
         for path in files:
@@ -265,16 +271,6 @@ class ParquetStore(AbstractStore):
             for j, name in enumerate(names):
                 values = batch.column(name).to_numpy(zero_copy_only=False)
                 _converted(values, table[rows, j])
-
-
-def _check_names(key: str, names: Any) -> None:
-    listed = _listed(names)
-    known = isinstance(listed, list | tuple) and len(listed) > 0
-    if not known or not all(isinstance(name, str) for name in listed):
-        raise TypeError(
-            f"OnDisk.parquet: columns[{key!r}] must be a name or a list of names, got "
-            f"{_checks.shown(names)}."
-        )
 
 
 def _listed(names: str | Sequence[str]) -> Sequence[str]:
