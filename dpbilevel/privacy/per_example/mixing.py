@@ -103,7 +103,7 @@ def mixed_rows(
 
     compute = compiled(jax.vmap(rowwise("mixed_rows", values)))
     rows = np.random.default_rng(0).normal(size=(BLOCK, WIDTH)).astype(np.float32)
-    # Of each function, the bytes of all rows but the bad one: first those of good rows.
+    # The bytes of all other rows: first beside a good one, then beside each bad one.
     found: dict[str, list[list[bytes]]] = {name: [] for name in functions}
     for bad in (rows[_PLACE], *_BAD):
         rows[_PLACE] = bad

@@ -57,8 +57,7 @@ def opened(
         results = evaluated(jaxpr, [*constants, *leaves], _Run(leaves).equation)
         found = []
         for value in results:
-            form = None if products is None else _form_of(value)
-            if form is None:
+            if products is None or (form := _form_of(value)) is None:
                 found.append(jnp.asarray(_array(value)))
             else:
                 found.append(form.cheapest(products))
