@@ -2,7 +2,7 @@
 
 import sys
 
-from .runs.interrupts import watch
+from .runs.guards import watch
 
 
 def main() -> int:

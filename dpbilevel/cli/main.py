@@ -19,8 +19,8 @@ from .. import __version__
 from .._extras import check_installed
 from ..audit.device import device_arithmetic
 from ..privacy.budget import Neighbours
-from ..runs import checkpoint, interrupts, spending
-from ..runs.interrupts import step_bar
+from ..runs import checkpoint, guards, spending
+from ..runs.guards import step_bar
 from . import check, init, plans, predictions, results, run
 from .config import Config
 from .tasks import TASKS
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 if an audit found a violation or the device failed its test, 2 after a
         mistake of the user, 130 after a `KeyboardInterrupt`, 141 if the reader of the
         output has closed it. In a process of its own an interrupt ends that process
-        (`dpbilevel.runs.interrupts`).
+        (`dpbilevel.runs.guards`).
 
     Privacy:
         The output is public or released, except for the lines of `check`, which are
         marked NON-PRIVATE. `init` shows the first row of a file, a header.
     """
     arguments = _parser().parse_args(argv)
-    interrupts.say(lambda: _interrupted(arguments))
+    guards.say(lambda: _interrupted(arguments))
     try:
         # Records and starts of a run are float32, and so is what a plan assumes.
         with jax.enable_x64(False), warnings.catch_warnings():
@@ -166,7 +166,7 @@ def _init(arguments: argparse.Namespace) -> int:
     text, missing = init.draft(arguments)
     if missing and results is not None:
         raise ValueError(f"--run needs all facts; give {', '.join(missing)}.")
-    with interrupts.uninterruptible():
+    with guards.uninterruptible():
         out.write_text(text, encoding="utf-8")
     print(f"config: {out} (read it, and correct mistakes)")
     for remark in init.remarks(arguments):

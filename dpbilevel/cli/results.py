@@ -13,7 +13,7 @@ from ..core.process_spending import guarantee_of
 from ..core.shares import LevelUsability, Usability
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
-from ..runs import checkpoint, lock, spending
+from ..runs import checkpoint, guards, spending
 from ..runs.checkpoint import ARRAYS, RESULT
 from .config import Config, parse_config
 from .evaluation import Evaluation
@@ -256,7 +256,7 @@ def _why(folder: Path) -> str:
     if earlier:
         place = folder / f"run-{earlier[-1]}"
         finished = f"; an earlier one finished, see dpbilevel report {place}"
-    if lock.in_use(folder):
+    if guards.in_use(folder):
         return f": the run in it is in progress{finished}"
     if (folder / checkpoint.NAME).is_file():
         return (

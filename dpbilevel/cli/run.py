@@ -18,9 +18,9 @@ from ..core.levels import check_disjoint_ids
 from ..core.loop import all_steps, bound_to, check_device, planned_rows
 from ..privacy.noise import derive, root_key, step_keys
 from ..privacy.report import rounded_up
-from ..runs import checkpoint, lock, spending
+from ..runs import checkpoint, guards, spending
 from ..runs.checkpoint import Checkpoint, hashed
-from ..runs.interrupts import uninterruptible
+from ..runs.guards import uninterruptible
 from . import evaluation, loading, results
 from .columns import Records
 from .config import Config
@@ -149,7 +149,7 @@ def _opened(out: Path, options: Options):
         raise ValueError(f"--out {out} is a file; give a new folder.")
     if jax.process_count() > 1:
         raise ValueError("the command line needs one process; use dpbilevel.fit.")
-    with lock.held(out) as still_locked:
+    with guards.held(out) as still_locked:
         record, restart = spending.read(out), options.restart
         finished = (out / results.RESULT).exists()
         interrupted = (out / checkpoint.NAME).exists()

@@ -24,7 +24,7 @@ from ..core.solution import Plan
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import AbstractRelease
 from ..privacy.per_example.clipping import Precision
-from ..runs.interrupts import step_bar
+from ..runs.guards import step_bar
 from .candidates import candidates, longest_gradient, toml_of
 from .conclusions import (
     Trial,

@@ -27,8 +27,8 @@ from ..core.problem import AbstractProblem
 from ..core.solution import Solution
 from ..core.solver import AbstractSolver
 from ..privacy.noise import PRNGKey, wrapped
-from . import lock
-from .interrupts import uninterruptible
+from . import guards
+from .guards import uninterruptible
 
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
@@ -153,7 +153,7 @@ def check_empty(name: str, folder: Path) -> None:
     """Raise `ValueError` if a folder has more than a limit, a lock or a leftover."""
     if folder.is_file():
         raise ValueError(f"{name} {folder} is a file; give a new folder.")
-    ours = (TEMPORARY, lock.NAME, LIMIT)
+    ours = (TEMPORARY, guards.LOCK, LIMIT)
     others = sorted(p.name for p in folder.glob("*") if p.name not in ours)
     if others:
         raise ValueError(

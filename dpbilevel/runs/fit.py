@@ -28,9 +28,9 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
-from . import checkpoint, lock, spending
+from . import checkpoint, guards, spending
 from .checkpoint import SOLUTION, Checkpoint, hashed
-from .interrupts import uninterruptible
+from .guards import uninterruptible
 from .run import (
     Run,
     checkpoint_of,
@@ -191,7 +191,7 @@ def run_in_folder(
     settings = settings | {"start": start, "trajectory": run.path is not None}
     facts = json.loads(json.dumps(settings, default=checkpoint.as_json))
     facts |= facts_of(run)
-    with lock.held(folder) as still_locked:
+    with guards.held(folder) as still_locked:
         if (folder / SOLUTION).is_dir():
             return _finished(folder, run, facts)
         first, report = checkpoint_of(run, facts), run.plan.report

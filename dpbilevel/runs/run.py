@@ -25,7 +25,7 @@ from ..privacy.noise import PRNGKey, check_shared, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import FIRST_KEY, Checkpoint, hashed
-from .interrupts import step_bar
+from .guards import step_bar
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -22,7 +22,7 @@ from ..privacy.exact.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
-from ..runs import lock
+from ..runs import guards
 from ..runs.checkpoint import Checkpoint, after, solution_of
 from .base import AbstractAskTellSolver, BlackBox, Proposal
 from .run import Folder, NoisyLosses, check_losses, plan_run
@@ -111,7 +111,7 @@ class AskTell:
         self._closed = False
         if folder is not None:
             with contextlib.ExitStack() as end:
-                self._open(Path(folder), end.enter_context(lock.held(Path(folder))))
+                self._open(Path(folder), end.enter_context(guards.held(Path(folder))))
                 if self.result is None:
                     self._end = end.pop_all()  # the lock stays
         if self.result is not None:

@@ -15,7 +15,7 @@ from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
-from ..runs.interrupts import step_bar
+from ..runs.guards import step_bar
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver, BlackBox
 

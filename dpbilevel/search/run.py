@@ -28,7 +28,7 @@ from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, spending
 from ..runs.checkpoint import Checkpoint, first_checkpoint
 from ..runs.fit import begun_in
-from ..runs.interrupts import uninterruptible
+from ..runs.guards import uninterruptible
 from .base import AbstractAskTellSolver, BlackBox
 
 _COPIES = (

@@ -15,7 +15,7 @@ from dpbilevel.cli import results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.runs import checkpoint, interrupts, lock, spending
+from dpbilevel.runs import checkpoint, guards, spending
 from tests.cases import slow
 from tests.cli.test_runner import GENERATED, bits
 
@@ -84,8 +84,8 @@ os.replace = replaced
 sys.meta_path.insert(0, Hook())
 runpy.run_module("dpbilevel", run_name="__main__", alter_sys=True)
 """
-START = ["checkpoint.SECRET", lock.NAME]
-LEFT = ["checkpoint.SECRET", lock.NAME, "spending.jsonl"]
+START = ["checkpoint.SECRET", guards.LOCK]
+LEFT = ["checkpoint.SECRET", guards.LOCK, "spending.jsonl"]
 DONE = ["result.json", "solution.npz", "spending.jsonl"]
 
 
@@ -123,7 +123,7 @@ def check_resumed(config, prepared):
     if start.exists():
         run(prepared, start, resume=True)
         assert bits(start) == bits(out)
-    assert {*names_in(out)} - {lock.NAME} == {*DONE}
+    assert {*names_in(out)} - {guards.LOCK} == {*DONE}
     (spent,) = spending.read(out).runs
     assert spent.finished
 
@@ -148,14 +148,14 @@ def test_interrupt_in_any_phase_leaves_a_folder_to_go_on_from(
     check_told(found.returncode, found.stderr)
     assert told in found.stderr
     found = names_in(config.parent / "out")
-    assert [v for v in found if left != DONE or v != lock.NAME] == left
+    assert [v for v in found if left != DONE or v != guards.LOCK] == left
     if left:
         check_resumed(config, prepare(read_config(config)))
 
 
 def of_module(script):
     """What becomes of a process that is watched."""
-    head = "import os, signal, time\nfrom dpbilevel.runs import interrupts\n"
+    head = "import os, signal, time\nfrom dpbilevel.runs import guards\n"
     found = subprocess.run(
         [sys.executable, "-c", head + script],
         capture_output=True,
@@ -167,8 +167,8 @@ def of_module(script):
 
 def test_signals_wait_for_a_block_that_is_whole_and_a_termination_has_its_own_code():
     script = (
-        "interrupts.watch()\n"
-        "with interrupts.uninterruptible():\n"
+        "guards.watch()\n"
+        "with guards.uninterruptible():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(0.5)\n"
         "    print('whole', flush=True)\n"
@@ -180,7 +180,7 @@ def test_signals_wait_for_a_block_that_is_whole_and_a_termination_has_its_own_co
 def test_ignored_signal_stays_ignored():
     script = (
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "interrupts.watch()\n"
+        "guards.watch()\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "time.sleep(0.5)\n"
     )
@@ -189,7 +189,7 @@ def test_ignored_signal_stays_ignored():
 
 def test_library_leaves_interrupts_to_python():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt), interrupts.uninterruptible():
+    with pytest.raises(KeyboardInterrupt), guards.uninterruptible():
         signal.raise_signal(signal.SIGINT)
 
 
@@ -237,7 +237,7 @@ def test_interrupt_at_a_random_time_loses_no_bit(config, whole_time, seed):
         code, text = interrupted(process, after)
     left = names_in(config.parent / "out")
     print(f"{code} {left}")
-    if {*left} - {lock.NAME} != {*DONE} or code != 0:  # it may just have ended
+    if {*left} - {guards.LOCK} != {*DONE} or code != 0:  # it may just have ended
         check_told(code, text)
     check_resumed(config, prepare(read_config(config)))
 

@@ -13,14 +13,14 @@ from dpbilevel.cli import results
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
-from dpbilevel.runs import checkpoint, lock, spending
+from dpbilevel.runs import checkpoint, guards, spending
 from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dpbilevel.runs import lock
-with lock.held(Path(sys.argv[1])):
+from dpbilevel.runs import guards
+with guards.held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -55,7 +55,7 @@ def test_folder_in_use_by_another_process_is_refused(
     for flags in ({}, {"resume": True}, {"restart": True}):
         with pytest.raises(ValueError, match=rf"in use.*process {holder.pid}\)"):
             run(prepared, out, **flags)
-    assert names_in(out) == [lock.NAME]
+    assert names_in(out) == [guards.LOCK]
     (tmp_path / "a.toml").write_text(GENERATED)
     assert main(["run", str(tmp_path / "a.toml"), "--out", str(out)]) == 2
     captured = capsys.readouterr()
@@ -67,7 +67,7 @@ def test_killed_process_keeps_nobody_out(holder, prepared, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     out = tmp_path / "out"
-    assert names_in(out) == [lock.NAME]
+    assert names_in(out) == [guards.LOCK]
     run(prepared, out)
     assert names_in(out) == sorted([results.ARRAYS, results.RESULT, spending.NAME])
 
@@ -92,8 +92,8 @@ def test_live_run_is_neither_resumed_nor_replaced(prepared, tmp_path, flag):
 def test_stopped_run_leaves_no_lock(prepared, tmp_path):
     with pytest.raises(Stop):
         run(prepared, tmp_path, progress=stop_at(1))
-    assert lock.NAME not in names_in(tmp_path)
-    assert not lock.in_use(tmp_path)
+    assert guards.LOCK not in names_in(tmp_path)
+    assert not guards.in_use(tmp_path)
 
 
 def test_refused_run_leaves_no_folder(prepared, tmp_path):
@@ -103,7 +103,7 @@ def test_refused_run_leaves_no_folder(prepared, tmp_path):
 
 
 def test_a_lock_file_that_its_holder_removed_is_not_locked(tmp_path, monkeypatch):
-    file, real = tmp_path / lock.NAME, fcntl.flock
+    file, real = tmp_path / guards.LOCK, fcntl.flock
 
     def late(descriptor, operation):  # the last holder goes between open and lock
         file.unlink(missing_ok=True)
@@ -112,26 +112,26 @@ def test_a_lock_file_that_its_holder_removed_is_not_locked(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", late)
         with pytest.raises(ValueError, match="in use by another run"):
-            with lock.held(tmp_path):
+            with guards.held(tmp_path):
                 pass
-    with lock.held(tmp_path) as check:
+    with guards.held(tmp_path) as check:
         check()
 
 
 def test_a_replaced_lock_file_is_left_to_its_new_holder(tmp_path):
-    with lock.held(tmp_path) as check:
-        (tmp_path / lock.NAME).unlink()
-        with lock.held(tmp_path) as check_second:
+    with guards.held(tmp_path) as check:
+        (tmp_path / guards.LOCK).unlink()
+        with guards.held(tmp_path) as check_second:
             with pytest.raises(ValueError, match="was deleted or replaced"):
                 check()
             check_second()
-    assert not lock.in_use(tmp_path)
+    assert not guards.in_use(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_neither_holds_nor_ends_the_lock(tmp_path):
-    with lock.held(tmp_path) as check:
+    with guards.held(tmp_path) as check:
         process = os.fork()
         if process == 0:
             try:
@@ -141,7 +141,7 @@ def test_a_forked_process_neither_holds_nor_ends_the_lock(tmp_path):
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
         check()
-        assert lock.in_use(tmp_path)
+        assert guards.in_use(tmp_path)
 
 
 def test_run_whose_lock_file_is_deleted_stops_before_its_next_checkpoint(
@@ -149,7 +149,7 @@ def test_run_whose_lock_file_is_deleted_stops_before_its_next_checkpoint(
 ):
     def intrude(done):
         if done == 2:
-            (tmp_path / lock.NAME).unlink()
+            (tmp_path / guards.LOCK).unlink()
 
     with pytest.raises(ValueError, match="was deleted or replaced while this run"):
         run(prepared, tmp_path, progress=intrude)
@@ -161,7 +161,7 @@ def test_run_whose_lock_file_is_deleted_stops_before_its_next_checkpoint(
 def test_result_is_not_written_after_the_lock_file_is_deleted(prepared, tmp_path):
     def intrude(done):
         if done == 4:
-            (tmp_path / lock.NAME).unlink()
+            (tmp_path / guards.LOCK).unlink()
 
     with pytest.raises(ValueError, match="another run may be in progress"):
         run(prepared, tmp_path, progress=intrude)

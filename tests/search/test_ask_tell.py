@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.runs import checkpoint, lock, spending
+from dpbilevel.runs import checkpoint, guards, spending
 from dpbilevel.search import ask_tell, run
 from tests.cases import fast_first, slow
 from tests.search import test_search as looped
@@ -207,7 +207,7 @@ def test_the_report_of_a_folder_says_what_a_copy_of_it_costs(tmp_path):
 def test_a_search_whose_lock_file_is_lost_releases_nothing_more(lost, tmp_path):
     search = made(folder=tmp_path / "run")
     finished(search, 1)
-    points, file = search.ask(), tmp_path / "run" / lock.NAME
+    points, file = search.ask(), tmp_path / "run" / guards.LOCK
     second = None
     if lost == "folder":
         (tmp_path / "run").rename(tmp_path / "elsewhere")
@@ -238,7 +238,7 @@ def test_the_last_moment_needs_the_lock_too(moment, tmp_path, monkeypatch):
     kept = []
 
     def late(*arguments):
-        (tmp_path / lock.NAME).unlink()
+        (tmp_path / guards.LOCK).unlink()
         kept.append(file.read_bytes())
         return computed(*arguments)
 
