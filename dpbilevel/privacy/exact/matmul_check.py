@@ -44,8 +44,7 @@ Multiply = Callable[[str, Array, Array], Array]
 class Product(NamedTuple):
     """A kind of matrix product: of k terms, with a result of p rows and q columns.
 
-    Attributes:
-        subscripts: As for `jnp.einsum`, with these axes and g of a batch.
+    The subscripts are those of `jnp.einsum`, with these axes and g of a batch.
     """
 
     subscripts: str
@@ -172,8 +171,7 @@ def check_products(owner: str) -> None:
     once for each device of a process. May be called where a program is traced.
 
     Raises:
-        ValueError: A product is off by more than floating-point multiply-adds allow;
-            `owner` is named.
+        ValueError: A product is off by more than multiply-adds allow; names `owner`.
     """
     device = get_default_device()
     worst = max((_worst(device, v) for v in dtypes()), key=lambda error: error.ratio)

@@ -120,8 +120,7 @@ def check_rows(owner: str) -> None:
     where a program is traced.
 
     Raises:
-        ValueError: A value of one record changed with what another record holds;
-            `owner` is named.
+        ValueError: A record's value changed with what another holds; names `owner`.
     """
     device = get_default_device()
     if mixed := _mixed(device):

@@ -94,9 +94,7 @@ class PersonUnit:
 class PerPerson:
     """Function of a person that combines the values of a function of a row.
 
-    Attributes:
-        fun: The function; the row is its last argument, the value a pytree of floats.
-        unit: The unit, which combines the values.
+    The row is the last argument of `fun`, and the value a pytree of floats.
     """
 
     fun: Callable[..., PyTree]
