@@ -157,10 +157,24 @@ def prepare(config: Config) -> Prepared:
     A `ValueError` says that no noise reaches the budget.
 
     Privacy:
-        Touches no data.
+        Touches no data. Only the people of the test file, who are in no other file,
+        are charged for a counted accuracy, and for nothing else (parallel composition).
     """
     plan, privacy = _calibrated(config, config.solver), config.privacy
-    report = _reported(plan.report, config).with_generator(privacy.randomness)
+    report = plan.report.with_generator(privacy.randomness)
+    held_out, counted = config.data.test, config.data.counts_test
+    assumed = [_UNLISTED, *reversed(config.check.assumptions)]
+    if held_out is not None:
+        assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
+    if privacy.person:  # assumptions about ids of people who have several rows
+        disjoint = privacy.people is People.DISJOINT
+        by_id = disjoint and privacy.neighbours is Neighbours.REPLACE_ONE
+        assumed += [_SAME_IDS] * (by_id and not config.data.validation_path)
+        assumed += [_APART] * (disjoint or counted)
+    assumed = (*assumed, *report.assumptions)
+    report = dataclasses.replace(report, assumptions=assumed)
+    if counted:
+        report = _with_test(report, config)
     check, problem, of_check = config.check, config.problem, None
     ledger = plan.solver.ledger(problem, config.sizes)
     if check.releases:
@@ -180,6 +194,20 @@ def prepare(config: Config) -> Prepared:
     )
 
 
+def _with_test(report: PrivacyReport, config: Config) -> PrivacyReport:
+    """Return the report completed by the release of a counted accuracy."""
+    tested = describe(evaluation.ledger_of(config), config.privacy.budget, levels=False)
+    a, b = report.mu, tested.mu
+    return dataclasses.replace(
+        report,
+        epsilon=max(report.epsilon, tested.epsilon),
+        epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
+        ledger=report.ledger + tested.ledger,
+        forecast=report.forecast + tested.forecast,
+        mu=None if None in (a, b) else max(a or 0.0, b or 0.0),
+    )
+
+
 def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
     with config.place.named_in_errors():
         return calibrate(
@@ -191,39 +219,6 @@ def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
             precision=config.privacy.precision,
             before=config.check.releases,
         )
-
-
-def _reported(report: PrivacyReport, config: Config) -> PrivacyReport:
-    """Return the report of a run, completed by its check and its test file.
-
-    Privacy:
-        Touches no data. Only the people of the test file, who are in no other file,
-        are charged for a counted accuracy, and for nothing else (parallel composition).
-    """
-    held_out, privacy = config.data.test, config.privacy
-    counted = held_out is not None and held_out.accuracy == "counted"
-    assumed = [_UNLISTED, *reversed(config.check.assumptions)]
-    if held_out is not None:
-        assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
-    if privacy.person:  # assumptions about ids of people who have several rows
-        disjoint = privacy.people is People.DISJOINT
-        by_id = disjoint and privacy.neighbours is Neighbours.REPLACE_ONE
-        assumed += [_SAME_IDS] * (by_id and not config.data.validation_path)
-        assumed += [_APART] * (disjoint or counted)
-    assumed = (*assumed, *report.assumptions)
-    report = dataclasses.replace(report, assumptions=assumed)
-    if not counted:
-        return report
-    tested = describe(evaluation.ledger_of(config), config.privacy.budget, levels=False)
-    a, b = report.mu, tested.mu
-    return dataclasses.replace(
-        report,
-        epsilon=max(report.epsilon, tested.epsilon),
-        epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
-        ledger=report.ledger + tested.ledger,
-        forecast=report.forecast + tested.forecast,
-        mu=None if None in (a, b) else max(a or 0.0, b or 0.0),
-    )
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:

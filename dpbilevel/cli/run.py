@@ -84,11 +84,11 @@ def run(
         with config.place.child("data").named_in_errors():
             records, test = _read(config, given)
             classes = tuple(config.data.label.of_classes)
-            columns = dict(prepared.check.columns)
             # Indicators of how the cells of each record fit the config, by role.
             rows = {
                 role: loading.indicators(own, records[role], classes)
-                for role, own in columns.items()
+                for role, own in prepared.check.columns
+                if prepared.check.releases
             }
             levels = loading.as_levels(records, problem.unit)
             problem.check(prepared.w0, levels)

@@ -120,11 +120,17 @@ def calibrated(
     def ledger(scale: float) -> Ledger:
         return _after(before, planned.with_noise(scale).ledger(problem, sizes))
 
-    _check_releases(ledger(1.0), budget, type(solver).__name__)  # any noise will do
+    name, any_noise = type(solver).__name__, ledger(1.0)
+    if not any_noise.releases:
+        raise ValueError(f"calibrate: {name} makes no release; run it without a plan.")
+    if budget.delta == 0:
+        _check_pure(any_noise, name)
+    for release in any_noise.releases:
+        release.check(budget)
     scale = _least_scale(ledger, budget)
     inexact = sum(release.computed_error for release in ledger(scale).releases)
     if inexact:
-        _check_accuracy(inexact, budget, type(solver).__name__)
+        _check_accuracy(inexact, budget, name)
     found = planned.with_noise(scale).with_counts(problem)
     two_levels = isinstance(sizes, Sizes)
     if w0 is not None and two_levels:
@@ -208,21 +214,17 @@ def check_promise(
     )
 
 
-def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
-    if not ledger.releases:
-        raise ValueError(f"calibrate: {name} makes no release; run it without a plan.")
-    events = ledger.events().values()
-    if budget.delta == 0 and not all(map(profiles.pure_epsilons, events)):
+def _check_pure(ledger: Ledger, name: str) -> None:
+    """Refuse a plan for delta = 0 whose releases need another."""
+    if not all(map(profiles.pure_epsilons, ledger.events().values())):
         raise ValueError(
             f"calibrate: {name} has no noise for delta = 0. Use a delta well below "
             "1/n, ExponentialMechanism, or RandomSearch."
         )
-    if budget.delta == 0 and ledger.failure > 0:
+    if ledger.failure > 0:
         raise ValueError(
             f"calibrate: {name} draws approximately; give delta > 0, or use Grid."
         )
-    for release in ledger.releases:
-        release.check(budget)
 
 
 def _check_accuracy(inexact: float, budget: PrivacyBudget, name: str) -> None:

@@ -210,6 +210,9 @@ class Ledger:
         def worst(epsilon: float) -> float:
             return max((profile(epsilon) for profile in curves), default=0.0)
 
+        if not failure:
+            return min(1.0, worst(epsilon))
+
         def total(epsilon: float) -> float:
             return profiles.total_variation_delta(epsilon, failure, worst(epsilon))
 

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,7 @@ def with_tree(row):
     return {"a": row[:1], "b": row[1:].reshape(2, 1)}
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "microbatch"))
 def library(rows, mask, clip_norm, dtype, microbatch="auto"):
     return dpb.privacy.clipped_mean(
         with_tree,
@@ -90,15 +93,7 @@ def exceeds(query, rows, other, clip_norm, relation, dtype=jnp.float32):
     return not gap <= claimed * (1 + 1e-6)
 
 
-compiled = {
-    microbatch: jax.jit(
-        lambda rows, mask, clip_norm, dtype, microbatch=microbatch: library(
-            rows, mask, clip_norm, dtype, microbatch
-        ),
-        static_argnames="dtype",
-    )
-    for microbatch in ("auto", 3)
-}
+compiled = {size: functools.partial(library, microbatch=size) for size in ("auto", 3)}
 
 
 @pytest.mark.parametrize("relation", RELATIONS)

@@ -36,7 +36,9 @@ EVALUATIONS = {"random_search": 12, "repeat_and_select": 12, "noisy_ucb": 4}
 EVALUATIONS["gradient_informative"] = 5 + 2 * 3
 NAME = "noisy_ucb"
 FINISHED = ["search.json", "spending.jsonl"]
-solvers = pytest.mark.parametrize("name", SOLVERS)
+# The search by gradients compiles longest.
+QUICK = [name for name in SOLVERS if name != "gradient_informative"]
+solvers = pytest.mark.parametrize("name", [*QUICK, *slow("gradient_informative")])
 
 
 class Counted:

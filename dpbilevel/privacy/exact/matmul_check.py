@@ -230,20 +230,11 @@ def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
-    """Yield batches (names, left, right) of factors, (g, k, p) and (g, k, q)."""
-    cases = {
-        name: tuple(np.asarray(v, dtype) for v in pair)
-        for name, pair in _cases(product, np.finfo(dtype)).items()
-    }
-    batches = [list(cases)] if "g" in product.subscripts else [[name] for name in cases]
-    for names in batches:
-        left, right = zip(*(cases[name] for name in names), strict=True)
-        yield names, np.stack(left), np.stack(right)
+    """Yield batches (names, left, right) of factors, (g, k, p) and (g, k, q).
 
-
-def _cases(product: Product, info: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return pairs of factors, (k, p) and (k, q), by what is special about them."""
-    random = np.random.default_rng(0)
+    A name says what is special about a pair.
+    """
+    random, info = np.random.default_rng(0), np.finfo(dtype)
     k, p, q, eps = product.k, product.p, product.q, float(info.eps)
     # Numbers near roundings to 7 to 48 bits. The first serves alone if a product has
     # one column: all reduce it.
@@ -287,4 +278,8 @@ def _cases(product: Product, info: Any) -> dict[str, tuple[np.ndarray, np.ndarra
     left, right = numbers(p), numbers(q)
     levels = (5 * np.arange(p) + 16) % 37 - 6  # the first is above
     cases["tiny numbers"] = np.ldexp(left, levels + info.minexp), right / 2
-    return cases
+    batches = [list(cases)] if "g" in product.subscripts else [[name] for name in cases]
+    for names in batches:
+        sides = zip(*(cases[name] for name in names), strict=True)
+        left, right = (np.stack(v).astype(dtype) for v in sides)
+        yield names, left, right

@@ -337,22 +337,17 @@ def _divided(run: _Run, eqn, operands: list[Any]):
     return lambda: form.times(lambda v: v / jnp.asarray(number).astype(v.dtype))
 
 
-def _negated(run: _Run, eqn, operands: list[Any]):
-    form = _form_of(operands[0])
-    return None if form is None else lambda: form.times(jnp.negative)
-
-
 def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
     """Return a function that makes a sum `Factored` or sparse, or `None`.
 
-    It is a sum or difference of two factored values, or of one and zero.
+    It is a sum or difference of two factored values or of one and zero, or minus one.
     """
     if not all(isinstance(v, _Lazy) or _is_zero(v) for v in operands):
         return None  # as where a bias is added to a layer
     forms = [form for v in operands if (form := _form_of(v)) is not None]
     if not forms or len(forms) < sum(isinstance(v, _Lazy) for v in operands):
         return None
-    if sign < 0 and not _is_zero(operands[1]):
+    if sign < 0 and not _is_zero(operands[-1]):
         forms[-1] = forms[-1].times(jnp.negative)
     total = forms[0].plus(forms[1]) if forms[1:] else forms[0]
     return None if total is None else lambda: total
@@ -384,7 +379,7 @@ _RULES: dict[str, Callable] = {
     "squeeze": _reshaped,
     "mul": _multiplied,
     "div": _divided,
-    "neg": _negated,
+    "neg": functools.partial(_added, sign=-1),
     "add": _added,
     "add_any": _added,
     "sub": functools.partial(_added, sign=-1),
