@@ -41,10 +41,14 @@ lint: $(BIN)/.installed
 type: $(BIN)/.installed
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# Compiled in less time, but for the folders that tests/conftest.py names.
-test: $(BIN)/.installed lint type
+# Compiled in less time, but for the folders that tests/conftest.py names. Types are
+# checked meanwhile, because a core is idle at the beginning and at the end.
+test: $(BIN)/.installed lint
+	@mkdir -p build; \
+	$(BIN)/basedpyright --pythonpath $(BIN)/python > build/types.txt & types=$$!; \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-	  $(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow"
+	  $(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow"; failed=$$?; \
+	wait $$types || failed=1; echo "types: $$(cat build/types.txt)"; exit $$failed
 
 test-short: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(SHORT:%=tests/%)
