@@ -42,7 +42,7 @@ type: $(BIN)/.installed
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 # Compiled in less time, but for the folders that tests/conftest.py names. Types are
-# checked meanwhile, because a core is idle at the beginning and at the end.
+# checked meanwhile; what is wrong with them comes last.
 test: $(BIN)/.installed lint
 	@mkdir -p build; \
 	$(BIN)/basedpyright --pythonpath $(BIN)/python > build/types.txt & types=$$!; \

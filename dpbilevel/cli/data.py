@@ -103,17 +103,19 @@ class CsvData:
         return (*numeric, *categorical, (_CONSTANT, 1))
 
     @property
-    def coefficients(self) -> tuple[str, ...]:
-        """Name of each coefficient: a feature, with a class if there are several.
-
-        The constant comes last.
-        """
+    def features(self) -> tuple[str, ...]:
+        """Name of each feature, the constant last."""
         listed = ((b.column, value) for b in self.categorical for value in b.values)
         categorical = (f"{column} = {named(value)}" for column, value in listed)
-        features = *(c for b in self.numeric for c in b.columns), *categorical
-        classes = self.label.class_names if self.label.classes else ()
-        names = (*features, _CONSTANT)
-        return tuple(f"{name} [{c}]" for name in names for c in classes) or names
+        return (*(c for b in self.numeric for c in b.columns), *categorical, _CONSTANT)
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        """Name of each coefficient: a feature, with a class if there are several."""
+        if not self.label.classes:
+            return self.features
+        classes = self.label.class_names
+        return tuple(f"{name} [{c}]" for name in self.features for c in classes)
 
     def load(self, file: Path, person: str = "") -> Records:
         """Return the `Records` of a file. NON-PRIVATE: this is the data.
