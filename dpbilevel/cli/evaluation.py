@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
@@ -166,8 +167,13 @@ def noisy_score(
     def centered(row: PyTree) -> Array:
         return _score(config.data.label, coefficients, row) - _HALF
 
-    of_record = {RECORDS: mean_of(centered, config.privacy.unit)}
-    return _release(config).apply(of_record, records, key=key) + _HALF
+    release, unit = _release(config), config.privacy.unit
+
+    @jax.jit  # or every operation would be compiled alone
+    def released(records, key):
+        return release.apply({RECORDS: mean_of(centered, unit)}, records, key=key)
+
+    return released(records, key) + _HALF
 
 
 def _release(config: Config) -> Release:
