@@ -249,7 +249,7 @@ class PlannedPenalty:
         constants and logarithms, with the noise of the plan. It takes for granted that
         $y^*(x)$ is inside `y_set`, and that inner solves are as accurate as their noise
         allows: averages of enough steps are, the last of few steps is not. Arguments
-        are those of `tuned`.
+        are those of the same name of `tuned`.
 
         Raises:
             ValueError: The solver is not calibrated, or no theorem covers it: its

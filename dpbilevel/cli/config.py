@@ -102,7 +102,13 @@ class Config:
     data: CsvData
     solver: AbstractSolver  # not calibrated
     tables: dict[str, Any]  # the parsed file
-    sizes: Sizes | int  # planned; for one level the number of records or people
+
+    @property
+    def sizes(self) -> Sizes | int:
+        """Planned `Sizes`; for one level the number of records or people."""
+        if self.privacy.people is None:
+            return self.data.training
+        return Sizes(self.data.validation, self.data.training, self.privacy.people)
 
     @property
     def check(self) -> RecordsCheck:
@@ -200,10 +206,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
             f"refers to {found.value}, [privacy] to {wanted.value}."
         )
     collect_errors(errors=_mistakes(place, task, model, privacy, data))
-    sizes = data.training
-    if privacy.people is not None:
-        sizes = Sizes(data.validation, data.training, privacy.people)
-    return Config(place, task, model, privacy, data, solver, tables, sizes)
+    return Config(place, task, model, privacy, data, solver, tables)
 
 
 def public_classes(base: type) -> dict[str, type]:

@@ -157,8 +157,12 @@ def _opened(out: Path, options: Options):
             with contextlib.suppress(ValueError, KeyError):  # none, or damaged
                 spending.finish(out, checkpoint.read(out).fingerprint["run"])
             checkpoint.remove(out)
+        elif options.resume and not interrupted:
+            raise ValueError(
+                f"nothing to resume: {out} holds no checkpoint. Leave out --resume."
+            )
         elif options.resume:
-            checkpoint.read(out)  # raises without one
+            checkpoint.read(out)  # raises if it is damaged
         if spending.is_lost(out) and (finished or restart or not interrupted):
             raise ValueError(
                 f"--out {out} holds an earlier run, but no spending record that can "

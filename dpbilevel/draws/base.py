@@ -87,7 +87,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return self.mechanism.neighbours
 
     def init(self, problem, w0) -> DrawState:
-        """Return the public state before the draw, at `w0` projected onto the set."""
+        """Return the public state before the draw, at `w0` projected onto the set.
+
+        Raises:
+            ValueError: It is of another size than planned for.
+        """
         w0 = jax.tree.map(jnp.asarray, w0)
         two_levels = isinstance(problem, BilevelProblem)
         x, planned = (w0[0] if two_levels else w0), self.coordinates()
@@ -204,7 +208,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
-        """Return the number of coordinates, from the candidates or as declared."""
+        """Return the number of coordinates, from the candidates or as declared.
+
+        Raises:
+            ValueError: It is not declared.
+        """
         if isinstance(self.sampler, Grid):
             return self.sampler.dimension
         if self.dimension is None:

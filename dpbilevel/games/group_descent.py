@@ -149,7 +149,11 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return state.x, state.y, state.losses
 
     def release(self, problem, sizes) -> Release:
-        """Return the `Release` of gradient and losses, in units of their bounds."""
+        """Return the `Release` of gradient and losses, in units of their bounds.
+
+        Raises:
+            ValueError: No bound on losses or no step size is given or declared.
+        """
         self._bound(problem)
         if self.step_size is None and problem.smoothness is None:
             raise ValueError("GroupDescent: no smoothness is declared. Give step_size.")

@@ -264,7 +264,8 @@ class CorrelatedRelease(Release):
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        yield from Release.charges(self.whole, people)
+        for person, query, event in self.whole._events(people):
+            yield person, query.sampling.event(event, self.neighbours, query.size)
 
 
 def check_sampling(owner: str, sampling: AbstractSampling) -> None:

@@ -211,7 +211,7 @@ class Ledger:
             return max((profile(epsilon) for profile in curves), default=0.0)
 
         if not failure:
-            return min(1.0, worst(epsilon))
+            return min(1.0, worst(epsilon) + 0.0)  # never -0.0
 
         def total(epsilon: float) -> float:
             return profiles.total_variation_delta(epsilon, failure, worst(epsilon))

@@ -265,7 +265,10 @@ class Release(AbstractNoisyRelease):
         chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
         return self.count * sum(chances)
 
-    overflow: ClassVar[Any] = failure
+    @property
+    @override
+    def overflow(self) -> float:
+        return self.failure
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -286,19 +289,24 @@ class Release(AbstractNoisyRelease):
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        for query in self.queries[:1] if self.joint else self.queries:
-            share, person = query.contribution / self.contribution, PERSON
-            if self.joint:  # one batch has both
-                event = self.mechanism.event()
-            elif query.role == RECORDS or people is People.DISJOINT:
-                person, event = query.role, self.mechanism.event(share)
-            else:
-                event = self.mechanism.part(share)
+        for person, query, event in self._events(people):
             event = query.sampling.event(event, self.neighbours, query.size)
-            if not self.spans_run:
-                count = query.sampling.charged(self.count, query.size)
-                event = dp_accounting.SelfComposedDpEvent(event, count)
-            yield person, event
+            count = query.sampling.charged(self.count, query.size)
+            yield person, dp_accounting.SelfComposedDpEvent(event, count)
+
+    def _events(
+        self, people: People
+    ) -> "Iterator[tuple[str, Query, dp_accounting.DpEvent]]":
+        """Yield (person, query, event) of one release on a given batch."""
+        if self.joint:
+            yield PERSON, self.queries[0], self.mechanism.event()  # one batch has both
+            return
+        for query in self.queries:
+            share = query.contribution / self.contribution
+            if query.role == RECORDS or people is People.DISJOINT:
+                yield query.role, query, self.mechanism.event(share)
+            else:
+                yield PERSON, query, self.mechanism.part(share)
 
 
 @dataclasses.dataclass(frozen=True)

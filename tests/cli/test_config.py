@@ -1,3 +1,4 @@
+import tomllib
 from pathlib import Path
 
 import jax
@@ -320,3 +321,12 @@ def test_file_that_is_no_toml_is_named(tmp_path):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no\.toml: cannot be read: No such file"):
         read_config(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize("groups", ["single", "per_block", "per_feature"])
+def test_every_penalty_has_a_name(groups):
+    tables = tomllib.loads((CONFIGS / "penalty_tuning.toml").read_text())
+    tables["model"]["groups"] = groups
+    config = parse_config(tables, Location("a.toml"))
+    start = config.model.start(config.data.blocks)
+    assert len(config.model.names(config.data)) == len(config.model.shown(start))

@@ -53,7 +53,7 @@ def is_exact(event: "dp_accounting.DpEvent") -> bool:
     if gaussian_mu(event) is not None:
         return True
     parts = pure_epsilons(event)
-    return _draw_and_gaussians(event) if parts is None else len(parts) == 1
+    return _draw_and_gaussians(event) if parts is None else len(parts) <= 1
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:

@@ -156,7 +156,7 @@ class Shards:
     @property
     def is_typed(self) -> bool:
         """Whether array types tell the distribution: a mesh has explicit axes."""
-        return AxisType.Explicit in self.mesh.axis_types
+        return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     def traced(self, fun: Callable, record: PyTree) -> tuple[Any, list[Any], PyTree]:
         """Return jaxpr, closure and value's shapes of a function on each device.
@@ -166,7 +166,7 @@ class Shards:
         context = contextlib.nullcontext()
         mesh = self.mesh
         # Functions of arrays of a mesh are traced in it.
-        if mesh is not None and self.is_typed:
+        if self.is_typed:
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
             context = jax.sharding.use_abstract_mesh(abstract)
         with context:
