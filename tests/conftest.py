@@ -15,6 +15,8 @@ from hypothesis import settings
 
 from dpbilevel.core import process_spending
 from dpbilevel.privacy.chacha20 import CHACHA20
+from dpbilevel.privacy.exact import matmul_check
+from dpbilevel.privacy.per_example import mixing
 
 MAPS = pathlib.Path("/proc/self/maps" if os.path.exists("/proc") else os.devnull)
 TESTS = itertools.count(1)
@@ -47,6 +49,9 @@ def compile_for(folder):
         jax.config.update(OPTIMIZATION.lower(), quick)
         os.environ[OPTIMIZATION] = str(int(quick))  # for processes that tests start
         jax.clear_caches()
+        # The checks of a device before a run are compiled as that run is.
+        matmul_check._worst.cache_clear()
+        mixing._mixed.cache_clear()
 
 
 @pytest.hookimpl(wrapper=True)
