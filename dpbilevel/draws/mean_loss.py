@@ -85,7 +85,7 @@ class AbstractScore(abc.ABC):
 
 
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
-    """Refuse four errors above 6 % of what a record changes in scores without them."""
+    """Refuse errors of scores if four exceed 6 % of the change by one record."""
     owner, what = "ExponentialMechanism", "errors of computed scores"
     limit: Any = {"allowed": SOLVES + ROUNDING, "remedy": remedy}
     check_rounding(owner, what, 4 * error, spread, dtype, **limit)

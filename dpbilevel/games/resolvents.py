@@ -162,7 +162,7 @@ class Resolvent:
         """Raise `ValueError` if the iteration does not contract or rounds too coarsely.
 
         Rounding may add 5 % to the sensitivity. Nothing is refused inside a program,
-        where numbers are not known.
+        if numbers are not known.
         """
         farthest = self.problem.w_set.reach + self._largest / self.strength
         if not _checks.concrete(farthest):

@@ -53,7 +53,7 @@ class Spectrum:
         \qquad \tau_k = \frac{q + S_k}{1 + S_k}, \quad w_{k+1} = \tau_k^2 / q.$$
 
         Of all methods that see $k$ gradients, this one has the smallest error in $z_k$.
-        It is off by at most `accelerated_error`, and by at most $2 e / \mu$ more where
+        It is off by at most `accelerated_error`, and by at most $2 e / \mu$ more if
         gradients are off by $e$. `num_steps` is $k$, public.
 
         References:
@@ -159,7 +159,7 @@ class Spectrum:
 class Bounds:
     r"""Bounds that a certificate proves about the hypergradient at one $x$, or all.
 
-    For all records of both levels, so also where all upper ones are copies of one, with
+    For all records of both levels, so also if all upper ones are copies of one, with
     $y^*$ the lower solution and $H = \nabla_{yy} G$. $\|\bar\nabla F(x, y) - \nabla
     \Phi(x)\| \le C \|y - y^*\|$ for $\|y\| \le r$, and a $v$ with $\|v - H^{-1}
     \nabla_y F\|_H \le \tau / \sqrt \mu_g$ moves the hypergradient by at most $c \tau$.
@@ -177,7 +177,7 @@ class Bounds:
     upper_gradient: Number  # L_fy, at least the norm of grad_y F where |y| <= r
     # A bound on the parts of grad_y G, a record's and the public one together, for
     # |y| <= 3 r; and the same for the other sums, as a multiple of the bounds above:
-    # more than 1 where records and a public term may cancel.
+    # more than 1 if records and a public term may cancel.
     lower_gradient: Number
     parts: float = 1.0
     clip: Number | None = None  # norm at which upper records' contributions are clipped

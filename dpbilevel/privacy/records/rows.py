@@ -189,7 +189,7 @@ class Shards:
         """Return a sum over rows; each device adds up the rows that it has.
 
         `part` maps numbers, some rows and the axes that other rows are spread over to
-        the sum over all of them; no axes where there are no others.
+        the sum over all of them; no axes if there are no others.
         """
         if self.mesh is not None:
 
