@@ -298,6 +298,8 @@ def _mistakes(
     for name in ("training", "validation") if two else ("training",):
         if getattr(data, name) < 1:
             yield of_data.error(f"{name} must be at least 1.")
+    if not (data.numeric or data.categorical):
+        yield of_data.error("list columns in [[data.numeric]] or data.categorical.")
     if people is People.SHARED and data.training != data.validation:
         yield of_data.error('training must equal validation if people = "shared".')
     if privacy.neighbours is not Neighbours.REPLACE_ONE and data.counts_test:

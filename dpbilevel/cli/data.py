@@ -91,10 +91,6 @@ class CsvData:
     validation_path: str = ""
     test: HeldOut | None = None
 
-    def __post_init__(self):
-        if not (self.numeric or self.categorical):
-            raise ValueError("list columns in [[data.numeric]] or data.categorical.")
-
     @property
     def blocks(self) -> tuple[tuple[str, int], ...]:
         """Pairs of each block's name and number of features, the constant last."""

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         marked NON-PRIVATE. `init` shows the first row of a file, a header.
     """
     arguments = _parser().parse_args(argv)
-    guards.say(lambda: _interrupted(arguments))
+    guards.message = lambda: _interrupted(arguments)
     try:
         # Records and starts of a run are float32, and so is what a plan assumes.
         with jax.enable_x64(False), warnings.catch_warnings():

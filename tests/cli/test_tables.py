@@ -140,7 +140,8 @@ def test_a_date_is_read_as_days(form, cell, days):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ([("model.loss", "logistic")], "has no num_classes"),
+        ([("model.loss", "logistic")], "describes 3 classes; give loss ="),
+        ([("model.loss", "logistic"), ("model.num_classes", 0)], "num_classes = 3 in"),
         ([("model.num_classes", 4)], 'describes 3 classes; give loss = "softmax" and'),
         ([("data.label.classes", [["a"]])], "classes, a list of values for each"),
         ([("data.label.classes", [["a"], ["a"]])], "classes must be lists of distinct"),

@@ -53,12 +53,6 @@ class AbstractLinear(AbstractModel):
     loss: Loss
     num_classes: int = 0
 
-    def __post_init__(self):
-        several = self.loss == "softmax"
-        if several == (self.num_classes < 2):
-            need = "needs num_classes, two or more" if several else "has no num_classes"
-            raise ValueError(f'loss = "{self.loss}" {need}.')
-
     @override
     def mistakes(self, data: CsvData, place: Location) -> Iterator[ValueError]:
         count = len(data.label.classes)
@@ -68,8 +62,11 @@ class AbstractLinear(AbstractModel):
         elif not data.label.of_classes:
             kind, known = "a number", ("squared",)
         if self.loss not in known or self.num_classes != count:
-            asked = f'loss = "{known[0]}"'
-            asked += f" and num_classes = {count}" if count else ""
+            asked = f'loss = "{self.loss if self.loss in known else known[0]}"'
+            if count:
+                asked += f" and num_classes = {count}"
+            elif self.num_classes:
+                asked += " without num_classes"
             where = place.child("label")
             yield where.error(f"describes {kind}; give {asked} in [model].")
 
@@ -91,7 +88,6 @@ class Training(AbstractLinear):
     ridge: float = 0.0
 
     def __post_init__(self):
-        super().__post_init__()
         _checks.non_negative("training", ridge=self.ridge)
 
     @override
@@ -163,7 +159,6 @@ class Penalties(AbstractLinear):
     start_at: Literal["middle", "low"] = "middle"
 
     def __post_init__(self):
-        super().__post_init__()
         low, high = self.bounds
         if not low < high:
             raise ValueError(f"bounds must be increasing, got [{low:g}, {high:g}].")
@@ -242,7 +237,6 @@ class Weighting(AbstractLinear):
     parametrization: Literal["logits", "simplex"] = "logits"
 
     def __post_init__(self):
-        super().__post_init__()
         owner, penalty = "source_weighting", self.weight_penalty
         _checks.count(owner, num_sources=self.num_sources)
         _checks.non_negative(owner, ridge=self.ridge, weight_penalty=penalty)
