@@ -117,8 +117,12 @@ def calibrated(
             return leaf
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
+    def whole_of(found: Solver) -> Ledger:
+        own = found.ledger(problem, sizes)
+        return dataclasses.replace(own, releases=(*before, *own.releases))
+
     def ledger(scale: float) -> Ledger:
-        return _after(before, planned.with_noise(scale).ledger(problem, sizes))
+        return whole_of(planned.with_noise(scale))
 
     name, any_noise = type(solver).__name__, ledger(1.0)
     if not any_noise.releases:
@@ -140,16 +144,11 @@ def calibrated(
     dimensions = {} if w0 is None else found.dimensions(w0)
     forecast = () if w0 is None else found.forecast(problem, sizes, w0)
     known: Any = {"levels": two_levels, "unit": problem.unit, "forecast": forecast}
-    whole = _after(before, found.ledger(problem, sizes))
+    whole = whole_of(found)
     report = describe(whole, budget, dimensions=dimensions, **known)
     process_spending.remember(found, found.sizes, process_spending.costs_by(report))
     too_long = (str(row) for row in forecast if row.from_start)
     return Plan(found, report, remarks=(*large_delta(whole, budget), *too_long))
-
-
-def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
-    """Return a `Ledger` with the releases `before` in front of its own."""
-    return dataclasses.replace(ledger, releases=(*before, *ledger.releases))
 
 
 def least_multiplier(

@@ -67,11 +67,6 @@ class Query:
         r"""Largest change of the mean by one record: $C$ over the denominator."""
         return float(self.clip_norm) / self.sampling.denominator(self.size)
 
-    @property
-    def needs_key(self) -> bool:
-        """Whether `read` draws at random: a batch, or what a loss is given."""
-        return self.randomized or self.sampling.needs_key
-
     def read(
         self,
         fun: Callable[[PyTree], PyTree],
@@ -88,7 +83,7 @@ class Query:
             fun: Maps one record to a pytree.
             records: All records of the role.
             precision: How they are summed, as in `clipped_mean`.
-            key: A typed key for the batch and the losses, if the query `needs_key`.
+            key: A typed key for the batch and the losses, where one is drawn.
             neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
 

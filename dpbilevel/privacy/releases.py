@@ -113,7 +113,7 @@ class AbstractNoisyRelease(AbstractRelease):
         """Return the keys of the batches, if any, and of the noise, of a release."""
         # Batches of all records use one to put them in rows at random.
         drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
-        if drawn or any(query.needs_key for query in self.queries):
+        if drawn or any(q.randomized or q.sampling.needs_key for q in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
             return key_batch, key_noise
         return None, key

@@ -20,7 +20,8 @@ from pathlib import Path
 
 LOCK = "dpbilevel.lock"  # a file in the folder of a run
 _writing: AbstractContextManager[object] = contextlib.nullcontext()
-_message: list[Callable[[], str]] = [lambda: "dpbilevel: interrupted"]
+# The line that is written when a signal ends the process; a command sets its own.
+message: Callable[[], str] = lambda: "dpbilevel: interrupted"  # noqa: E731
 
 
 def watch() -> None:
@@ -47,18 +48,13 @@ def uninterruptible() -> AbstractContextManager[object]:
     return _writing
 
 
-def say(message: Callable[[], str]) -> None:
-    """Set the message that is written when a signal ends the process."""
-    _message[0] = message
-
-
 def _wait(numbers: list[signal.Signals]) -> None:
     """End the process at the first signal."""
     number = signal.sigwait(numbers)
     with _writing:
         try:
             # Past the buffer of `sys.stderr`, which another thread may have locked.
-            os.write(2, f"\n{_message[0]()}\n".encode())
+            os.write(2, f"\n{message()}\n".encode())
         finally:
             os._exit(128 + number)
 

@@ -255,7 +255,7 @@ def test_the_rounding_of_a_multiple_of_a_row_stays_within_the_share():
 
 
 def test_coarse_rounding_that_is_not_paid_for_is_seen(broken):
-    broken(summation, "_coarse", lambda value: 1)
+    broken(summation, "COARSE", 1)
     assert multiple_that_rounds_up() > 1
 
 

@@ -118,23 +118,19 @@ class _Run:
             return evaluated(inner, operands, self.equation)
 
         @functools.cache
-        def array():
-            return _bound(eqn, operands)[0]
+        def results() -> list[Any]:
+            # On each device of a mesh, not on the mesh where it was traced.
+            mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+            with eqn.ctx.manager, mesh:
+                return list(computed(eqn, list(map(_array, operands))))
 
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-            return [_Filled(_array(operands[0]), array)]
+            return [_Filled(_array(operands[0]), lambda: results()[0])]
         rule = _RULES.get(name) if _is_floating(*eqn.outvars) else None
         form = None if rule is None else rule(self, eqn, operands)
         if form is None:
-            return _bound(eqn, operands)
-        return [_Lazy(array, functools.cache(form))]
-
-
-def _bound(eqn, operands: list[Any]) -> list[Any]:
-    # On each device of a mesh, not on the mesh where it was traced.
-    mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
-    with eqn.ctx.manager, mesh:
-        return list(computed(eqn, list(map(_array, operands))))
+            return results()
+        return [_Lazy(lambda: results()[0], functools.cache(form))]
 
 
 def _barrier(operand: Any) -> Any:

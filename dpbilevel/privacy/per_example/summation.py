@@ -17,7 +17,7 @@ from ..exact.grid import Grid
 from ..exact.int61 import split
 from ..records.rows import Axes
 from . import factored
-from .factored import GROUP, Factored, SparseRows, is_structured
+from .factored import COARSE, GROUP, Factored, SparseRows, is_structured
 
 # Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
 _MOST_RECORDS = 2**34
@@ -194,7 +194,8 @@ class GridSum(AbstractSum):
         size = 0
         for v in self.leaves:
             rows = v.rows if isinstance(v, SparseRows) else v
-            size += math.prod(rows.shape) * _coarse(v) ** 2
+            narrow = isinstance(v, Factored) and v.narrow  # in multiples of some steps
+            size += math.prod(rows.shape) * (COARSE if narrow else 1) ** 2
         rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
         return 1 - rounded - self.rounding - 2.0**-20
 
@@ -328,11 +329,6 @@ class FloatSum(AbstractSum):
 def is_grouped(value: Any) -> bool:
     """Return whether values of several records are added before they are rounded."""
     return isinstance(value, Factored) and not value.narrow
-
-
-def _coarse(value: Any) -> int:
-    """Return the unit, in grid steps, that entries are rounded to multiples of."""
-    return factored.COARSE if isinstance(value, Factored) and value.narrow else 1
 
 
 def _split(values: PyTree) -> tuple[PyTree, PyTree]:

@@ -227,29 +227,26 @@ def shards_of(records: PyTree) -> Shards:
     every part of consecutive rows is on one device.
     """
     leaves = jax.tree.leaves(records)
-    found = [_shards(leaf) for leaf in leaves]
-    on_mesh = (v for v in found if v and v.mesh)
-    spread = max(on_mesh, key=lambda v: v.count, default=None)
-    if spread or None not in found or jax.sharding.get_abstract_mesh().manual_axes:
-        return spread or Shards()
-    return Shards(math.gcd(len(leaves[0]), jax.device_count()))
-
-
-def _shards(leaf: Any) -> Shards | None:
-    """Return the `Shards` of an array's leading axis; `None` if only compilers know."""
-    if not isinstance(leaf, jax.Array):
-        return Shards()
-    traced = isinstance(leaf, Tracer)
-    sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
-    if traced and AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    if not isinstance(sharding, NamedSharding) or not sharding.spec:
-        return Shards()
-    mesh, first = sharding.mesh, sharding.spec[0]
-    axes = first if isinstance(first, tuple) else (first,)
-    axes = tuple(name for name in axes if isinstance(name, str))
-    shards = Shards(math.prod(mesh.shape[name] for name in axes), mesh, axes)
-    return shards if shards.is_typed or shards.count > 1 else Shards()
+    spread, compiled = Shards(), False  # whether only the compiler knows of some leaf
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array):
+            continue
+        traced = isinstance(leaf, Tracer)
+        sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
+        if traced and AxisType.Explicit not in sharding.mesh.axis_types:
+            compiled = True
+        elif isinstance(sharding, NamedSharding) and sharding.spec:
+            mesh, first = sharding.mesh, sharding.spec[0]
+            axes = first if isinstance(first, tuple) else (first,)
+            axes = tuple(name for name in axes if isinstance(name, str))
+            found = Shards(math.prod(mesh.shape[name] for name in axes), mesh, axes)
+            larger = spread.mesh is None or found.count > spread.count
+            if larger and (found.is_typed or found.count > 1):
+                spread = found
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if spread.mesh is None and compiled and not manual:
+        return Shards(math.gcd(len(leaves[0]), jax.device_count()))
+    return spread
 
 
 def taken(
