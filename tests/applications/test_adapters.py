@@ -10,9 +10,10 @@ import dpbilevel as dpb
 from dpbilevel.applications import LowRankLinear, adapters, low_rank, merged
 from dpbilevel.core import problem as problems
 from dpbilevel.runs import run as run_module
+from tests.zoo.networks import mlp
 
-PLAIN = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
-MODEL = low_rank(PLAIN, 2, scale=0.5, key=jax.random.key(1))
+PLAIN = mlp(3, 2, 4, 1)
+MODEL = eqx.filter_jit(low_rank)(PLAIN, 2, scale=0.5, key=jax.random.key(1))
 TRAINABLE = adapters(MODEL)
 ROWS = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 BUDGET = dpb.PrivacyBudget(8.0, 1e-3)
@@ -115,7 +116,7 @@ def test_a_saved_model_has_the_same_adapters_in_the_same_layers(solution, tmp_pa
     solution.save(tmp_path / "a")
     # The new model has other weights and adapters, all of which are replaced.
     fresh = low_rank(
-        eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(8)),
+        mlp(3, 2, 4, 1, seed=8),
         2,
         scale=0.5,
         key=jax.random.key(9),

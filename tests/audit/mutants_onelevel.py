@@ -287,7 +287,8 @@ def epoch_claim():
     return audit.event_claim(whole, ADD_OR_REMOVE)
 
 
-UTILITIES = (jnp.eye(10)[0], 1 - jnp.eye(10)[0])  # of two neighbours: they differ by 1
+FIRST = np.eye(10, dtype=np.float32)[0]
+UTILITIES = FIRST, 1 - FIRST  # of two neighbours: they differ by 1
 
 
 EPSILON = 2.0

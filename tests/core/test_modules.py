@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import dpbilevel as dpb
+from tests.zoo.networks import mlp
 
-MODEL = eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0))
+MODEL = mlp(2, 1, 2, 1)
 ARRAYS, STATIC = eqx.partition(MODEL, eqx.is_inexact_array)
 BUDGET = dpb.PrivacyBudget(2.0, 1e-3)
 OPTIONS = {"budget": BUDGET, "precision": "float"}  # which compiles sooner

@@ -20,7 +20,7 @@ ADDED = Neighbours.ADD_OR_REMOVE_ONE
 
 def normal(*shape, seed=0):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.standard_normal(shape, np.float32))
+    return rng.standard_normal(shape, np.float32)
 
 
 def opaque(value):

@@ -20,6 +20,7 @@ from dpbilevel.core.solution import Solution
 from dpbilevel.runs import checkpoint
 from tests.cli.test_runner import config_of
 from tests.problems import ONE_LEVEL, records
+from tests.zoo.networks import mlp
 
 PLAN = dpb.calibrate(
     ONE_LEVEL, dpb.NoisyGD(2, 1.0, 0.5), dpb.PrivacyBudget(1.0, 1e-5), sizes=30
@@ -95,7 +96,7 @@ def test_a_run_comes_back_with_its_report(tmp_path, getkey):
 
 
 def network(seed):
-    return eqx.nn.MLP(2, 1, 3, 1, jax.nn.tanh, key=jax.random.key(seed))
+    return mlp(2, 1, 3, 1, jax.nn.tanh, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,8 @@ def test_objects_come_back_by_a_template(value, like, tmp_path):
     [
         None,
         jnp.ones(2),
-        eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)),
-        eqx.nn.MLP(2, 1, 3, 2, key=jax.random.key(0)),
+        mlp(2, 1, 4, 1),
+        mlp(2, 1, 3, 2),
         (network(0),),
     ],
     ids=["none", "array", "shapes", "structure", "tuple"],

@@ -73,9 +73,14 @@ def quadratic_bilevel(
     def read(record):
         return record if radius is None else shortened(record, radius)
 
-    targets, centers = jax.vmap(read)(targets), jax.vmap(read)(centers)
-    a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
-    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))  # free of x
+    @jax.jit  # one program, not one for each operation
+    def facts(targets, centers):
+        targets, centers = jax.vmap(read)(targets), jax.vmap(read)(centers)
+        a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
+        spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))  # free of x
+        return targets, centers, a_bar, b_bar, spread
+
+    targets, centers, a_bar, b_bar, spread = facts(targets, centers)
     gain = 2.0 / 1.5  # the derivative of y* in x
 
     def upper(_, y, record):
