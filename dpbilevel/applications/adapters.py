@@ -1,4 +1,4 @@
-"""Low-rank adapters: a few numbers to train beside the weights of a network."""
+"""Low-rank adapters (LoRA): a few numbers to train in place of a network's weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

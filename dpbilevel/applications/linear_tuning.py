@@ -239,7 +239,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def largest_loss(self) -> float:
-        """Largest loss: the loss at margin 0, which short rows hardly leave."""
+        """Bound on the loss at margin 0, from which short rows hardly differ."""
         return self.model.largest
 
     @property
@@ -257,7 +257,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
-        r"""Return bounds on slope, solution norm and solution norm in $\Lambda$."""
+        r"""Return bounds on the loss's slope, $\|y^*\|$ and $\|\Lambda^{1/2} y^*\|$."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
         radius = module.inf + 0 * mu  # of the dtype of mu
         slope = self.model.slope(radius)

@@ -1,4 +1,4 @@
-"""Models of sources mixed on validation records, and one model of those kept."""
+"""`MixedSources`: mixes the sources' models, then fits one model to kept sources."""
 
 from typing import ClassVar
 
@@ -39,7 +39,7 @@ _ITERATIONS = 15
 
 
 class Mixture(eqx.Module):
-    r"""Mixtures $y_0 + \sum_s c_s d_s + \sum_j u_j b_j$ in coordinates for descent.
+    r"""Mixture of models $y_0 + \sum_s c_s d_s + \sum_j u_j b_j$, a function of $u$.
 
     The $b_j$ span the same space as the differences $d_s = y_s - y_0$ of the models
     from their initial point. They are the rows of $(Y Y^\top + \ell \|Y Y^\top\|
@@ -116,7 +116,7 @@ def roots(
 
 
 def moments_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
-    r"""Return an `Objective` whose solution, after one step of 1, is the moments $M$.
+    r"""Return the `Objective` that one step of size 1 solves for the moments $M$.
 
     $M$ is the mean of $g g^\top / \|g\|^2$ over the training records, with $g$ the
     gradient in the coordinates of a mixture at its start. A record is a matrix of norm
@@ -245,7 +245,7 @@ class MixedSources(AbstractSourcePipeline):
         return jnp.zeros(shape, dtype_of(y))
 
     def _mixture(self, name: str, w0: PyTree, outputs: Outputs) -> Mixture:
-        """Return the `Mixture` of a stage in coordinates that earlier outputs scale."""
+        """Return a stage's `Mixture`, with coordinates scaled by earlier outputs."""
         if name in (MOMENTS, MIXTURE):
             moments = outputs[MOMENTS] if name == MIXTURE else None
             return _of_sources(w0, outputs, moments)

@@ -1,4 +1,4 @@
-"""Penalties of groups of coefficients: problems, initial points, and groups scaled."""
+"""Penalties of groups of coefficients: problem, initial point, `ScaledGroups`."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ ModelLoss = Callable[[PyTree, PyTree], Float[Array, ""]]
 
 
 class PenaltyTuning(BilevelProblem):
-    """Problem of `penalty_tuning` with quadratic penalties, and its groups.
+    """Problem that `penalty_tuning` makes of quadratic penalties, with its groups.
 
     Attributes:
         groups: The group of each coefficient.
@@ -267,7 +267,7 @@ class ScaledGroups(AbstractPipeline):
         return jnp.where(top > 0, jnp.minimum(energy / safe, 1), 1)
 
     def _penalties(self, problem: PenaltyTuning, x: PyTree, scales) -> PyTree:
-        """Return the log-penalties of the fit at these scales, within their bounds."""
+        r"""Return the log-penalties $x - 2 \log s$ for scales $s$, within bounds."""
         x = x - 2 * jnp.log(jnp.maximum(scales, 1e-15)).astype(x.dtype)
         return problem.x_set.project(x)
 
@@ -293,7 +293,7 @@ def _in_coordinates(
 
 
 def _model(y0: PyTree, spread: PyTree, u: PyTree) -> PyTree:
-    r"""Return $y_0 + s \circ u$."""
+    r"""Return the model $y_0 + s \circ u$ at the coordinates $u$."""
     return optax.tree.add(y0, optax.tree.mul(spread, u))
 
 

@@ -1,4 +1,4 @@
-"""A few numbers of a model, fitted to the upper records."""
+"""Recalibration: slope and constants of a model's scores, fitted to upper records."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -95,12 +95,12 @@ def _curvature_objective(problem: BilevelProblem, span: _Span) -> Objective:
 
 
 def is_array(y: PyTree) -> bool:
-    """Return whether a model is one array, or the shape of one."""
+    """Return whether a model is a single array, or the `ShapeDtypeStruct` of one."""
     return hasattr(y, "shape") and hasattr(y, "dtype")
 
 
 def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
-    """Return the constant feature's unit directions in y, stacked, one for each score.
+    """Return unit vectors like y along the constant feature's coefficients, stacked.
 
     A `ValueError` refuses models that are not one array, or have no such feature.
     """

@@ -138,7 +138,7 @@ class AbstractSourcePipeline(AbstractPipeline):
 def score_objective(
     problem: SourceWeighting, model: PyTree, start: PyTree
 ) -> levels.Objective:
-    r"""Return the linear `Objective` that one step of 1 solves for the scores.
+    r"""Return the linear `Objective` that one step of size 1 solves for the scores.
 
     Entry $(0, s)$ is $a = 0.96$ times the mean over all training records of $1$ or $-1$
     for those of source $s$ and $0$ for others. It is $1$ if `model` has a smaller loss
@@ -169,7 +169,7 @@ def signs_and_fractions(
 
 
 def dtype_of(model: PyTree) -> jnp.dtype:
-    """Return the dtype of the numbers that are released about a model."""
+    """Return the dtype of a model's first leaf, used for all that is released of it."""
     return jax.tree.leaves(model)[0].dtype
 
 
@@ -177,7 +177,7 @@ MODEL = "model"
 
 
 class ScoringModel(eqx.Module):
-    r"""Model that scores sources and is not released.
+    r"""Loss and initial point of a separate model that only scores the sources.
 
     Args:
         loss: $\ell_1(y, z)$: the loss on one record, as in `source_weighting`. Static.

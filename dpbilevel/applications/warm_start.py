@@ -1,4 +1,4 @@
-"""Two bilevel solvers in turn: the released answer of one starts the other."""
+"""`WarmStarted`: a bilevel solver that starts at the released answer of another."""
 
 from typing import Any, ClassVar, Self
 
@@ -65,7 +65,7 @@ class WarmStarted(AbstractStages[_State]):
         dimension_x: int,
         **fields: Any,
     ) -> Self:
-        r"""Return a draw and the implicit steps of the theorem after it.
+        r"""Return a solver with the theorem's parameters: a draw, then implicit steps.
 
         The steps are those of `ImplicitBilevel.from_theorem` for half of $\varepsilon$
         and $\delta$ and the gap of the draw, $\Psi d_x / (\varepsilon n / 2)$ with
