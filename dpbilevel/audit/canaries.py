@@ -1,4 +1,4 @@
-"""Canaries, which leak as much as a ledger allows."""
+"""Canaries: worst-case pairs of datasets, which leak as much as a ledger allows."""
 
 import dataclasses
 import math

@@ -71,7 +71,7 @@ class Certificate:
 
     @property
     def claims(self) -> bool:
-        """Whether an epsilon belongs to the run."""
+        """Whether the report claims an epsilon: its status is not `HEURISTIC`."""
         return self.report.status is not Status.HEURISTIC
 
     def html(self) -> str:
@@ -118,7 +118,7 @@ class Certificate:
         return among.get_template(template).render(vars(self) | found | more)
 
     def _odds(self) -> dict[str, float]:
-        """Return the largest detection rates; without a curve the bound by epsilon."""
+        """Return the largest detection rate of any attack, by false alarm rate."""
         e, d = self.report.epsilon, self.report.delta
         up, down = math.exp(min(e, 700)), math.exp(-e)
         bound = {a: min(up * a + d, 1 - down * (1 - a - d)) for a in FALSE_ALARMS}
@@ -166,7 +166,7 @@ def certificate(
 
 
 def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return the most that a belief of a half can become, and the chance of exceptions.
+    """Return the largest posterior of a prior belief 1/2, and its chance of failure.
 
     Epsilon and delta are those of all releases together.
     """
@@ -197,7 +197,7 @@ def _covers(found: float, claimed: float) -> bool:
 
 
 def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
-    """Return whether the limits of a ledger are limits of a report's run."""
+    """Return whether a ledger is a report's: equal releases, epsilons not smaller."""
     rows = tuple(release.row() for release in ledger.releases)
     said = rows, ledger.neighbours.value, report.people and ledger.people.value
     if said != (report.ledger, report.relation, report.people):

@@ -87,7 +87,7 @@ def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
 
 
 class TradeOffCurve:
-    r"""Largest true positive rate that a claim leaves to any test.
+    r"""Largest true positive rate of any test under a claim, by false positive rate.
 
     A test and its complement both obey the claim, so at false positive rate $\alpha$
     the rate is
@@ -144,7 +144,7 @@ def largest_powers(*ledgers: Ledger) -> dict[str, float]:
 def refutes(
     correct: int, guesses: int, canaries: int, significance: float, claim: Claim
 ) -> bool:
-    r"""Return whether so many right guesses of fair coins refute a privacy profile.
+    r"""Return whether `correct` of `guesses` coin guesses refute a privacy profile.
 
     Let $m$ coins be hidden, $r$ of them guessed, and $p_i$ the chance that $i$ guesses
     are right. With $\bar f(\beta)$ the largest chance under one of two neighbours of an
@@ -188,7 +188,7 @@ def refutes(
 
 
 def gaussian_mu_of(true_positives: float, false_positives: float) -> float:
-    r"""Return the $\mu$ of the Gaussian mechanism for which a test has these rates."""
+    r"""Return the Gaussian $\mu$ at which the best test has these two rates."""
     # Rates of 0 and 1 have no quantile; no number of runs measures rates so near.
     rates = np.clip([true_positives, false_positives], 1e-16, 1 - 1e-16)
     return float(np.subtract(*scipy.special.ndtri(rates)))

@@ -237,7 +237,7 @@ def refute_constants(
 
 
 def _points(problem, w0, random, count: int, radius: float):
-    """Draw batches of `count` points: x of the set, y of the ball."""
+    """Draw `count` points, stacked: x in its set, y in the ball of `radius`."""
     (x0, unravel_x), (y0, unravel_y) = map(jax.flatten_util.ravel_pytree, w0)
     near = np.asarray(x0)[None] + random.normal(size=(count, x0.size))
     project = jax.vmap(lambda v: problem.x_set.project(unravel_x(v)))

@@ -81,7 +81,7 @@ def _as_it_is(key: tuple[int, ...], value: PyTree) -> PyTree:
 
 
 class Tape:
-    """Releases that programs make if they are traced inside `patched`. NON-PRIVATE.
+    """Recorder of releases of programs traced inside `patched`. NON-PRIVATE.
 
     What other threads trace meanwhile is as without the tape.
 
@@ -99,7 +99,7 @@ class Tape:
         self._thread = threading.get_ident()
 
     def take(self) -> list[Recorded]:
-        """Return the releases so far, once all programs have ended, and forget them."""
+        """Wait for running programs; return the releases so far and clear the tape."""
         jax.effects_barrier()
         taken = self.notes[:]
         self.notes.clear()
@@ -107,7 +107,7 @@ class Tape:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Note the releases of all that is traced or run in the context."""
+        """Record in `notes` the releases of all code traced or run in the context."""
         with contextlib.ExitStack() as stack:
             for base, name in (
                 (AbstractNoise, "release"),
@@ -170,7 +170,7 @@ class Tape:
 
 
 def _called(note: Callable[..., PyTree], seen: PyTree, like: PyTree) -> PyTree:
-    """Return what `note` returns on the host for the values `seen`.
+    """Call `note` on the host with the values `seen`; return its result as arrays.
 
     A callback would round numbers of 64 bits, so they travel as pairs of 32 bits.
     """
@@ -206,7 +206,7 @@ def _called(note: Callable[..., PyTree], seen: PyTree, like: PyTree) -> PyTree:
 
 @functools.cache  # no import and no other run changes what JAX compiles
 def _context() -> Callable[[Tape], contextlib.AbstractContextManager[None]]:
-    """Return the context of a tape.
+    """Make the JAX context that separates compiled programs by their tape.
 
     Programs compiled under one tape are never called without it, nor the other way
     round.
@@ -268,7 +268,7 @@ class Replay:
 
     @property
     def largest(self) -> float:
-        """Largest of `movements`, draws left out."""
+        """Largest of `movements` over all releases but draws."""
         return float(np.nanmax(self.movements))
 
     @property
@@ -289,7 +289,7 @@ class Replay:
 
     @property
     def passed(self) -> bool:
-        """Whether the two checks of one pair of data sets hold; not a proof.
+        """Whether no release moves too far, and answers are equal; not a proof.
 
         No release moves by more than is declared, or moves without noise. And the
         answers are equal: they depend on records through releases only.
@@ -376,7 +376,7 @@ def _movement(first: Recorded, second: Recorded) -> float:
 
 
 def _kinds(kind: type, method: str) -> Iterator[type]:
-    """Yield the classes below `kind` that define a method of their own."""
+    """Yield `kind` and its subclasses, if they define the method themselves."""
     if method in vars(kind):
         yield kind
     for other in kind.__subclasses__():

@@ -1,4 +1,4 @@
-"""NON-PRIVATE. Searches for records that move too much, and for reused noise."""
+"""NON-PRIVATE. Searches for records beyond their sensitivity, and for reused noise."""
 
 import dataclasses
 import itertools

@@ -37,7 +37,7 @@ Statistic = Callable[[Float[np.ndarray, " runs d"]], Float[np.ndarray, " runs"]]
 
 
 class SolverRun(eqx.Module):
-    """One run of a solver, with every view that its ledger counts.
+    """Callable that runs a solver once and returns its `adversary_view`s, stacked.
 
     Unlike `dpbilevel.solve` it takes fewer records than planned also under replace-one,
     so that a canary may leave out records that contribute nothing.
@@ -74,7 +74,7 @@ class SolverRun(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    r"""Result of one threshold on the statistic.
+    r"""Result of the audit at one threshold: the test's rates, measured and claimed mu.
 
     Attributes:
         threshold: Least statistic of runs that are taken for runs on the data.
@@ -171,7 +171,7 @@ class TradeOff:
 
     @property
     def _caveat(self) -> str:
-        """Text on the verdict: a condition, a remedy or the defects that can hide."""
+        """Sentence beside the verdict: its condition, or defects that could hide."""
         if not self.passed:
             return (
                 "the claim is refuted if the two datasets differ in one person's "

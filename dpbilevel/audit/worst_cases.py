@@ -123,7 +123,7 @@ _ONE_GROUP = group_fair(
 
 
 def _pulled(solver: InexactProximalPoint, zeros: PyTree) -> VariationalInequality:
-    """Return a `VariationalInequality` of constant operators on a large ball."""
+    """Return the canary `VariationalInequality`: constant operators, a large ball."""
     size = optax.tree.size(zeros)
     assert solver.sizes is not None
     batch = solver.sampling.denominator(solver.sizes)
@@ -192,7 +192,7 @@ def _certified(size: int) -> BilevelProblem:
 
 @functools.cache
 def _bounded(size: int) -> BilevelProblem:
-    r"""Return a bilevel problem of value $(\bar z_f + \bar z_g) \langle 1, x \rangle$.
+    r"""Return the canary of objective $(\bar z_f + \bar z_g) \langle 1, x \rangle$.
 
     Draws take the range of a score from constants that hold on the set.
     """
@@ -231,7 +231,7 @@ def _selection(weight: float) -> BilevelProblem:
 
 
 def _of_sources(y, z):
-    """Return the loss of z, linear in the block y[0] and the anchor y[1].
+    """Return the canary's loss of record z, linear in block y[0] and anchor y[1].
 
     Only mixtures notice the anchor. It starts far from zero and hardly moves, so that a
     mixture's gradient in its coefficients has a known sign. A jump away from the start,
