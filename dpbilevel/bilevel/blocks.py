@@ -1,4 +1,4 @@
-"""Joint solvers: one release a step, of several directions in units of their own."""
+"""Joint solvers: one release a step, of several directions, each in its own unit."""
 
 import abc
 import dataclasses
@@ -29,7 +29,7 @@ LossBlocks = Callable[[Callable[[PyTree, PyTree], Any]], Any]
 
 
 class AbstractBlocks(eqx.Module):
-    """Two entries like y, whose names subclasses choose, and one like x."""
+    """Triple of values: two like y, in fields that subclasses name, and one like x."""
 
     x: AbstractVar[Any]  # the last one; `None` if no record's loss reads x
 
@@ -231,7 +231,7 @@ class AbstractJointSolver(
     def with_public(
         self, problem: BilevelProblem, q: Any, upper: LossBlocks, lower: LossBlocks
     ) -> Any:
-        """Return blocks `q` plus the public terms'; arguments as in `directions`.
+        """Return `q` plus the public terms' directions; arguments as in `directions`.
 
         The first block leaves out the term of a proximal step.
         """
@@ -244,7 +244,7 @@ class AbstractJointSolver(
         return q
 
     def _units(self, meets_x: bool, sizes: Sizes | None) -> Any:
-        """Return `blocks` that hold the units; `None` for x if no loss reads it."""
+        """Return `blocks` of units: clip norms over roots of budget fractions."""
         split = self.budget_split
         total = sum(split) if meets_x else sum(split[:2])  # a public block is free
         first, second, x = (
@@ -259,7 +259,7 @@ def _entries(blocks: AbstractBlocks) -> list[Any]:
 
 
 def _name(units: AbstractBlocks) -> str:
-    """Return the name of the release, with the units of its noise and sensitivities."""
+    """Return the release's name, which lists the unit of each direction."""
     named = {k: v for k, v in vars(units).items() if v is not None}
     if not all(map(_checks.concrete, named.values())):
         return "directions"  # inside of a compiled step, where nobody reads it
@@ -268,7 +268,7 @@ def _name(units: AbstractBlocks) -> str:
 
 
 def _scaled(blocks: Any, units: Any, power: int) -> Any:
-    """Return each block times a power of its unit, without x if x has no unit."""
+    """Return blocks times a power of their units; x is `None` if it has no unit."""
     if units.x is None:
         blocks = dataclasses.replace(blocks, x=None)  # not released
     return jax.tree.map(

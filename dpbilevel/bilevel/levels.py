@@ -49,7 +49,7 @@ def levels_queries(
 
 
 def queries_of(reads: Reads) -> Queries:
-    """Return the function of the queries of a run on one level or on both.
+    """Return the function that makes a run's queries, for one level or both.
 
     A run on both has one clip norm and weighs records equally: upper gradients
     are multiplied by `1 / equal_weights(sizes)` after they are clipped.
@@ -94,7 +94,7 @@ class Objective:
 
 
 class Level(AbstractFiniteSum):
-    """One-level problem inside a bilevel one."""
+    """One-level problem inside a bilevel one, such as the lower level at one x."""
 
     problem: BilevelProblem
     reads: Queries = eqx.field(static=True)  # depend on no released value

@@ -106,7 +106,7 @@ class PenaltyTheorem:
     def noise_terms(
         self, solver: Any, problem: BilevelProblem
     ) -> tuple[float, float, float]:
-        """Return the terms of lower solves, penalized solves and outer gradients."""
+        """Return the bound's noise terms: lower, penalized and outer releases."""
 
         def averaged_std(ledger: Ledger) -> float:
             releases: Any = ledger.releases
@@ -165,7 +165,7 @@ class PenaltyTheorem:
 
 
 class PlannedPenalty:
-    """Planner and bound of `PenaltyBilevel`."""
+    """Mixin of `PenaltyBilevel`: planned parameters, and a bound on the answer."""
 
     @classmethod
     def tuned(
@@ -271,7 +271,7 @@ class PlannedPenalty:
 
 @dataclasses.dataclass(frozen=True)
 class PenaltyPlanner:
-    """Planner of `tuned`."""
+    """Planner behind `PlannedPenalty.tuned`: it minimizes the theorem's bound."""
 
     solver: Callable[..., Any]  # the class of the planned solver
     owner: str
@@ -282,7 +282,7 @@ class PenaltyPlanner:
 
     @property
     def common(self) -> Fields:
-        """Fields that do not depend on the sizes."""
+        """Fields of the planned solver that do not depend on the sizes."""
         return {
             "step_size": 1 / self.theorem.smoothness,  # eta
             "clip_norm": self.theorem.outer_lipschitz,
@@ -318,7 +318,7 @@ class PenaltyPlanner:
         return planned
 
     def least(self, inner: Inner | None, sizes: Sizes, noise: Gaussian) -> Fields:
-        """Return the fields with the least bound, as derived at `tuned`."""
+        """Return the solver's fields with the least bound, as derived at `tuned`."""
         theorem = self.theorem
         relation = noise.neighbours
         simple = NoisyGD(1, theorem.constants.lower_lipschitz, 1.0, neighbours=relation)

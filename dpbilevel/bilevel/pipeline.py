@@ -32,7 +32,7 @@ from .problem import BilevelProblem, Sizes
 
 
 class AbstractStages(AbstractSolver[BilevelProblem, State]):
-    """Solvers in turn, in fields that `stages` names."""
+    """Solver of several stages: it runs the solvers in the fields `stages` in turn."""
 
     stages: ClassVar[Mapping[str, type]]  # the problems that these must solve
     budget_split: AbstractVar[tuple[float, ...]]  # of the squared budget
@@ -114,7 +114,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
 
 def with_prefix(name: str, dimensions: Mapping[str, int]) -> dict[str, int]:
-    """Return a dict of a stage's dimensions by names of its releases in a ledger."""
+    """Return a stage's dimensions, with its name before those of releases."""
     return {f"{name}: {release}": size for release, size in dimensions.items()}
 
 
@@ -145,7 +145,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
 
     @abc.abstractmethod
     def queries(self, name: str) -> Queries:
-        """Return the function of a stage's queries, which needs no other's output."""
+        """Return the function that makes a stage's queries, before any stage ran."""
 
     @abc.abstractmethod
     def objective(
@@ -176,7 +176,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return dataclasses.replace(solver, step_size=factor * step_size)
 
     def step_factor(self, name: str, outputs: Outputs) -> Array | None:
-        """Return the factor of a stage's step size, or `None`; rules are not scaled."""
+        """Return the factor of a stage's numeric step size, or `None`."""
         return None
 
     @override

@@ -176,7 +176,7 @@ class BilevelProblem(AbstractProblem):
         _checks.instance(owner, Sizes, sizes=sizes)
 
     def check_people(self, data: Levels, people: People) -> None:
-        """Refuses separate data called shared, and the same data called anything else.
+        """Refuse `people` that contradict how the two levels share records.
 
         Raises:
             TypeError: `data` is not `Levels`.

@@ -1,4 +1,4 @@
-"""A bilevel solver and a refit of its answer, and the lower level solved first."""
+"""Solvers with one extra stage: `Refitted` refits y, `LowerFirst` solves y first."""
 
 from typing import ClassVar, Literal
 

@@ -213,7 +213,7 @@ def _rounded(
 def _with_lower(
     clipped: Bounded, x: PyTree, shares: Levels, clip: Number, precision: Precision
 ) -> tuple[Bounded, Levels]:
-    r"""Return a clipped mean sealed for lower records too, and both sensitivities.
+    r"""Return a clipped mean with the lower records' bound, and both sensitivities.
 
     Lower records move what every upper record counts for, and so all roundings of a
     grid: each of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
@@ -230,9 +230,9 @@ def _with_lower(
 def certificate_of(
     problem: BilevelProblem, clip_norm: float | None = None
 ) -> AbstractCertificate:
-    """Return the problem's certificate, where upper records are clipped if they are.
+    """Return the problem's certificate, checked, and adapted to `clip_norm` if given.
 
-    Refused are none, one for other functions, and a lower level with a set.
+    Raises `ValueError` if there is none, it is for other functions, or y has a set.
     """
     if not isinstance(problem.constants, AbstractCertificate):
         none = problem.constants is None

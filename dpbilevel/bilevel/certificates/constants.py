@@ -122,7 +122,7 @@ class AbstractCertificate(abc.ABC):
     @property
     @abc.abstractmethod
     def second_order(self) -> "SecondOrderConstants":
-        """`SecondOrderConstants` for all x and records, for theorem and refuter."""
+        """Constants for all x and records, for theorems and `refute_constants`."""
 
     @property
     @abc.abstractmethod
@@ -321,7 +321,7 @@ class SecondOrderConstants(AbstractCertificate):
         )
 
     def check(self, problem: Any) -> None:
-        """Refuses functions other than `terms`, and public terms beside a bare spread.
+        """Refuse other functions than `terms`, and spreads without public terms.
 
         A spread that is smaller than the whole needs `per_record` beside public terms.
         """

@@ -1,4 +1,4 @@
-r"""Bounds at a point, and solves whose error is known: public coefficients and counts.
+r"""Bounds at one x, and inner solvers with fixed step counts and known errors.
 
 Both methods know the least and largest eigenvalue of the Hessian, $\mu$ and $\beta$,
 and nothing else decides a coefficient: unlike in conjugate gradients no number computed
@@ -26,14 +26,14 @@ _APART = 1.001
 
 @dataclasses.dataclass(frozen=True)
 class Spectrum:
-    r"""Bounds on the eigenvalues of a Hessian, and what can be solved with them."""
+    r"""Bounds on the eigenvalues of a Hessian, and solvers that need them alone."""
 
     smallest: Number  # mu, at most the least eigenvalue
     largest: Number  # beta, at least the largest one
 
     @property
     def condition_number(self) -> Number:
-        r"""$\kappa = \beta / \mu$, kept above 1 as the methods here need it."""
+        r"""Condition number $\kappa = \beta / \mu$, rounded up to stay above 1."""
         return _APART * self.largest / self.smallest
 
     def accelerated_gradient(

@@ -1,4 +1,4 @@
-"""How far one record moves a hypergradient that is computed inexactly, and how exactly.
+"""Sensitivity of a hypergradient that is computed inexactly, and its error.
 
 Everything here is known before any data is seen, or from the released x. `certificate`
 holds the bounds, `sizes` are the planned ones, `dtype` is that of the computation, and
@@ -40,7 +40,7 @@ ROWS, UNITS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class StepCounts:
-    """How many steps the two inner solves take, fixed before any data is seen."""
+    """Numbers of steps of the two inner solves, fixed before any data is seen."""
 
     lower: int  # accelerated gradient steps for the lower solution
     linear: int  # Chebyshev steps for the linear system
@@ -171,7 +171,7 @@ def multiple_of_ratios(
 
 
 def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
-    """Return `Levels` in the ratio of disjoint people's listed sensitivities."""
+    """Return `Levels` of the sensitivities, of which only the ratio is used."""
     bounds = certificate.bounds(sizes)
     error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
@@ -238,7 +238,7 @@ def _mean_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> float:
 
 
 def units_of(problem: AbstractProblem) -> int:
-    """Return how many roundings the value of one record is assumed to have, at most."""
+    """Return the largest number of roundings assumed in one record's value."""
     return UNITS + (0 if problem.unit is None else problem.unit.most_rows)
 
 
