@@ -74,7 +74,7 @@ def rejected_updates(state: PyTree) -> Int[Array, ""]:
 
 
 class Memory(eqx.Module):
-    """State of the updates of one variable."""
+    """State of one variable's updates: the optax rule's, and skipped updates."""
 
     rule: optax.OptState  # the state of the optax rule
     rejections: SkippedUpdates

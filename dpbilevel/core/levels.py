@@ -17,7 +17,7 @@ from ..privacy.records.stores import AbstractStore
 
 
 class Levels(eqx.Module):
-    """A pair of the parts of the upper and the lower level.
+    """Pair of values, one for the upper and one for the lower level.
 
     As data, `upper` and `lower` are pytrees whose leaves share their leading axis
     within a level. With `people="disjoint"` no array may be in both levels.

@@ -40,7 +40,7 @@ class AbstractOutput(Checked):
 
     @abc.abstractmethod
     def init(self, w: PyTree) -> PyTree:
-        """Return the memory before the first step; `w` is like the iterates."""
+        """Return the rule's memory before the first step; `w` is like an iterate."""
 
     @abc.abstractmethod
     def update(
@@ -83,7 +83,7 @@ class AbstractMean(AbstractOutput):
     """An average of iterates."""
 
     def first(self, num_steps: int) -> int:
-        """Return the step at which the average begins, by default that of number 0."""
+        """Return the number of the step at which the average begins, by default 0."""
         return 0
 
     @override

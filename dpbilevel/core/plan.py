@@ -180,14 +180,14 @@ def check_promise(
     records: int,
     most: int = 10**12,
 ) -> None:
-    """Check that a planner's bound is below the trivial one, of every answer.
+    """Check that a planner's bound is below `trivial`, the bound of any answer.
 
     `bound` maps a number of records to the bound of their plan, or raises `ValueError`
     if there is none; at most `most` records are tried.
 
     Raises:
-        ValueError: It is not. The message has the number of records from which on it
-            is, found by bisection.
+        ValueError: The bound is no smaller. The message has the number of records from
+            which on it is, found by bisection.
     """
     if (found := bound(records)) < trivial:
         return
@@ -214,7 +214,7 @@ def check_promise(
 
 
 def _check_pure(ledger: Ledger, name: str) -> None:
-    """Refuse a plan for delta = 0 whose releases need another."""
+    """Refuse a plan for delta = 0 whose releases are not pure."""
     if not all(map(profiles.pure_epsilons, ledger.events().values())):
         raise ValueError(
             f"calibrate: {name} has no noise for delta = 0. Use a delta well below "

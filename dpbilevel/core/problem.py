@@ -69,7 +69,7 @@ class AbstractProblem(eqx.Module):
     def with_functions(
         self, functions: dict[str, Any], unit: PersonUnit | None
     ) -> Self:
-        """Return the problem with functions of another unit.
+        """Return the problem with its functions and its privacy unit replaced.
 
         A `ValueError` refuses declared constants that might not hold for people.
         """
@@ -83,7 +83,7 @@ class AbstractProblem(eqx.Module):
         return fun if self.unit is None else PerPerson(fun, self.unit)
 
     def on_same_records(self, problem: Problem) -> Problem:
-        """Return a problem on single rows as one on the records that this one has."""
+        """Return a problem on single rows, changed to this one's privacy unit."""
         if self.unit is None:
             return problem
         return problem.per_person(self.unit.most_rows, self.unit.combine)
@@ -259,13 +259,13 @@ def arrays_of(
 
 
 class Lifted(eqx.Module):
-    """A problem apart from the arrays that are not trained."""
+    """A problem and, separately, the arrays in its functions that are not trained."""
 
     problem: AbstractProblem
     frozen: PyTree
 
     def lowered(self) -> Any:
-        """Return the problem with these arrays."""
+        """Return the problem with the untrained arrays back in its functions."""
         own = _Frozen(self.frozen)
         return _mapped(self.problem, lambda fun: dataclasses.replace(fun, frozen=own))
 
@@ -286,7 +286,7 @@ def lifted(problem: AbstractProblem) -> Any:
 
 
 def _mapped(problem: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a problem whose functions are changed, also those of a proximal term."""
+    """Return a problem with `change` applied to its functions and proximal weights."""
 
     def changed(fun):
         if isinstance(fun, Proximal):  # reads arrays alone, its weights modules of x

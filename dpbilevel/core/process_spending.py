@@ -103,7 +103,7 @@ class ProcessSpending:
 
 
 class _Process:
-    """The state of this process: public facts in small rows."""
+    """Runs, costs and key hashes of this process: public facts alone."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -134,7 +134,7 @@ def spent() -> ProcessSpending:
 
 
 def guarantee_of(report: PrivacyReport) -> str:
-    """Return what a report protects, and its status."""
+    """Return text: the unit that a report protects, and the report's status."""
     return f"{report.unit}, {report.status.value}"
 
 

@@ -89,7 +89,7 @@ class Proximal:
         return jax.tree.map(shrunk, y, self._spread(factors, y))
 
     def is_smooth(self, *at: PyTree) -> PyTree:
-        """Return for each entry of $y$ whether $r$ is smooth there; arguments as above.
+        """Return for each entry of $y$ whether $r$ is smooth at it, given $(x, y)$.
 
         It is not at groups of zeros that have a weight.
         """
@@ -204,7 +204,7 @@ def check_smooth(owner: str, problem: Any) -> None:
 
 
 def check_proximal(owner: str, term: Proximal, feasible: AbstractSet) -> None:
-    """Refuse a set whose projection after a proximal step is not the step of both.
+    """Refuse sets for which step and projection are not the proximal step of both.
 
     Raises:
         ValueError: The set is not the whole space, a ball around the origin or, for
@@ -251,6 +251,6 @@ def as_groups(owner: str, groups: PyTree) -> tuple[PyTree, int]:
 
 
 def _at(weight: Any, x: list[PyTree], dtype: Any) -> Array:
-    """Return a weight at x; at zero its derivative is that from above."""
+    """Return a weight at x as an array of `dtype`; negative weights become 0."""
     value = jnp.asarray(weight(*x) if callable(weight) else weight, dtype)
-    return jnp.where(value >= 0, value, 0)
+    return jnp.where(value >= 0, value, 0)  # at 0 the derivative from above

@@ -111,7 +111,7 @@ def unreadable(folder: Path, error: Exception) -> ValueError:
 
 
 def _structure(node: Any, places: Iterator[int]) -> Any:
-    """Return containers as values of JSON, and the place of each leaf in its order."""
+    """Return the nesting of containers as JSON values, with numbered leaves."""
     if node is None:
         return None
     if type(node) in (list, tuple):
@@ -141,7 +141,7 @@ def _leaf(leaf: Any, name: str, arrays: Arrays) -> dict[str, Any]:
 
 
 def _decoded(part: Any, arrays: Arrays, like: PyTree, axes: int) -> PyTree:
-    """Return a pytree from values of JSON, arrays and a template, or `None`.
+    """Return a pytree from JSON values and arrays, shaped like a template if given.
 
     The arrays have `axes` leading axes that those of the template do not have.
     """
@@ -171,7 +171,7 @@ def _value(leaf: Any, arrays: Arrays, like: Any, axes: int) -> Any:
 
 
 def _built(node: Any, leaves: list[Any]) -> PyTree:
-    """Return containers with their leaves."""
+    """Return the containers that `_structure` described, with these leaves."""
     if node is None or type(node) is int:
         return None if node is None else leaves[node]
     ((kind, below),) = node.items()

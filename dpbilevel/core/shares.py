@@ -1,4 +1,4 @@
-"""The released shares of usable records, and conclusions from these shares."""
+"""Released fractions of usable records, and conclusions from these fractions."""
 
 import dataclasses
 import math
@@ -99,7 +99,7 @@ class LevelUsability:
 
     @property
     def _lists(self) -> Iterator[tuple[str, dict[str, float], float]]:
-        """Tuples (column, shares, noise): of classes, and of groups or sources."""
+        """Tuples (column, fraction of each value, noise): classes, groups, sources."""
         if self.classes:
             yield next(iter(self.columns)), self.classes, OF_COLUMNS * self.noise_std
         if self.places:
@@ -145,7 +145,7 @@ class LevelUsability:
 
     @property
     def constant_accuracy(self) -> float | None:
-        """Share of the most frequent class among all classes; `None` without classes.
+        """Fraction of the most frequent class; `None` without classes.
 
         It is the accuracy of the best constant answer, up to noise. `None` if the label
         is a number.
@@ -173,7 +173,7 @@ class Usability:
 
     @property
     def usable(self) -> float:
-        """Smallest share of usable records among the levels, cut to [0, 1]."""
+        """Smallest fraction of usable records among the levels, cut to [0, 1]."""
         shares = (level.usable for level in self.levels.values())
         return min(max(min(shares, default=math.nan), 0.0), 1.0)
 
@@ -197,7 +197,7 @@ class Usability:
 
 
 def _unseen(shares: dict[str, float], noise: float) -> list[str]:
-    """Return a list of the names whose share is zero up to noise."""
+    """Return a list of the names whose fraction is zero up to noise."""
     return [name for name, share in shares.items() if share < _DEVIATIONS * noise]
 
 

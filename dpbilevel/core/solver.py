@@ -115,7 +115,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         return dataclasses.replace(self, **changes)
 
     def with_counts(self, problem: Problem, sizes: Any = None) -> Self:
-        """Return the solver with every count that follows from its noise.
+        """Return the solver with every count set that depends on its noise.
 
         `calibrate` calls it last. Sizes are by default those of the solver.
         """
@@ -152,7 +152,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
 
 def _with(part: Any, **changes: Any) -> Any:
-    """Return a copy of a solver's part with these fields replaced, at any depth."""
+    """Return a solver's part with all fields of these names replaced, at any depth."""
     if isinstance(part, tuple):
         parts = tuple(_with(inner, **changes) for inner in part)
         same = all(new is old for new, old in zip(parts, part, strict=True))
@@ -225,7 +225,7 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """Declare one of the equal releases of a step.
+        """Return one of a step's equal releases: queries, mechanism and basis.
 
         Raises:
             ValueError: The problem lacks what the sensitivity rests on.
@@ -268,7 +268,7 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
 
 
 class AbstractIterative(AbstractSolver[Problem, State]):
-    """Solver that draws batches and answers with its iterates; states have `kept`.
+    """Solver on sampled batches with an output rule, whose memory is state.kept.
 
     Attributes:
         sampling: How the batches of a step are drawn, one per level.
@@ -289,7 +289,7 @@ class AbstractIterative(AbstractSolver[Problem, State]):
     def remembered(
         self, memory: PyTree, w: PyTree, *, before: PyTree, t: Int[Array, ""]
     ) -> PyTree:
-        """Return the memory of the output rule after step `t`, from `before` to `w`."""
+        """Return the output rule's memory after step `t` from `before` to `w`."""
         run: Any = {"t": t, "num_steps": self.num_steps, "key": None}
         return self.output.update(memory, w, before=before, **run)
 
