@@ -42,7 +42,7 @@ class DrawState(eqx.Module):
 
 
 class DrawPlan(NamedTuple):
-    """Charge of a draw, computed before any data is seen."""
+    """Numbers that decide a draw and its cost, computed before any data is seen."""
 
     score: AbstractScore
     contributions: dict[str, Any]  # of one record per role, as in BoundedScore
@@ -75,7 +75,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def density(
         self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
-        r"""Return the mechanism of the draw, and $\mu$ of the regularized score."""
+        r"""Return the draw's mechanism, and the score's strong convexity $\mu$."""
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
@@ -126,9 +126,9 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return (state.x, None) if state.levels == 2 else state.x
 
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
-        """Return a `DrawPlan`, the charge of the draw, computed on the host.
+        """Return the `DrawPlan`: score, mechanism and cost, computed on the host.
 
-        Refused are a problem that lacks constants, a solver that is not calibrated, and
+        Refuses a problem that lacks constants, a solver that is not calibrated, and
         a default floating-point dtype that is too coarse.
         """
         # If the number of records is private and the denominator public, no constant
@@ -159,7 +159,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return DrawPlan(score, contributions, regularity, mechanism, rate, potential)
 
     def planned(self, problem: DrawProblem) -> tuple[DrawPlan, Any]:
-        """Return the plan and the release of a calibrated, proved solver."""
+        """Return `DrawPlan` and `Draw`; refuse uncalibrated or unproved solvers."""
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
             raise ValueError(f"{owner}: calibrate the solver first.")
@@ -220,7 +220,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return self.dimension
 
     def scored_dtype(self, start: PyTree) -> jnp.dtype:
-        """Return the dtype that rounding is counted in, for finer starts too.
+        """Return the dtype whose rounding counts: the planned one, else `start`'s.
 
         Otherwise the draw would have another rate than its sampler was planned for.
         """

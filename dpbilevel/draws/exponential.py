@@ -144,7 +144,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         return tuple(text for text, applies in texts.items() if applies)
 
     def score_of(self, problem, sizes) -> AbstractScore:
-        """Return the `AbstractScore`; one level has no gradient norm."""
+        """Return the score; refuse `"gradient_norm"` on one level."""
         one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
             if one_level:
@@ -338,7 +338,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return noise + mu / 2 * distance**2 + error
 
     def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
-        r"""Return the terms of `bound`, as it refuses: $d / k$, $\mu_0$ and $t L D$."""
+        r"""Return $d / k$, $\mu_0$ and $t L D$, terms of `bound`; refuse as it does."""
         plan, draw = self.planned(problem)
         diameter = float(feasible_set(problem).diameter)
         error = draw.failure * plan.regularity.lipschitz * diameter
@@ -351,7 +351,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return self.strong_convexity
 
     def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
-        r"""Return the mechanism, no sharper than `largest_rate`, and $\mu$."""
+        r"""Return the mechanism, its rate at most `largest_rate`, and $\mu$."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
         if regularizer is None:

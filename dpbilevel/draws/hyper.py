@@ -105,7 +105,7 @@ class HyperObjective(AbstractScore):
         return self._certificate().bounds(self.sizes)
 
     def spreads(self) -> tuple[Any, Any]:
-        """Return how far apart an upper and a lower record move exact scores."""
+        """Bound the change of score differences by one upper, one lower record."""
         bounds = self._bounds()
         # This holds for clipped losses, too: clipping moves no two values apart.
         n = self.sizes.upper
@@ -117,12 +117,12 @@ class HyperObjective(AbstractScore):
         return upper, _least(bounds.lower * diameter, lower)
 
     def _half(self) -> Number:
-        """Return the clip norm of upper losses about a reference, or $B/2$."""
+        """Return half the length of the interval that upper losses are clipped to."""
         # The reference may be at either end of their range.
         return self._change() if self.clip_range is None else self.clip_range / 2
 
     def _change(self, *, of_spread: bool = False) -> Number:
-        """Bound the change of a loss, or half that of a difference, between points."""
+        """Bound a loss's change between points; half that of a difference of losses."""
         second = self._certificate().second_order
         slope_x: Any = second.upper_x_spread if of_spread else second.upper_x
         slope_y: Any = second.upper_y_spread if of_spread else second.upper_y
@@ -139,7 +139,7 @@ class HyperObjective(AbstractScore):
         return slope if self.problem.upper_public is None else 3 * slope
 
     def _target(self, dtype: DTypeLike) -> float:
-        """Return the allowed error of a lower solution, beyond rounding."""
+        """Return the error that the lower solve may leave in y, besides rounding."""
         bounds = self._bounds()
         rounding = float(sensitivities.solution_rounding(bounds, self.sizes, dtype))
         if self.measure == "slope":
@@ -247,7 +247,7 @@ class _Objective(AbstractPotential):
 
 
 def _steps(metric: Metric, target: float) -> Number:
-    """Return how many steps leave an error of at most `target` in y."""
+    """Return a number of lower-level steps that leave an error of `target` in y."""
     error = target * metric.least**0.5
     return metric.spectrum.accelerated_steps(metric.radius, error)
 
@@ -291,7 +291,7 @@ class GradientNorm(AbstractScore):
         return certified.certificate_of(self.problem)
 
     def _rounding(self, dtype: DTypeLike) -> Number:
-        """Bound the rounding of the projection of a step that leaves the set."""
+        """Bound the rounding error of projecting a step that leaves the set."""
         if isinstance(self.problem.x_set, Euclidean):
             return 0.0
         reach = self.problem.x_set.reach

@@ -76,7 +76,7 @@ class AbstractScore(abc.ABC):
     def bounded(
         self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
-        """Seal a `BoundedScore`; `dtype` is what was planned for, if coarser."""
+        """Return the score sealed as a `BoundedScore`; `dtype` is the planned one."""
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
         contribution = sum(self.contributions(dtype).values())
@@ -85,7 +85,7 @@ class AbstractScore(abc.ABC):
 
 
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
-    """Refuse errors of scores if four exceed 6 % of the change by one record."""
+    """Check that four score errors are at most 6 % of the change by one record."""
     owner, what = "ExponentialMechanism", "errors of computed scores"
     limit: Any = {"allowed": SOLVES + ROUNDING, "remedy": remedy}
     check_rounding(owner, what, 4 * error, spread, dtype, **limit)
@@ -101,7 +101,7 @@ def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MeanLoss(AbstractScore):
-    r"""Objective of a one-level problem.
+    r"""Score of a one-level problem: the value of its objective.
 
     With a range $B$ every loss is clipped to $[0, B]$, so that one record moves the
     mean by less than $B / n$ whatever the loss is. Otherwise $G$, declared, bounds the
@@ -111,7 +111,7 @@ class MeanLoss(AbstractScore):
     clip_range: Any = None  # B, or `None`
 
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """Return $B / n$ or $G D / n$ by role; as a slope $G^d / n$."""
+        """Return a record's contribution: $B / n$ or $G D / n$; a slope's $G^d / n$."""
         reach = self._reach()
         if self.measure == "slope":
             return {RECORDS: self._slope() / self.sizes}
@@ -172,7 +172,7 @@ class MeanLoss(AbstractScore):
         return self.measure == "spread" and self.clip_range is not None
 
     def _reach(self) -> Number:
-        """Return how far a record's losses at two points may be apart."""
+        """Return the largest change of a record's loss between points of the set."""
         if self._clipped:
             return self.clip_range
         if self.measure == "slope" and self.problem.public is not None:
@@ -186,7 +186,7 @@ class MeanLoss(AbstractScore):
         return declared * diameter
 
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
-        """Return a clipped mean for a spread, a sum of terms for a slope."""
+        """Return the potential: a clipped mean if measured by spread, else a sum."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
         check_loss_dtype(self.problem.loss, (start,), batch.records)
         reach = self._reach()
@@ -232,7 +232,7 @@ def public_part(
     start: PyTree,
     half: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """Return the public term less its value at the start, cut at a multiple of a range.
+    """Return the public term minus its value at `start`, cut at a multiple of `half`.
 
     It reads no data, so that the cut costs no privacy. Without the cut a large term
     would decide how its sum with a mean loss is rounded. `half` the range is in the
@@ -246,7 +246,7 @@ def public_part(
 
 
 def _sum(values: Float[Array, " n"]) -> Float[Array, ""]:
-    """Sum in groups of groups, so that few additions follow each other."""
+    """Sum an array in nested groups, so that few additions follow each other."""
     while len(values) > _GROUP:
         padded = jnp.pad(values, (0, -len(values) % _GROUP))
         groups = jnp.sum(padded.reshape(-1, _GROUP), axis=1)

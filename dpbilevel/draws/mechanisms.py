@@ -178,7 +178,7 @@ class Exponential(AbstractDrawMechanism):
         return self.calibrated() / sensitivity
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
-        r"""Return a $(s \varepsilon + 2 \xi)$-DP event: both samplers err."""
+        r"""Return a $(s \varepsilon + 2 \xi)$-DP event, with sampler error $\xi$."""
         return pure_event(fraction * float(self.calibrated()) + 2 * log_ratio)
 
     def with_multiplier(self, multiplier: Number) -> Self:
@@ -283,7 +283,7 @@ class Draw(AbstractRelease):
 
     @property
     def failure(self) -> float:
-        """Total variation distance of the draws from what is charged, or its aim."""
+        """Total variation distance from the charged draws, or the sampler's aim."""
         guarantee = self.guarantee
         distance = guarantee.distance if guarantee.proved else guarantee.aim
         return self.count * (distance + self.inexact)

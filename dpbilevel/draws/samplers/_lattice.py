@@ -55,7 +55,7 @@ class AbstractFrame(eqx.Module):
 
 
 class BoxFrame(AbstractFrame):
-    """Box, which is its own lattice."""
+    """Frame of a box: $A = X$, in the coordinates of $x$."""
 
     def __init__(self, lower, upper):
         self.corner, self.sides = lower, upper - lower
@@ -73,7 +73,7 @@ class BoxFrame(AbstractFrame):
 
 
 class BallFrame(AbstractFrame):
-    """Ball in the cube around it."""
+    """Frame of a ball: $A$ is the smallest cube around it."""
 
     def __init__(self, center, radius):
         self.corner, self.sides = center - radius, 2 * radius + 0 * center
@@ -157,7 +157,7 @@ class Extended(eqx.Module):
     penalty: float | Float[Array, ""]  # K
 
     def reference(self) -> Float[Array, ""]:
-        """Return $U(c)$, which `many` needs."""
+        """Return the potential at the centre, $U(c)$, which `many` needs."""
         return self._values(self.frame.center[None])[0]
 
     def many(
@@ -186,7 +186,7 @@ def within(
     index: Int[Array, "m n"],
     offset: Float[Array, "..."],
 ) -> Float[Array, "m n"]:
-    """Return one point of each cell, at an `offset` in [0, 1] of its sides."""
+    """Return one point of each cell, at a relative position `offset` in [0, 1]."""
     dtype = frame.corner.dtype
     width = frame.sides / jnp.asarray(cells, dtype)
     return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
@@ -349,13 +349,13 @@ class WalkBounds:
         return math.exp(min(self.rarity - self.gap * steps, 0.0))
 
     def tries(self, mixing: float, exhausted: float) -> float:
-        """Return the number of tries that errs by at most `exhausted` if all fail."""
+        """Return the tries after which running out errs by at most `exhausted`."""
         misses = self._misses(mixing)
         excess = self._last_resort() - math.log(exhausted)
         return 1 + excess / misses if misses else math.inf
 
     def exhausted(self, mixing: float, tries: int) -> float:
-        """Return the largest relative error of the distribution by exhausted tries."""
+        """Return the largest relative error that running out of tries causes."""
         excess = self._last_resort() - self._misses(mixing) * (tries - 1)
         return math.exp(min(excess, 0.0))
 
@@ -372,14 +372,14 @@ class WalkBounds:
         return -math.log1p(-(1 - mixing) * math.exp(inside))
 
     def _last_resort(self) -> float:
-        """Return the logarithm of B."""
+        r"""Return $\log B$: the largest log ratio of densities if all tries fail."""
         folded = 2 * len(self.cells) * math.log(self.frame.reach) + 2 * self.error
         folded = float(np.logaddexp(0.0, folded)) if self.frame.reach > 1 else 0.0
         return 2 * self.slack + folded
 
 
 def queries(cells: tuple[int, ...], steps: float | None, tries: float) -> float:
-    """Return the number of evaluations: of the centre, a table or walks, and tries."""
+    """Return the number of potential evaluations of a draw: table or walks, tries."""
     if steps is None:
         return 1 + float(min(math.prod(cells), 10**300)) + tries
     return 2 + (math.ceil(steps) if steps < math.inf else steps) * tries + tries

@@ -59,7 +59,7 @@ def require_exact(
 
 
 class _Quick(AbstractPotential):
-    """Potential with the gradient of the sum, which is faster, if that is finite.
+    """Potential that takes the sum's gradient, which is faster, if it is finite.
 
     Elsewhere its tangent is that of the potential; under `jax.vmap` both are computed.
     NON-PRIVATE: how long it takes depends on the records.
@@ -141,7 +141,7 @@ def best_step(
     *,
     key: PRNGKey,
 ) -> Float[Array, ""]:
-    r"""Return the $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
+    r"""Return the step size with most progress per evaluation at `center`. NON-PRIVATE.
 
     From the distribution's own $\eta$ on it is doubled, up to about `longest`. A few
     particles estimate which part of the tries is accepted; progress is $\eta$ over the

@@ -157,7 +157,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
-        r"""Return a copy with $\eta$, $T$, $B$ and the counts of the oracle set.
+        r"""Return a copy with step size, steps, tries and oracle counts set.
 
         Raises:
             ValueError: A potential that is not known to be strongly convex, an
@@ -306,7 +306,7 @@ class AlternatingSampler(AbstractSampler):
         return proximal.ProximalPlan(regularity, feasible, failure=failure, **counts)
 
     def _steps(self, plan: proximal.ProximalPlan) -> int:
-        """Return the fewest steps after which the start's effect is small enough."""
+        """Return the fewest steps that make the initial point's effect small enough."""
         distance = (1 if self._untimed else _MIXING) * self.distance
         return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
 

@@ -95,7 +95,7 @@ class AbstractPotential(eqx.Module):
 
     @abc.abstractmethod
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        """Return $U(x)$."""
+        """Return the potential $U(x)$ at one point."""
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         """Return the potential at many points, stacked along the leading axis."""
@@ -117,7 +117,7 @@ class AbstractSumPotential(AbstractPotential):
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
-        """Return $u_i(x)$ for the index $i$ in $[0, n)$."""
+        """Return the term $u_i(x)$ of the index $i$ in $[0, n)$."""
 
     def middle(self, y: PyTree, step_size: Number) -> PyTree:
         r"""Return $\arg\min_x \frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.

@@ -141,7 +141,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return float(count), count
 
     def prepare(self, target: proximal.ProximalTarget, y: PyTree) -> PyTree:
-        """Return the `_Tangent` of the potential at $c_J$, which starts from $y$."""
+        """Return the `_Tangent` at $c_J$, after $J$ gradient steps from $y$."""
 
         def move(_, point):
             gradient = self._tangent(target, point).gradient
@@ -154,7 +154,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return self._tangent(target, point)
 
     def move(self, target, y, common) -> PyTree:
-        r"""Return a `_Tangent`: a mean of `common` and the one at its middle $p$.
+        r"""Return a tighter `_Tangent`: a mean of `common` and the one at its middle.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
@@ -227,7 +227,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
 
 
 def _numbers(plan: proximal.ProximalPlan) -> dict[str, float]:
-    """Return the fields of an oracle that a plan decides, but for counts."""
+    """Return the oracle's curvature, slack and drop for a plan, by field name."""
     # The falls of the potential, and of the support's own curve, on the set.
     drop = plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
     return {"curvature": plan.convexity, "slack": _slack(plan), "drop": drop}

@@ -29,7 +29,7 @@ Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class ProximalPlan:
-    """Public numbers that the counts of an oracle and its bounds follow from."""
+    """Public numbers from which the counts and bounds of an oracle follow."""
 
     regularity: Regularity  # of the potential
     feasible: AbstractSet
@@ -50,7 +50,7 @@ class ProximalPlan:
 
 
 class Mixing(eqx.Module):
-    r"""Rate at which `AlternatingSampler` forgets its start, at any step size."""
+    r"""Convergence of `AlternatingSampler` from any initial point, by step size."""
 
     width: float  # D
     convexity: float  # alpha'
@@ -62,13 +62,13 @@ class Mixing(eqx.Module):
         return cls(plan.width, plan.convexity * math.exp(-2 * error))
 
     def remaining(self, step_size: float, num_steps: int) -> float:
-        """Return the total variation distance due to the start after all steps."""
+        """Return the total variation distance left by the initial point."""
         rate = math.log1p(self.convexity * step_size)
         start = self.width / (2 * math.sqrt(step_size))
         return start * math.exp(-(num_steps - 1) * rate)
 
     def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
-        """Return the fewest steps that leave at most `distance` due to the start.
+        """Return the fewest steps whose `remaining` distance is at most `distance`.
 
         On the host use NumPy; in a program `jax.numpy`, whose logarithms round.
         """
@@ -121,7 +121,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def serves(self, plan: ProximalPlan) -> bool:
-        """Return whether all fixed numbers are right for a potential and set."""
+        """Return whether the oracle's fixed numbers hold for this plan."""
 
     @abc.abstractmethod
     def bias(self, plan: ProximalPlan) -> float:
@@ -142,11 +142,11 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def evaluations(self) -> tuple[float, int]:
-        """Return how many evaluations a try needs on average, and makes at most."""
+        """Return the mean and the largest number of evaluations of a try."""
 
     @abc.abstractmethod
     def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
-        """Return what all tries at one $y$ have in common, a pytree."""
+        """Return a pytree of the values that all tries at one $y$ share."""
 
     @abc.abstractmethod
     def attempt(
@@ -191,7 +191,7 @@ class AbstractProximalOracle(eqx.Module):
         return far + self.draws * plan.tries * rejected
 
     def _draw_chance(self, plan: ProximalPlan) -> tuple[float, bool]:
-        """Return a draw's least acceptance, and whether it holds for every mean."""
+        """Return a proposal's least acceptance, and whether it holds at any mean."""
         deviation, weight, shift = self.gaussian(plan)
         feasible, dimension = plan.feasible, plan.regularity.dimension
         noise = math.sqrt(plan.step_size)
@@ -238,7 +238,7 @@ def enough_tries(num_steps: int, chance: float, failure: float) -> int:
 
 
 def _far(plan: ProximalPlan) -> float:
-    """Return the allowed chance that one point $y$ is farther than the reach."""
+    """Return the allowed chance that one point $y$ is beyond the assumed distance."""
     return plan.failure / (2 * plan.num_steps)
 
 

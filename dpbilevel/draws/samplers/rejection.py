@@ -77,7 +77,7 @@ class StochasticRejection(AbstractProximalOracle):
     draws: ClassVar[int] = 2
 
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Return $\eta$ of $\sigma^2 = 1/8$, at most the squared diameter."""
+        r"""Return the step size with $\sigma^2 = 1/8$, at most the squared diameter."""
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
@@ -104,7 +104,7 @@ class StochasticRejection(AbstractProximalOracle):
         return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
 
     def serves(self, plan: ProximalPlan) -> bool:
-        """Return whether values are exact: all that is fixed is counts."""
+        """Return whether the potential is an exact sum of Lipschitz terms."""
         potential = plan.regularity
         terms = potential.num_terms, potential.term_lipschitz
         return None not in terms and potential.error == 0

@@ -92,7 +92,7 @@ def check_set(feasible: AbstractSet) -> None:
 
 
 def diameter(feasible: AbstractSet, dimension: int) -> float:
-    """Return the diameter of a set, of a box with plain numbers as bounds too."""
+    """Return the diameter of a set, also of a box whose bounds are plain numbers."""
     if (
         isinstance(feasible, Box)
         and np.ndim(feasible.lower) == np.ndim(feasible.upper) == 0

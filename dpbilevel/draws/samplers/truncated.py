@@ -63,7 +63,7 @@ def truncated_normal(
 
 
 def tail_distance(near: Values, width: Values, exponential: Values) -> Values:
-    r"""Solve $\Lambda_z(t) = E'$ for $t$ in $[0, w]$, an $E$ held below $\Lambda_z(w)$.
+    r"""Return $t \in [0, w]$ with $\Lambda_z(t) = E'$: a draw from the tail beyond $z$.
 
     From the end $z \ge 0$ that is `near`; the width $w \ge 0$ may be infinite. For
     standard exponential $E$, $E' = -\log(1 - (1 - e^{-E})(1 - e^{-\Lambda_z(w)}))$ has
@@ -87,7 +87,7 @@ def tail_distance(near: Values, width: Values, exponential: Values) -> Values:
 
 
 def tail_exponent(near: Values, distance: Values) -> Values:
-    r"""Return $\Lambda_z(t)$ for $z, t \ge 0$; 2048 or more for any $t$ beyond 64."""
+    r"""Return $\Lambda_z(t) = -\log(S(z + t) / S(z))$; at least 2048 for $t > 64$."""
     t = jnp.minimum(distance, _WIDEST)
     ratio = mills_ratio(near + t) / mills_ratio(near)
     return near * t + t**2 / 2 - jnp.log(ratio)
