@@ -330,7 +330,7 @@ class AbstractSaddleSolver(
 
     @override
     def remembered(self, memory, w, *, before, t) -> PyTree:
-        """Return the memory after a step; steps beyond the run begin another round."""
+        """Return the output rule's memory after a step; later steps begin a round."""
         return super().remembered(memory, w, before=before, t=t % self.num_steps)
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:

@@ -1,4 +1,4 @@
-"""Bilinear games, and one noisy mean payoff of a game, whose public game is solved."""
+"""Bilinear games, and `NoisyPayoff`: a noisy mean payoff, solved as a public game."""
 
 import math
 from collections.abc import Callable

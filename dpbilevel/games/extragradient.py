@@ -1,4 +1,4 @@
-"""Noisy extragradient, and rounds of a solver around their own answers."""
+"""Noisy extragradient, and rounds of a solver, regularized towards earlier answers."""
 
 import dataclasses
 from typing import Any, ClassVar, cast

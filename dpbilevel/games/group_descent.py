@@ -161,7 +161,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return Release(self.release_name, 1, (query,), self.release_noise)
 
     def _relative_weights(self, factors: Weights) -> tuple[Weights, Number]:
-        """Return the weights $u_g$ of records by group, and the largest factor."""
+        """Return the groups' factors over the largest one, and the largest."""
         largest = jnp.max(factors)
         return factors / largest, largest
 
@@ -196,7 +196,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     def _ascend(
         self, problem: GroupGame, x, y: Weights, payoffs: Weights, length: Number
     ) -> Weights:
-        """Return the weights of the groups after a step with a price for noise."""
+        """Return the group weights after an entropic step that penalizes noise."""
         shares, steps = _shares(problem, y), self.num_steps
         total, bound = jnp.sum(shares), self._bound(problem)
         loss_noise = self._noise(bound / 2 / self._units[1])  # nu, over a share
@@ -224,7 +224,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
 
     @property
     def _units(self) -> tuple[Number, Number]:
-        """Norms of a record's gradient and loss in the release, of joint norm 1."""
+        """Norms of gradient and loss in a record's released vector, of norm 1."""
         return (1 - self.loss_share) ** 0.5, self.loss_share**0.5
 
     def _bound(self, problem: GroupGame) -> Number:

@@ -250,7 +250,7 @@ def group_weights(problem: GroupGame, y: Float[Array, " k"]) -> Float[Array, " k
 def group_start(
     problem: GroupGame, x: PyTree, shares: Sequence[float]
 ) -> tuple[PyTree, Float[Array, " k"]]:
-    r"""Return the start $(x, s p)$, from which the first step is one on the mean loss.
+    r"""Return the initial point $(x, s p)$, whose first step is one on the mean loss.
 
     Args:
         problem: A game of `group_fair` or `group_robust`.

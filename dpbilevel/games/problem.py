@@ -123,7 +123,7 @@ class AbstractSaddleProblem(AbstractVariationalInequality):
         return ascent(jax.grad(self.public, (0, 1))(*w))
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Refuse what is no pair of initial points, and functions of no scalar."""
+        """Refuse `w0` that is no pair, sets that do not fit, functions of no scalar."""
         if not isinstance(w0, tuple) or len(w0) != 2:
             raise ValueError(f"w0 must be a tuple (x, y), got {type(w0).__name__}.")
         self.sizes_of(data)

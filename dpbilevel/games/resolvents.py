@@ -87,12 +87,12 @@ class Resolvent:
 
     @property
     def distance(self) -> Number:
-        r"""Bound on the distance from the solution: $q^N M / \lambda$."""
+        r"""Bound $q^N M / \lambda$ on the distance from the exact resolvent."""
         return self.contraction**self.steps * self._largest / self.strength
 
     @property
     def accuracy(self) -> Number:
-        r"""Accuracy $\nu$: the inner inequality holds up to it at the last step."""
+        r"""Accuracy $\nu$ of the last step: its inequality holds up to $\nu$."""
         diameter = self.problem.w_set.diameter
         return self._largest * diameter * self.contraction**self.steps
 
