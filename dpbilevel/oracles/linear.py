@@ -246,7 +246,7 @@ def differentiable_solve(
 
 
 def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Scalar]:
-    """Return the state at `x0` of the system divided by a scale, and that scale.
+    """Return conjugate gradients' state at `x0` for a scaled system, and the scale.
 
     Squares of the entries of a small right-hand side would underflow in float32.
     """

@@ -36,7 +36,7 @@ DIFFERENTIABLE = Euclidean | Box | NonNegative
 
 
 def free_entries(problem: BilevelProblem, x: PyTree, y: PyTree) -> PyTree | None:
-    """Return for each entry of y whether it is free; `None` if all are, always."""
+    """Return a mask of entries of y at no kink or bound; `None` if y has neither."""
     term, y_set = problem.lower_public, problem.y_set
     flags = [term.is_smooth(x, y)] if isinstance(term, Proximal) else []
     if isinstance(y_set, Box | NonNegative):

@@ -240,7 +240,7 @@ def check_no_set(owner: str, y_set: AbstractSet, objective: AbstractObjective) -
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
-    """Return the `LowerInfo` of a solve that stops by the norm."""
+    """Return the `LowerInfo` of a solve, converged if `norm` is at most `tolerance`."""
     converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
     return LowerInfo(norm, steps, converged)
 
@@ -350,7 +350,7 @@ class NewtonCG(AbstractLowerSolver):
         return optax.tree.where(accepted, move(), shorten())
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
-        """Return the next step and the decrease it predicts."""
+        """Return the truncated Newton step and the decrease that it predicts."""
         wanted = jnp.minimum(0.5, jnp.sqrt(norm))  # superlinear
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)

@@ -62,7 +62,7 @@ class AbstractObjective(abc.ABC):
         """Return the value and the gradient in y, in one pass."""
 
     def subsample(self) -> "AbstractObjective | None":
-        """Return the objective of few records, whose Hessian is near and costs little.
+        """Return the objective on some records, with a similar but cheaper Hessian.
 
         `None` if that would gain nothing.
         """
@@ -106,7 +106,7 @@ class Objective(AbstractObjective):
     prox: Callable | None = None
 
     def composite(self) -> "Objective":
-        """Return the objective without its proximal term, whose `prox` it has."""
+        """Return the objective with its proximal term moved to the field `prox`."""
         prox = getattr(self.public, "prox", None)
         return dataclasses.replace(self, public=smooth_part(self.public), prox=prox)
 
@@ -159,7 +159,7 @@ class Objective(AbstractObjective):
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum(AbstractObjective):
-    """NON-PRIVATE. $h_1 + w h_2$."""
+    """NON-PRIVATE. The weighted sum $h_1 + w h_2$ of two objectives."""
 
     first: AbstractObjective
     second: AbstractObjective
@@ -253,7 +253,7 @@ def if_converged(
 
 
 def _over_records(fun: Callable, records: PyTree) -> PyTree:
-    """Sum `fun(piece, keep, n)` over pieces; `keep` is `None` for all rows."""
+    """Sum `fun(piece, keep, n)` over pieces of records; `keep` is a mask or `None`."""
     n = _checks.leading_axis("records", records)
     pieces = _num_pieces(records)
     if pieces == 1:
@@ -290,7 +290,7 @@ def _num_pieces(records: PyTree) -> int:
 
 
 def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
-    r"""Return the linear map with a transposed copy of a matrix if that is faster.
+    r"""Return the linear map, with a matrix stored transposed if that is faster.
 
     A Hessian product reads the features $A$ twice: for $A V$ and for $A^T U$. On a CPU
     the second takes about twice as long as with $A^T$ in memory. The copy is made here,
