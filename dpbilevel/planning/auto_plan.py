@@ -278,7 +278,7 @@ def auto(
 
 
 def _of_rows(problem: Any) -> Any:
-    """Return the problem on rows that `per_person` was called on, for dry runs alone.
+    """Undo `per_person`: return the problem on single rows, for dry runs alone.
 
     Declared constants stay; for sums over rows they need not hold.
     """
@@ -375,7 +375,7 @@ def _assumptions(model: PyTree, clip_norm: float, intercept: int | None) -> str:
 
 
 def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:
-    """Return the number of records times that of the parameters."""
+    """Return the number of records times the number of parameters."""
     records = sizes.upper + sizes.lower if isinstance(sizes, Sizes) else sizes
     return records * sum(leaf.size for leaf in jax.tree.leaves(w0))
 

@@ -58,7 +58,7 @@ class Trial:
 
 
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
-    """Return the index of each method's best setting, best first; one level if near.
+    """Return the index of each method's best setting, best first; one level wins ties.
 
     Settings whose mean loss is above the best constant answer on a population come
     after all others, within a method and among methods. The score orders the rest.
@@ -96,7 +96,7 @@ def improves(trial: Trial, starts: Sequence[float]) -> bool:
 
 
 def excess_of(losses: Losses, constants: Losses) -> tuple[float, ...]:
-    """Return by population how far a trial's worst run is above constant answers."""
+    """Return, by population, the worst run's relative loss above constant answers."""
     base = np.asarray(constants)
     above = np.max(np.asarray(losses) - base, axis=0)
     return tuple((above / (np.abs(np.mean(base, axis=0)) + 1e-9)).tolist())

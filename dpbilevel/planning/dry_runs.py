@@ -1,4 +1,4 @@
-"""Runs on synthetic data, by threads, and stage by stage: candidates share programs."""
+"""Dry runs on synthetic data, in threads; candidates share compiled programs."""
 
 import concurrent.futures
 import contextlib
@@ -52,7 +52,7 @@ def released(
 
 
 def accelerated(solver: Any) -> Any:
-    """Return a solver whose fits make accelerated steps, if of momentum 0.
+    """Return the solver with `momentum=None` of its fits replaced by 0.
 
     Plain and accelerated steps then share a program. Momentum 0 changes plain steps in
     one respect: a step that was too long is not taken back. The candidates' plain steps
@@ -125,7 +125,7 @@ def _last(name, problem, stage, w0, outputs) -> PyTree:
 
 
 class Stopped(Exception):
-    """The time limit has passed."""
+    """Ends dry runs: the time limit has passed, or there was an interrupt."""
 
 
 class Workers:
@@ -152,7 +152,7 @@ class Workers:
     def each(
         self, fun: Callable[[Item], Result], items: Sequence[Item]
     ) -> Iterator[Result]:
-        """Yield `fun` of each item, in their order; an interrupt stops all others."""
+        """Yield `fun(item)` in the order of items; an interrupt stops all threads."""
         config: Any = jax.config
         # Settings that a `with` statement sets for one thread alone.
         settings = [

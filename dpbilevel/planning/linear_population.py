@@ -70,7 +70,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         """
 
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
-        """Draw rows of norm 1 with a constant last: by default as `columns` says."""
+        """Draw feature rows of norm 1, the last entry a constant, as `columns` says."""
         rng, ones = synthetic.generator(key), np.ones((rows, 1))
         if self.columns == "categories" and columns >= _FEWEST_COLUMNS:
             blocks = []  # one-hot
@@ -93,7 +93,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         return jnp.asarray(features.astype(jnp.result_type(float)))
 
     def blocks(self, columns: int) -> list[int]:
-        """Return the widths of the blocks of features before a constant one."""
+        """Return the number of features in each block, without the constant."""
         if self.columns != "categories":
             return [1] * (columns - 1)
         count = max(1, round((columns - 1) ** 0.5))
@@ -131,7 +131,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def teachers(
         self, key: Key, count: int, shape: tuple[int, ...], *, aligned: bool = False
     ) -> Array:
-        """Draw linear models; of several classes the prototypes in any order.
+        """Draw hidden linear models; for several classes, permuted prototypes.
 
         Args:
             key: A typed key.
@@ -163,7 +163,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         return jnp.asarray(models, jnp.result_type(float))
 
     def _intercept_shift(self, key: Key, model: Array) -> Float[Array, ""]:
-        """Return the shift of the constant that gives a model of two classes its rate.
+        """Return the constant's shift that makes a fraction `rate` of labels positive.
 
         It is found by bisection on 1000 rows.
         """

@@ -1,4 +1,4 @@
-"""The default populations: public distributions in the place of the records."""
+"""The default populations: public distributions that dry runs draw records from."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ class Shifted(AbstractLinearPopulation):
 
 
 class Tables(AbstractLinearPopulation):
-    """Columns of categories; the population is a mixture of the sources, and no source.
+    """Categorical features; the population mixes the sources and equals none of them.
 
     The sizes of the sources fall like one over the rank. Each source has the
     population's coefficients in half of the blocks and others in the rest.
@@ -105,7 +105,7 @@ class Alike(AbstractLinearPopulation):
 
 
 class MissingPositives(AbstractLinearPopulation):
-    """Sources with a part of the positive labels, and effects that are too weak.
+    """Sources that lack some of the positive labels and have effects that are too weak.
 
     No source has the rate of the population. The models of sources and population
     differ by a factor and a constant, for which few records are enough.

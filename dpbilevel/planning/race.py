@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 def rounds_of(effort: Effort, populations: int, *, large: bool) -> tuple[int, ...]:
-    """Return the number of runs on every population, round after round."""
+    """Return a tuple: the number of runs on every population in each round."""
     each, total = _FEW_ROUNDS if large else _ROUNDS[effort]
     return (*each, *(-(-count // populations) for count in total))
 
@@ -155,7 +155,7 @@ def _survivors(
 def scores(
     regrets: Float[np.ndarray, "settings populations"],
 ) -> Float[np.ndarray, " settings"]:
-    """Return the score of each setting; the smallest is best.
+    """Return a mean of mean and worst regret for each setting; the smallest is best.
 
     The weighted mean of the mean regret and the worst one: the restricted Bayes rule of
     Hodges and Lehmann, "The use of previous experience in reaching statistical
@@ -173,7 +173,7 @@ def worst_regrets(losses: Sequence[Losses], constants: Losses) -> list[float]:
 def regrets(
     losses: Sequence[Losses], constants: Losses
 ) -> Float[np.ndarray, "settings populations"]:
-    """Return the regret by setting and population, from all losses by run."""
+    """Return the regret, setting by population, from the losses of all runs."""
     # The mean over the runs, because a failure counts by how much it loses.
     table = np.asarray([np.mean(runs, 0) for runs in losses])
     return regret(table, np.mean(constants, 0))
@@ -183,7 +183,7 @@ def regret(
     table: Float[np.ndarray, "settings populations"],
     starts: Sequence[float] | Float[np.ndarray, " populations"],
 ) -> Float[np.ndarray, "settings populations"]:
-    """Return the missing fraction of improvement, by setting and population.
+    """Return the missing fraction of achievable improvement, setting by population.
 
     From tables of mean losses: of the settings, and of the best constant answers.
     """
@@ -285,7 +285,7 @@ class DryRuns:
         return entries, solvers, {k: v for k, v in refused.items() if k not in there}
 
     def _drawn(self, number: int) -> list[SyntheticData]:
-        """Return a list, by population, of the `SyntheticData` of a run, kept."""
+        """Return a list, by population, of the `SyntheticData` of a run; cached."""
         if number not in self._last:
             self._last.clear()
             keys = jax.random.split(self._key(number), len(self.populations))
@@ -307,7 +307,7 @@ class DryRuns:
         return Sizes(upper, lower, sizes.people)
 
     def _dry(self, solver: Any) -> Any:
-        """Return a calibrated solver for dry runs: fewer records, with all noise."""
+        """Return a calibrated solver for dry runs: fewer records and equal noise."""
         if is_vector(model_of(self.problem, self.w0)):
             solver = accelerated(solver)
         if self.thinning == 1:

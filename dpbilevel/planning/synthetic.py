@@ -134,7 +134,7 @@ def _in_words(sizes: Sizes | int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Classes:
-    """Label in the description of a record.
+    """Place of the label in the description of a record, with the label's values.
 
     Attributes:
         values: Possible values of the label, public; or the number of classes, whose
@@ -178,7 +178,7 @@ def shapes_of(record: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One label and features, the leaves of a record.
+    """Description of a record that has one label and otherwise features.
 
     The record is a pytree of shapes, `jax.ShapeDtypeStruct` or arrays, with `Classes`
     in the place of the label.
@@ -213,7 +213,7 @@ class Layout:
 
     @property
     def teacher(self) -> tuple[int, ...]:
-        """Shape of a linear model: from three classes on a column for each."""
+        """Shape of a linear model: (d,) for two classes, (d, k) for more."""
         count = len(self.classes.listed)
         return (self.width,) if count == 2 else (self.width, count)
 
