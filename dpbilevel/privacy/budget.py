@@ -1,4 +1,4 @@
-"""The guarantee to reach: the budget, the neighbouring relation, who the people are."""
+"""The guarantee to meet: budget, neighbouring relation, people of both levels."""
 
 import dataclasses
 import enum
@@ -37,7 +37,7 @@ class People(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyBudget:
-    r"""The guarantee to reach: $(\varepsilon, \delta)$ differential privacy.
+    r"""The guarantee to meet: $(\varepsilon, \delta)$ differential privacy.
 
     Args:
         epsilon: $\varepsilon > 0$.

@@ -66,7 +66,7 @@ def _turned(state: tuple, sign: int) -> tuple:
 
 
 def _stream(key: UInt32[Array, "8"], count: int, use: int) -> UInt32[Array, "n 16"]:
-    """Return the first `count` blocks for a use, on a CPU some at a time."""
+    """Return the first `count` blocks of a key's stream; `use` is in the nonce."""
     if count > _MOST_BLOCKS:
         raise ValueError(f"chacha20: one key gives at most {_MOST_BLOCKS} blocks.")
 

@@ -1,4 +1,4 @@
-r"""Gaussian noise that takes back a part of the noise of earlier steps."""
+r"""Gaussian noise that partly cancels the noise of earlier steps."""
 
 import dataclasses
 import math
@@ -91,7 +91,7 @@ def sensitivity(feedback: Sequence[float], num_steps: int, gap: int) -> float:
 
 
 class Correlated(Gaussian):
-    r"""Gaussian noise of which later steps take back a part.
+    r"""Gaussian noise, a part of which later steps cancel.
 
     Step $t$ of a run adds $s\,(z_t - \sum_{j \ge 1} a_j z_{t - j})$ to its value, with
     independent standard normal $z_t$. What was added to earlier steps is partly removed

@@ -88,7 +88,7 @@ class AbstractRelease(abc.ABC):
     @property
     @abc.abstractmethod
     def failure(self) -> float:
-        """Distance of all releases from the charged ones, in total variation."""
+        """Total variation distance of all releases from the charged ones."""
 
     @property
     def neighbours(self) -> Neighbours:
@@ -165,7 +165,7 @@ class Ledger:
 
     @property
     def failure(self) -> float:
-        """Distance of batches and draws from the charged ones, in total variation."""
+        """Total variation distance of batches and draws from the charged ones."""
         return sum(release.failure for release in self.releases)
 
     def events(self) -> "dict[str, dp_accounting.DpEvent]":
@@ -288,7 +288,7 @@ class Ledger:
         return dataclasses.replace(self, releases=releases)
 
     def _full_batch_mu(self, event) -> float:
-        """Return an event's mu on full batches; infinite if the cost may be larger.
+        """Bound an event's cost by its mu on full batches; infinite if not bounded.
 
         The rows that a batch leaves out depend on no record. A full batch therefore
         also bounds the cost of batches that overflow, but not of draws that are off.

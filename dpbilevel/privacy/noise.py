@@ -84,7 +84,7 @@ def check_shared(key: PRNGKey, value: PyTree) -> None:
 
 
 def wrapped(words: ArrayLike, generator: str) -> Key[Array, "..."]:
-    """Return the keys that have these words of 32 bits, a key a row.
+    """Return the typed keys made of these 32-bit words, a key a row.
 
     Raises:
         ValueError: The generator is not fit for privacy noise.
@@ -244,7 +244,7 @@ _WHY = {
 
 
 def refuse(owner: str, given: Iterable[str]) -> None:
-    """Refuse arguments that other estimators have, with advice.
+    """Raise `TypeError`, with advice, if there is any argument of other estimators.
 
     Raises:
         TypeError: There is such an argument; the first one is named.

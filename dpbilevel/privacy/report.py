@@ -22,7 +22,7 @@ from .rows import ForecastRow, LedgerRow, RoleRow, html_table
 
 
 class Status(enum.Enum):
-    """Part of the guarantee that this library enforces, best first."""
+    """Status of a guarantee: how much of it this library enforces, best first."""
 
     ENFORCED = "ENFORCED"  # by clipping, whatever the functions are
     CONDITIONAL = "CONDITIONAL"  # rests on declared constants or convexity

@@ -1,4 +1,4 @@
-r"""The privacy of passes over records that are spread over batches at random.
+r"""Privacy of passes in which every record is in one batch, drawn at random.
 
 A pass makes $t$ Gaussian releases. Each record is in one of them, drawn uniformly and
 independently of all others. Given the places of the others, and whatever earlier
@@ -162,7 +162,7 @@ def _of_the_sum(term: _Term, batches: int) -> float:
 
 
 def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
-    r"""Return an end $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
+    r"""Return a cut $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
 
     With the moment $M(\tau)^t$ of $e^{\tau S}$ it is at most $b\, e^{-\tau b}
     M(\tau)^t$ where $b \ge 1 / \tau$.
@@ -216,7 +216,7 @@ def _log(masses):
 
 
 def _saddle(values, logs) -> float:
-    """Return the tilt that gives a term mean zero; zero if its mean is positive.
+    """Return the tilt that makes a term's mean 0; 0 if the mean is positive.
 
     Any tilt is valid. The last value is positive.
     """
@@ -261,7 +261,7 @@ def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=8)
 def _at_positive_losses(way: Way, mu: float, batches: int):
-    r"""Return two arrays, $a \ge 1$ and $H_a$, up to where $H_a$ vanishes."""
+    r"""Return arrays $a \ge 1$ and divergences $H_a$, until these vanish."""
     level = divergence(way, mu, batches, 0.0)
     scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
     losses, found = [0.0], [level]

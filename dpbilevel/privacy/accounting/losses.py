@@ -31,7 +31,7 @@ _MARGIN = 2.0**-46
 
 
 class AbstractLoss(abc.ABC):
-    """The privacy loss of one release, as a pair of laws."""
+    """Privacy loss of one release, given by the pair of laws `P` and `Q`."""
 
     @abc.abstractmethod
     def cells(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ class AbstractLoss(abc.ABC):
         """
 
     def pieces(self, reaches: np.ndarray):
-        """Return mass and loss of every one of about a thousand pieces of the laws.
+        """Return masses and losses of about 1000 pieces of the laws, for choices only.
 
         Per reach, as in `ends`, the number of pieces within and the mass beyond follow.
         They serve for choices and not for results.
@@ -198,7 +198,7 @@ class Subset(AbstractLoss):
 
 @dataclasses.dataclass(frozen=True)
 class Atoms(AbstractLoss):
-    """A loss with few values.
+    """A privacy loss with finitely many values.
 
     Attributes:
         mass: The masses of `P`.

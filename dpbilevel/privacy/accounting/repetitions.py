@@ -124,7 +124,7 @@ class Repetitions:
 
 
 class BestOf:
-    r"""The profile of one selection, from above.
+    r"""Upper bound on the privacy profile of one private selection.
 
     $\kappa$ is convex, and replaced by its chords: $\sum_j c_j (s_j - s)_+$ with $c_j
     \ge 0$, of which the mean is $\sum_j c_j s_j \delta_\mu(\varepsilon - \log s_j)$.

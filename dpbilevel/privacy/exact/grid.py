@@ -135,7 +135,7 @@ class Grid(eqx.Module):
 
 
 def release_places(size: int, finer: int = 0) -> int:
-    """Return the bits of a contribution that steps of `size` coordinates have at least.
+    """Return the least number of bits from the grid step up to a contribution.
 
     Noise has at most 52 of them: `with_noise` adds no value to noise that has more.
     """

@@ -114,7 +114,7 @@ def standard_normal(
 def _from_words(
     words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
 ) -> Limbs:
-    """Return `Limbs` that follow from eight words of random bits for each number."""
+    """Return normal integers as `Limbs`, from eight words of random bits for each."""
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
@@ -172,7 +172,7 @@ def _leading_bits(
     fields: tuple[tuple[int, int, int], ...],
     unread: Int32[Array, ""],
 ) -> tuple[Int32[Array, " n"], Int32[Array, ""]]:
-    """Return the sum of fields without their last `unread` bits, and twice its mean."""
+    """Sum bit fields without their last `unread` bits; return it and twice its mean."""
     longest = max(length for _, _, length in fields)
     total, most = jnp.int32(0), np.zeros(longest + 1, np.int32)
     for word, start, length in fields:

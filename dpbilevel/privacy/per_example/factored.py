@@ -63,7 +63,7 @@ class Factored(eqx.Module):
 
     @property
     def places(self) -> int:
-        """Number of places $T$."""
+        """Number $T$ of terms in the sum: rows of each factor, called places."""
         return self.left.shape[-2]
 
     @property
@@ -108,7 +108,7 @@ class Factored(eqx.Module):
     def multiplied(
         self, matrix: Array, axes: Sequence[Sequence[int]], first: bool, precision: Any
     ) -> "Factored":
-        """Return the tensor product with any array: that of `left`, and `right`.
+        """Return the tensor product with an array, contracted into the factor `left`.
 
         Args:
             matrix: The other array.
@@ -244,12 +244,12 @@ def is_structured(leaf: Any) -> bool:
 
 
 def relative_error(size: int, value: Factored) -> float:
-    r"""Return an upper bound on $\gamma_m$ of $m = k T + 4$ roundings, $k$ records."""
+    r"""Bound the relative rounding error of sums over groups of `size` records."""
     return 1.001 * (size * value.places + 4) * 2.0**-24
 
 
 def largest_group(value: Factored) -> int:
-    """Return the most records of a group if all other records keep their rows."""
+    """Return the largest group size of sums if all other records keep their rows."""
     if value.places > 1:
         return 2 ** int(math.log2(2**12 / value.places) / 2)
     return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP

@@ -1,4 +1,4 @@
-"""Norms of one record's value, above all rounding."""
+"""Upper bounds on the norm of one record's value, whatever the rounding."""
 
 import dataclasses
 from typing import Any
@@ -54,7 +54,7 @@ def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Sc
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A leaf in units of the clip norm."""
+    """A leaf in units of the clip norm, with an upper bound on its sum of squares."""
 
     value: Any
     squares: Scalar  # at least their sum, but for the rounding of `size` additions

@@ -137,7 +137,7 @@ def _key_dtypes() -> frozenset:
 
 
 def computed(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return the results of an equation, in a form that can be batched over records."""
+    """Evaluate an equation so that `jax.vmap` over records mixes none of them."""
     params = eqn.params
     if eqn.primitive.name == CONVOLUTION:
         return [_convolution(tuple(params.items()), *operands)]

@@ -82,7 +82,7 @@ def rowwise(owner: str, fun: Callable[[PyTree], PyTree]) -> Callable[[PyTree], P
 
 @dataclasses.dataclass(frozen=True)
 class _Lazy:
-    """An array that is computed when it is needed, and another form of it."""
+    """An array that is computed only if needed, and its factored or sparse form."""
 
     array: Callable[[], Array]
     form: Callable[[], Any]
@@ -102,12 +102,12 @@ def _array(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Evaluation of a jaxpr that forms no product before it is used."""
+    """Evaluation of a jaxpr that keeps products factored until they are needed."""
 
     record: list[Any]  # its arrays
 
     def equation(self, eqn, operands: list[Any]) -> list[Any]:
-        """Return the results of an equation: arrays, or what becomes one."""
+        """Return the results of an equation: arrays, `_Lazy` ones or `_Filled` ones."""
         name = eqn.primitive.name
         if name in _CALLS:
             inner = eqn.params[_CALLS[name]]

@@ -64,7 +64,7 @@ class AbstractSum(abc.ABC):
 
     @property
     def part(self) -> int:
-        """The number of rows of each part."""
+        """Number of rows in each shard; all rows if there is one shard."""
         return self.n if self.rows_per_shard is None else self.rows_per_shard
 
     @property
@@ -74,14 +74,14 @@ class AbstractSum(abc.ABC):
 
     @property
     def _kinds(self) -> list[tuple[float, list[Factored]]]:
-        r"""Leaves that are summed in groups, by their $\Lambda$: one place or more."""
+        r"""Pairs ($\Lambda$, leaves summed in groups): of one place, of several."""
         grouped = [v for v in self.leaves if is_grouped(v)]
         one = [v for v in grouped if v.places == 1]
         return [(1.0, one), (STRETCH, [v for v in grouped if v.places > 1])]
 
     @property
     def rounding(self) -> float:
-        r"""Fraction of the clip norm that is kept for the rounding of groups' sums.
+        r"""Fraction of the clip norm reserved for the rounding of groups' sums.
 
         Let leaf $l$ have $T_l$ places and groups of $k_l$ records, $m_l = k_l T_l + 4$,
         $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Leaves of one place have
@@ -113,12 +113,12 @@ class AbstractSum(abc.ABC):
 
     @property
     def _group_places(self) -> int:
-        """Number of places of a group for sums in any order, as their margin admits."""
+        """Largest number of places of a group that keeps `_margin` small."""
         most = (GROUP >> k for k in range(4))
         return next((k for k in most if self._margin(k) <= MOST_ROUNDING), GROUP)
 
     def _margin(self, places: int) -> float:
-        """Return the margin, in clip norms, of sums by groups of `places` places."""
+        """Bound the rounding of groups of `places` places, in clip norms."""
         parts, steps = [], 0
         for stretch, leaves in self._kinds:
             pairs = [(min(max(1, places // v.places), self.rows), v) for v in leaves]

@@ -202,7 +202,7 @@ class OnDisk(AbstractOnDisk):
 def taken(
     records: PyTree, present: Bool[Array, " n"] | None, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Bool[Array, " rows"], Shards]:
-    """Return rows by number, fillers beyond the last row, as a batch.
+    """Return a batch of rows by number, on disk or in memory; fillers beyond the last.
 
     Of arrays, `present` says which rows are records; all when omitted.
 

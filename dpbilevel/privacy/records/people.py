@@ -24,7 +24,7 @@ _UNSEEN = "\ufeff\u200b"  # characters that no screen shows
 
 
 class PersonRows(eqx.Module):
-    """The rows of people: as many places for each person as a person may have rows.
+    """Rows grouped by person and padded to the largest allowed number of rows.
 
     `by_person` makes it. Its leading axis is that of the people, so that what the
     library calls a record is one person.
@@ -77,7 +77,7 @@ class PersonUnit:
         return present / present.sum(-1, keepdims=True).clip(1)
 
     def check(self, records: Any) -> None:
-        """Refuse records that are not `PersonRows`, of as many places as declared."""
+        """Refuse records that are not `PersonRows` with `most_rows` rows a person."""
         if not isinstance(records, PersonRows):
             raise TypeError(
                 "per_person: the problem is one of people, so data must come from "

@@ -150,7 +150,7 @@ class Shards:
 
     @property
     def known(self) -> int:
-        """Number of parts; 1 if the number is only a guess."""
+        """Number of parts if a mesh tells it, else 1."""
         return self.count if self.mesh is not None else 1
 
     @property
@@ -252,7 +252,7 @@ def shards_of(records: PyTree) -> Shards:
 def taken(
     records: PyTree, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Shards]:
-    """Return rows by number, fillers beyond the last row, with numbers and `Shards`.
+    """Return rows by number, with fillers beyond the last; the numbers; their `Shards`.
 
     Spread records give a batch that is spread evenly over the same devices, in the same
     order and filled up with nothing, so that every device has a multiple of 64 rows.
@@ -291,7 +291,7 @@ def taken(
 
 
 def _local(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return the results of an equation, regardless of where it was traced."""
+    """Evaluate a jaxpr's equation as on one device: its sharding is left out."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         inner = params[_CALLS[name]]

@@ -262,7 +262,7 @@ class ParquetStore(AbstractStore):
 
     @property
     def _wanted(self) -> list[str]:
-        """Names of all columns, each once."""
+        """Names of all Parquet columns that are read, each once."""
         return list(dict.fromkeys(name for names in self._columns for name in names))
 
     def _copy(self, batch: Any, leaves: list[np.ndarray], rows: slice) -> None:

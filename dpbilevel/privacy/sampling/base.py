@@ -28,7 +28,7 @@ Index = int | Int[Array, ""] | None
 
 
 class Batch(eqx.Module):
-    """Records drawn for one query; `clipped_mean` takes it whole.
+    """Records drawn for one query, with their mask and public denominator.
 
     Attributes:
         records: A pytree with a leading axis of fixed length. Rows that are no records

@@ -105,14 +105,14 @@ class FixedSize(AbstractFixedBatch):
         return dp_accounting.SampledWithoutReplacementDpEvent(size, self.size, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Return the probability that a small subset has too few different members."""
+        """Return the chance that a small batch has too few different members."""
         return _EXHAUSTED if self._is_small(size) else 0.0
 
     def _is_small(self, size: int) -> bool:
         return self.size <= size // 4
 
     def _tries(self, size: int) -> int:
-        """Return a number of draws with enough different members, but for `failure`.
+        """Return how many draws have `size` different members, but for `failure`.
 
         While there are too few, the next one is known with probability (size - 1) / n
         at most.
