@@ -316,7 +316,7 @@ def load(folder: str | Path, *, like: PyTree = None) -> Solution[Any]:
 
 
 def _of_command(folder: Path) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Return parts and facts of a finished run of the command line."""
+    """Return the answer and facts of a finished run of the command line."""
     try:
         page = json.loads((folder / checkpoint.RESULT).read_text(encoding="utf-8"))
         content = io.BytesIO((folder / checkpoint.ARRAYS).read_bytes())

@@ -309,7 +309,7 @@ def resume(
 
 
 def resumed(run: Run, saved: Checkpoint) -> Run:
-    """Return a `Run` as its `Checkpoint` has it."""
+    """Return the `Run` with the state, key and trajectory of its `Checkpoint`."""
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
     name = saved.fingerprint.get(FIRST_KEY, run.name)
     parts: Any = {"done": saved.done, "key": saved.key, "name": name}

@@ -293,7 +293,7 @@ def begin(
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Record once the cost of the whole run, before the rest of it; as `begin`."""
+    """Record once the cost of the whole run, before its rest; raise as `begin` does."""
     epsilon, delta = costs_by(report)
     event = {"event": "charged", "epsilon": epsilon, "delta": delta}
     runs = _runs(folder, number)
@@ -302,7 +302,7 @@ def charge(folder: Path, number: int, report: PrivacyReport) -> None:
 
 
 def stop(folder: Path, number: int, why: str) -> None:
-    """Record that a run ends after its check; `OSError` leaves the record as before."""
+    """Record that a run ended after the records check; an `OSError` changes nothing."""
     _append(folder, number, {"event": "stopped", "stopped": why})
 
 
@@ -314,7 +314,7 @@ def finish(folder: Path, number: int = 1) -> None:
 
 
 def _runs(folder: Path, number: int) -> tuple[Run, ...]:
-    """Return a tuple: the last run of a number; empty if it is not on record."""
+    """Return the last run of this number in a tuple, empty if none is on record."""
     return tuple(run for run in read(folder).runs if run.number == number)[-1:]
 
 
@@ -348,7 +348,7 @@ def _append(folder: Path, number: int, event: dict[str, Any]) -> None:
 
 
 def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Raise `ValueError` if a run that is on record leads above a limit."""
+    """Raise `ValueError` if a recorded run takes a folder's total above its limit."""
     (run,) = _runs(folder, number)
     epsilon, delta = costs_by(report)
     for place, limit in limits(folder):
