@@ -34,7 +34,7 @@ _SHORT = 20_000_000
 
 @dataclasses.dataclass(repr=False)
 class _Round:
-    """A step with proposed points; `losses` are SECRET."""
+    """One step of a search: proposed points, and the losses told so far. SECRET."""
 
     next_key: PRNGKey  # of the steps after this one
     key: PRNGKey  # of the releases of this step
@@ -279,7 +279,7 @@ class AskTell:
         return _Round(next_key, key_tell, proposal, points, losses, missing)
 
     def _release(self, current: _Round) -> None:
-        """End a round, and after the last one the search."""
+        """Make and store the release of a round; finish the search after the last."""
         if current.after is None:  # otherwise writing an earlier release failed
             self._count()
             current.after = self._after(current)

@@ -293,7 +293,7 @@ def starts_of(
 
 
 def check_starts(solver: Any, name: str) -> None:
-    """Raise `ValueError` if a solver has more starts than a field of it allows."""
+    """Raise `ValueError` if a solver has more `starts` than its field `name` allows."""
     owner, limit = type(solver).__name__, getattr(solver, name)
     number = 0 if solver.starts is None else len(solver.starts)
     if number > limit:

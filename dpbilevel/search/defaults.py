@@ -117,7 +117,7 @@ def default_solver(
 def _descent(
     size: int, starts: Float[np.ndarray, "k d"], clip_range: float
 ) -> GradientInformativeBO:
-    """Return `GradientInformativeBO` whose portfolio has all starts and a diagonal.
+    """Return a `GradientInformativeBO` that starts at one of `starts` or of a diagonal.
 
     No others are added: more points that are worse make the best one less likely.
     """

@@ -43,7 +43,7 @@ def choose_batch(
     at_least: int = 1,
     key: PRNGKey,
 ) -> Design:
-    r"""Return the smallest `Design` of points that brings the trace to `tolerance`.
+    r"""Return the `Design` of the fewest points whose trace is at most `tolerance`.
 
     The number of points is found by bisection, because the smallest trace that $b$
     points can reach decreases with $b$. For each number, structured designs are tried

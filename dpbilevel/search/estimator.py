@@ -217,7 +217,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return self
 
     def _by_person(self, validation: Any) -> tuple[Any, PersonRows | None]:
-        """Return the pair of validation, and the numbers of the rows of each person."""
+        """Return validation data without ids, and row numbers by person or `None`."""
         if not isinstance(validation, tuple | list) or len(validation) != 3:
             return validation, None
         X, y, groups = validation

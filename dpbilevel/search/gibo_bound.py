@@ -135,7 +135,7 @@ def _check_covers(
 def _bias(
     solver: Any, problem: Any, size: int, norm: float | None, failure: float
 ) -> float:
-    """Return what the bias of no gradient exceeds, but for `failure`."""
+    """Bound the bias of every gradient, except with probability `failure`."""
     if solver.tolerance is None:
         trace = size * solver.release(problem, solver.sizes).deviation ** 2
     else:

@@ -1,4 +1,4 @@
-"""Draws of one of many public candidates by its loss, and initial points drawn so."""
+"""Private draws of one of many public points by its loss, also to start a search."""
 
 import dataclasses
 import math
@@ -268,7 +268,7 @@ class Portfolio(Checked):
         return jax.vmap(feasible.project)(points)
 
     def choice(self, clip_norm: Number, kernel: AbstractKernel) -> Choice:
-        """Return a `Choice` with the clip range, by default `clip_norm` times reach."""
+        """Return the `Choice`; its default clip range is `clip_norm` times reach."""
         clip_range: Any = self.clip_range
         if clip_range is None:
             clip_range = clip_norm * kernel.reach
@@ -294,7 +294,7 @@ class Portfolio(Checked):
 
 
 def relative(losses: Float[Array, "n m"]) -> Float[Array, "n m"]:
-    """Return losses minus each record's least one; infinity if not finite."""
+    """Return each record's losses minus its least one; infinity if not finite."""
     finite = jnp.isfinite(losses)
     least = jnp.min(jnp.where(finite, losses, jnp.inf), axis=1, keepdims=True)
     least = jnp.where(jnp.isfinite(least), least, 0)

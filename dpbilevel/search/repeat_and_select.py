@@ -106,7 +106,7 @@ class Selection(AbstractNoisyRelease):
         return law, f"{self.name}: a run is {trainings}, together {run}"
 
     def run_mus(self, people: People) -> dict[str, float]:
-        r"""Return a run's largest $\mu$ in a training, as a dict by kind of person."""
+        r"""Return the largest Gaussian $\mu$ of a run, as a dict by kind of person."""
         value = Release(self.name, 1, self.queries, self.mechanism, basis=self.basis)
         found = collections.defaultdict(float)
         for training in self.trainings or ((),):

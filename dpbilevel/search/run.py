@@ -44,7 +44,7 @@ Result = tuple[Solution, NoisyLosses]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run before its first evaluation."""
+    """A planned search before its first evaluation."""
 
     owner: str  # for error messages
     problem: BlackBox  # without its losses, which compiled code must not read or keep
@@ -274,7 +274,7 @@ class Folder:
                 file.unlink()
 
     def _close(self) -> None:
-        """End a run whose result is written."""
+        """Record that the run is finished, and delete its evaluations."""
         spending.finish(self.path)
         for file in self.path.glob(f"{checkpoint.EVALUATIONS}*"):
             file.unlink()

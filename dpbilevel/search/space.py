@@ -263,7 +263,7 @@ class Space:
         return self._centers(indices)
 
     def middles(self) -> list[Point]:
-        """Return middles of branches that together have every choice."""
+        """Return a list of the middles of branches in which every choice occurs."""
         middles = [self.middle(np.zeros(self.coordinates))]
         for name, entry in self.categories.items():
             for index in range(len(entry.choices)):

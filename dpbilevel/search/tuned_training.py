@@ -32,7 +32,7 @@ BEST = "model of the least validation loss"
 
 
 class Trained(eqx.Module):
-    """The outcome of one run."""
+    """Outcome of one training: the pair (x, y) and the index of its candidate."""
 
     pair: PyTree  # (x, y)
     setting: Int[Array, ""]  # index of the candidate, -1 for the initial point
@@ -40,7 +40,7 @@ class Trained(eqx.Module):
 
 
 class TuningState(eqx.Module):
-    """The runs so far; skipped updates are those of the shown run."""
+    """State after some runs; skipped updates are those of the released run."""
 
     runs: BestRun
     rejections: SkippedUpdates
@@ -164,12 +164,12 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         return TuningState(runs, SkippedUpdates(runs.w.rejected))
 
     def released(self, state: TuningState) -> tuple[Trained, Float[Array, ""]]:
-        """Return (`Trained`, loss): the initial point and 0, at the end the best."""
+        """Return the best `Trained` and its loss; before the last run `w0` and 0."""
         return state.runs.w, state.runs.value
 
     @override
     def answer(self, problem: BilevelProblem, state: TuningState) -> PyTree:
-        """Return the released pair; without $x$ the candidate's index stands for it."""
+        """Return the released pair (x, y); without x, the candidate's index and y."""
         x, y = state.runs.w.pair
         return state.runs.w.setting if x is None else x, y
 
