@@ -123,7 +123,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
 
     @abc.abstractmethod
     def _fit(self, entry: Entry, y: Any) -> Self:
-        """Plan and run, called by `fit` alone."""
+        """Plan the solver and run it on the records; called by `fit` alone."""
 
     def _entry(
         self,
@@ -133,7 +133,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         ids: Any,
         name: str = "groups",
     ) -> Entry:
-        """Return what a fit knows of features and people, before it reads a label."""
+        """Return the `Entry` of a fit: features and people, before it reads a label."""
         refuse(f"{self._owner}.fit", refused)
         budget = PrivacyBudget(self.epsilon, self.delta)
         key = root_key() if key is None else check_key(key)
@@ -148,7 +148,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return Entry(budget, key, table, units, people, public)
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
-        """Return a table of numbers, at least so many rows, NaN if one is missing."""
+        """Return a table of float64 numbers, NaN for missing ones; check its rows."""
         array = check_array(
             numbers(X),
             dtype="float64",
@@ -163,7 +163,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return array
 
     def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
-        """Return the `Column` of values beside the features, of any type."""
+        """Return the `Column` of labels, or of other values beside the features."""
         if isinstance(y, str):
             raise ValueError(
                 f"{self._owner}.fit: {name} is a text; pass the column, table[{y!r}]."
@@ -262,7 +262,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
     def _planned(
         self, entry: Entry, usable: Float[np.ndarray, "n d"], *described: Any
     ) -> tuple[Lengths, Check]:
-        """Return the planned `Lengths` and check of the rows that count.
+        """Return the planned releases about rows: `Lengths` and `RecordsCheck`.
 
         The features are in their units, NaN in other rows; the rest is for `_describe`.
         """
@@ -343,5 +343,5 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return jax.tree.map(np.asarray, solution.value), run[2]
 
     def _stretch(self, found: Usability, solver: Any) -> float:
-        """Return the factor by which to lengthen the released unit."""
+        """Return the factor that lengthens the rows' unit after the check: 1."""
         return 1.0

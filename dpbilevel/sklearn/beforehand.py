@@ -70,7 +70,7 @@ class PublicSize:
         return jax.tree.map(filled, records)
 
     def problem(self, problem: Problem) -> Problem:
-        """Return a problem on rows as one on the records of the fit."""
+        """Return a problem on rows, changed to the privacy unit of the fit."""
         if self.unit is None:
             return problem
         return problem.per_person(self.unit.most_rows, self.unit.combine)
@@ -106,7 +106,7 @@ class Rows:
         return by_person(rows, self.ids, most_rows=self.unit.most_rows)
 
     def means(self, rows: Float[np.ndarray, "n w"]) -> Float[np.ndarray, "p w"]:
-        """Return one row of numbers for each record."""
+        """Return one row of numbers a record: for a person the mean of the rows."""
         return combined(np.asarray, self.records(rows), self.unit)
 
 
@@ -122,13 +122,13 @@ class Entry:
     public: PublicSize
 
     def records(self, rows: PyTree) -> PyTree:
-        """Return the records of rows, in a public number."""
+        """Return the records that rows form, padded to their public number."""
         return self.public.rows(self.people.records(rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Name, size and price of a planned release of means of all records."""
+    """Name, budget and tolerable noise of a planned release of means of all records."""
 
     name: str
     parts: tuple[float, float]  # least and largest part of the fit's squared budget

@@ -1,4 +1,4 @@
-"""Declared facts about records, and records in units of them.
+"""Declared facts about records, and rows in units that follow from them.
 
 Everything here works on one record at a time. Exceptions depend on shapes, types and
 declared facts alone. A row with an entry that is no finite number becomes a row of NaN,
@@ -22,7 +22,7 @@ _UNIFORM = 1 / 3
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    r"""Rows in units in which their length is about 1, and coefficients back from them.
+    r"""Conversion of rows to units of length about 1, and of coefficients back.
 
     With bounds an entry is cut to them, and $z = (x - c) / h \cdot \sqrt{3 / d}$. Here
     $c = 0$ if 0 is within the bounds, else $c$ is their middle, and $h$ is the distance

@@ -141,7 +141,7 @@ class Moments(AbstractBeforehand):
         return TailDescent if self.wanted else NoisyGD
 
     def with_keys(self, entry: Entry) -> tuple[Entry, PRNGKey | None]:
-        """Return the keys of the run and of the release; `key` itself without one."""
+        """Return the `Entry` with the run's key, and the release's key or `None`."""
         if not self.wanted:
             return entry, None
         first, last = jax.random.split(entry.key)
@@ -189,7 +189,7 @@ class Moments(AbstractBeforehand):
     def _of_rows(
         self, point: Float[np.ndarray, " p"], rows: dict[str, Any]
     ) -> tuple[Float[np.ndarray, "n p"], Float[np.ndarray, "n q"]]:
-        """Return gradients and, in the form of `squares_of`, second derivatives."""
+        """Return weighted gradients and second derivatives, as `squares_of`, by row."""
         features, label = rows["features"], rows["label"]
         with np.errstate(all="ignore"):  # a warning would reveal a record
             scores = features @ point
@@ -228,7 +228,7 @@ class Moments(AbstractBeforehand):
 
 
 def squares_of(rows: Float[np.ndarray, "n p"]) -> Float[np.ndarray, "n q"]:
-    """Return the upper triangle of each row times itself.
+    """Return the upper triangle of each row's outer product with itself.
 
     Entries beside the diagonal are multiplied by the root of 2, so that the length is
     the squared length of the row.

@@ -113,7 +113,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator, abc.ABC):
     def _read_labels(
         self, y: Any, table: Float[np.ndarray, "n d"], name: str = "y"
     ) -> Int[np.ndarray, " n"]:
-        """Set the declared classes; return the number of each record's, -1 for none."""
+        """Set the declared classes; return each record's class index, -1 for none."""
         column = self._column(y, table, name)
         example = 'classes=["no", "yes"]'
         self.classes_ = declared(self._owner, "classes", self.classes, example)

@@ -163,7 +163,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
         return self
 
     def _stretch(self, found: Usability, solver: Any) -> float:
-        """Return the factor of the unit: above 1 if a class is rare, else 1.
+        """Return the factor of the rows' unit: above 1 if a class is rare, else 1.
 
         Records of a rare class have gradients as long as their rows. A clip norm below
         1 would shorten only these gradients, and underestimate the class. So the rows
@@ -303,7 +303,7 @@ class Effects(AbstractBeforehand):
 def rows_of(
     features: Float[np.ndarray, "n d"], label: Int[np.ndarray, " n"], classes: int
 ) -> Float[np.ndarray, "n w"]:
-    """Return rows whose mean is released; NaN for records that do not count.
+    """Return one row for each record, whose mean is released; NaN if it does not count.
 
     Privacy:
         Row by row. NON-PRIVATE until `Effects.rates_and_ridge` releases the mean.

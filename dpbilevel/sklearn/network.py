@@ -191,7 +191,7 @@ class DPMLPClassifier(PrivateClassifier):
 
 
 def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
-    """Draw layers with variance 2 over the width of the layer before, as for ReLUs."""
+    """Draw initial layers, with variance 2 over the input width, as for ReLUs."""
     keys = jax.random.split(key, len(widths) - 1)
     return tuple(
         (math.sqrt(2 / p) * jax.random.normal(k, (p, q)), jnp.zeros(q))

@@ -271,7 +271,7 @@ def middle(grid: Float[np.ndarray, " k"], belief: Float[np.ndarray, " k"]) -> fl
 def comparisons(
     values: Float[np.ndarray, " n"], value: float, fraction: float
 ) -> Float[np.ndarray, "n 1"]:
-    """Return 1/2 for each value that is larger, and -1/2 for each that is not.
+    """Return a column: 1/2 for each entry of `values` above `value`, else -1/2.
 
     NaN becomes the expected mean, so that it moves no comparison.
 
