@@ -35,7 +35,7 @@ _STEP_RANGE = 1e6  # of the step size, in either direction
 
 
 class AbstractAdaptiveClip(AbstractGradientSolver[State], AbstractIterative):
-    r"""Descent whose clip norm follows how much of the gradients it keeps.
+    r"""Descent whose clip norm adapts to the fraction of gradients that clipping keeps.
 
     Attributes:
         clip_norm: $C_0$, the norm of the first step; public.
@@ -58,7 +58,7 @@ class AbstractAdaptiveClip(AbstractGradientSolver[State], AbstractIterative):
         *,
         key: PRNGKey,
     ) -> tuple[PyTree, Any, Scalar]:
-        r"""Return $q_t$, a bound on its standard deviation in any direction, $C_{t+1}$.
+        r"""Release the gradient $q_t$; return it, its deviation's bound, and $C_{t+1}$.
 
         Privacy:
             One `release`, at the point $w_t$ and the clip norm $C_t$.
@@ -120,7 +120,7 @@ class _ClipState(DescentState):
 
 
 class AdaptiveClipGD(AbstractAdaptiveClip[_ClipState], AbstractDescent[_ClipState]):
-    r"""`NoisyGD` whose clip norm adapts to how much of the gradients it keeps.
+    r"""`NoisyGD` whose clip norm adapts to the fraction of gradients that it keeps.
 
     Every record's gradient $g_i$ has one more coordinate of the constant length $a
     C_t$, and both are clipped as one vector:
@@ -275,7 +275,7 @@ class AdaptiveGD(AbstractAdaptiveClip[_StepState]):
     def _tuned(
         self, gradient: PyTree, state: _StepState, fade: Scalar
     ) -> tuple[Scalar, PyTree]:
-        r"""Return the pair $\lambda_{t+1}, m_{t+1}$; the old ones if not finite."""
+        r"""Return the next step length and direction; the old ones if not finite."""
         w, old, first = state.w, (state.length, state.direction), self.first_step
         with jax.numpy_dtype_promotion("standard"):  # leaves may be of several dtypes
             unit = scaled(1 / state.clip_norm, gradient)

@@ -26,7 +26,7 @@ class CorrelatedState(DescentState):
 
 
 class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
-    r"""Projected gradient descent whose noise takes back noise of earlier steps.
+    r"""Projected gradient descent whose noise partly cancels noise of earlier steps.
 
     It is for batches that come in a fixed order. If batches can be drawn at random,
     `NoisyGD` with `Poisson` was better at equal budget (the page "Correlated noise"

@@ -180,7 +180,7 @@ class LocalizedGD(AbstractGradientSolver[_State]):
 def theorem_radii(
     owner: str, ratio: float, dimension: int, radius: float
 ) -> tuple[float, ...]:
-    r"""Return the radii of `LocalizedGD.from_theorem` for $\mu \varepsilon n / L$.
+    r"""Return the radii of `LocalizedGD.from_theorem` at $\mu \varepsilon n / L$.
 
     A `ValueError` refuses a ratio of at most $e$.
     """
@@ -196,7 +196,7 @@ def theorem_radii(
 
 
 def restarted(solvers: tuple[Any, ...], t: Int[Array, ""]) -> tuple[Any, ...]:
-    """Return the solvers of outer step `t`: a `LocalizedGD` with the radii of `t`.
+    """Return solvers in which each `LocalizedGD` has the radii of outer step `t`.
 
     Radii affect accuracy only, so the ledger is the same at all steps.
     """

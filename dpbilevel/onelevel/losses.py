@@ -217,7 +217,7 @@ class AbstractLinearModel(abc.ABC):
 
     @property
     def largest(self) -> float:
-        """Bound on a loss at margin 0: `start`, if that is finite."""
+        """Bound on the loss at margin 0; by default `start`, maybe infinite."""
         return self.start
 
     @abc.abstractmethod
@@ -234,7 +234,7 @@ class AbstractLinearModel(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Logistic(AbstractLinearModel):
-    r"""$\log(1 + e^{-b t})$; labels are cut to $[-1, 1]$, and 0 is read as -1.
+    r"""Logistic loss $\log(1 + e^{-b t})$; labels are cut to $[-1, 1]$, 0 means -1.
 
     With $\sigma$ the logistic function, $|\varphi'| \le \sigma(|t|)$, $\varphi'' = b^2
     \sigma (1 - \sigma) \le 1/4$ and $|\varphi'''| = |b| \varphi'' |1 - 2 \sigma| \le 1
@@ -287,7 +287,7 @@ class PseudoHuber(AbstractLinearModel):
 
     @property
     def largest(self) -> float:
-        """Loss of the largest label that is not cut."""
+        """Loss at margin 0 of the largest label that is not cut."""
         return _LARGEST_LABEL * self.width**2
 
     def slope(self, margin: Number) -> float:

@@ -151,7 +151,7 @@ def _with_zero_key(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_start(w0: PyTree) -> None:
-    """Refuses a start, public or private already, that is not floats that are finite.
+    """Refuse an initial point with leaves that are no finite float32 or float64 arrays.
 
     Raises:
         ValueError: A leaf is not a floating-point array of float32 or float64, or holds
@@ -172,7 +172,7 @@ def check_start(w0: PyTree) -> None:
 
 
 def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
-    """Refuses a set that does not hold points of the shape of `start`.
+    """Refuse a set that does not hold points of the shape of `start`.
 
     Raises:
         ValueError: Projecting the point fails or changes its shape.
@@ -195,7 +195,7 @@ def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
 def check_scalar(
     name: str, fun: Callable, *arguments: PyTree, of: str = "one record"
 ) -> None:
-    """Refuses a function, traced on shapes only, that is no scalar at `arguments`.
+    """Refuse a function, traced on shapes only, that is no scalar at `arguments`.
 
     Raises:
         ValueError: The result is not a floating-point scalar.
