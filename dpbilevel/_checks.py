@@ -62,7 +62,7 @@ def floats(value: Any) -> Any:
 
 
 def split_field(*shares: float) -> Any:
-    """Declare an Equinox field for a budget split, by default into the given shares."""
+    """Declare an Equinox field for a budget split, by default into these fractions."""
     return eqx.field(default=shares, converter=floats)
 
 
@@ -254,7 +254,7 @@ def strict_floats(owner: str) -> None:
 
 
 class AbstractStored(eqx.Module):
-    """Records that are not in memory, so that code cannot index their rows."""
+    """Base class of records outside of memory, whose rows cannot be indexed."""
 
 
 def leading_axis(name: str, records: PyTree) -> int:
@@ -372,7 +372,7 @@ class Checked(eqx.Module):
     """
 
     def __new__(cls, *args: Any, **options: Any):
-        """Refuse an argument of another name, with a hint."""
+        """Refuse unknown keyword arguments; the error suggests a name that exists."""
         names = [*_signature(cls.__init__).parameters][1:]
         for name in options:
             if name in names:

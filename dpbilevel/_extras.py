@@ -22,7 +22,7 @@ else:
 
 
 def public_names(names: dict[str, Any]) -> list[str]:
-    """Return what a package, by its `globals()`, imports from its modules.
+    """Return the names that a package imports from its modules, by its `globals()`.
 
     The modules themselves are left out, but `debug`.
     """

@@ -1,4 +1,4 @@
-"""The public names of the library, except `PrivateSearch`, which needs more."""
+"""The public names of the library, except `PrivateSearch` (needs scikit-learn)."""
 
 from . import applications as applications
 from . import audit as audit

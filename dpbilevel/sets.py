@@ -120,13 +120,13 @@ class Ball(AbstractSet):
 
     @property
     def reach(self) -> float:
-        """Largest norm of a member, at most that of the center plus the radius."""
+        """Upper bound on a member's norm: the center's norm plus the radius."""
         center = 0.0 if self.center is None else optax.tree.norm(self.center)
         return _checks.number(center) + _checks.number(self.radius)
 
     @property
     def diameter(self) -> float:
-        """Twice the radius."""
+        """Largest distance between two members: twice the radius."""
         return 2.0 * _checks.number(self.radius)
 
 
@@ -180,7 +180,7 @@ class Box(AbstractSet):
 
     @property
     def diameter(self) -> float:
-        """The length of the diagonal.
+        """Largest distance between two members: the length of the diagonal.
 
         Raises:
             ValueError: The bounds are plain numbers, so that it is unknown.
@@ -287,7 +287,7 @@ class Simplex(AbstractSet):
 
     @property
     def diameter(self) -> float:
-        """The distance between two corners, `sqrt(2) * scale`."""
+        """Largest distance between two members, `sqrt(2) * scale`."""
         return math.sqrt(2.0) * _checks.number(self.scale)
 
 
@@ -329,7 +329,7 @@ class Product(AbstractSet):
 
     @property
     def diameter(self) -> float:
-        """The root of the sum of squared diameters."""
+        """Root of the sum of the parts' squared diameters."""
         return sum(jax.tree.leaves(self._map(lambda part: part.diameter**2))) ** 0.5
 
     def _map(self, fun, *points):
