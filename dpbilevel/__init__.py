@@ -22,7 +22,7 @@ else:
             return _names()
         if name.startswith("_") or not name.isidentifier():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Modules first: they read each other while the public names are incomplete.
+        # Modules first: they import each other while the public names are incomplete.
         if importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f".{name}", __name__)
         if name == "PrivateSearch":

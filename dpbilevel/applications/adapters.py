@@ -55,7 +55,7 @@ class LowRankLinear(eqx.Module):
         self, x: Float[Array, " inputs"], *, key: PRNGKey | None = None
     ) -> Float[Array, " outputs"]:
         """Return the output for one input; `key` is not used."""
-        # Never B A: a product of weights is no layer, and its gradients are formed.
+        # Not (B A) x: gradients of a product of weights would have no factored form.
         return self.linear(x) + self.scale * (self.up @ (self.down @ x))
 
     @property

@@ -172,7 +172,7 @@ class TuningCertificate(AbstractCertificate):
         root, reach = mu**0.5, radius * top**0.5
         concordant = self.model.concordance * self.row_norm * moved  # s R d
         module = module_of(mu)
-        # Beyond 1 the other bound on the others' share is the smaller one by far.
+        # If s R d exceeds 1, the first bound is by far the smaller one.
         exponential = module.exp(module.minimum(concordant, 1.0))
         turned = module.minimum(  # t
             p3 * moved / mu,
@@ -239,7 +239,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def largest_loss(self) -> float:
-        """Bound on the loss at margin 0, from which short rows hardly differ."""
+        """Bound on an upper record's loss at margin 0, about which losses vary."""
         return self.model.largest
 
     @property

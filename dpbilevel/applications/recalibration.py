@@ -27,8 +27,8 @@ _RIDGE = 24.0
 _LESS_CURVED = 0.7
 # Curvatures below this fraction of the middle of their range are noise.
 _LEAST = 0.08
-# The fit starts at half of the model, or at less if its scores are large, which few
-# steps would not leave. benchmarks/results/constants.md names the tasks.
+# The fit starts at half of the model, or at less if its scores are large: few steps
+# would not change these. benchmarks/results/constants.md names the tasks.
 _START = 0.5
 _LONGEST = 1.8
 

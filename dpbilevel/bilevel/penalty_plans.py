@@ -349,7 +349,7 @@ class PenaltyPlanner:
         steps = math.ceil(start / sum(shares) ** 1.5)
         lower, penalized, outer = (share / sum(shares) for share in shares)
         chosen: Fields = {"num_steps": steps, "penalty": penalty, "inner": inner}
-        # The last share is not used if the outer gradient is free.
+        # The last part of the budget is not used if the outer gradient is free.
         chosen["budget_split"] = lower, penalized, outer or lower
         if inner is None:
             error = shares[1] ** 1.5 * math.sqrt(steps / penalized)

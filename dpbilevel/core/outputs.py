@@ -163,7 +163,7 @@ class UniformIterate(AbstractOutput):
     @override
     def update(self, memory, w, *, before, t, num_steps, key):
         assert key is not None
-        # The start of step t takes the place with probability 1 / (t + 1).
+        # The point before step t replaces the choice with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0
         return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), before, memory)
 

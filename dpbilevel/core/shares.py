@@ -8,16 +8,16 @@ import numpy as np
 
 from ..privacy.queries import RECORDS
 
-# Noise of the shares of columns and classes, and of groups and sources, in units of the
-# noise of the usable share.
+# Noise of the fractions of columns and classes, and of groups and sources, in units of
+# the noise of the usable fraction.
 OF_COLUMNS, OF_PLACES = 2.0, 3.0
 # Margin of decisions, in standard deviations of the noise; twice as many for the usable
-# share and wrong columns. A level whose records are all usable stops by chance with
+# fraction and wrong columns. A level whose records are all usable stops by chance with
 # probability 3e-5.
 _DEVIATIONS = 2.0
-# A column is reported if it is wrong in more than this share of the records.
+# A column is reported if it is wrong in more than this fraction of the records.
 _MANY = 0.1
-_NEARLY_NONE = 0.05  # share of usable records that is called next to none
+_NEARLY_NONE = 0.05  # fraction of usable records that counts as none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class LevelUsability:
         These are classes, groups and sources without a record beyond the noise, if
         records cannot be used because of the column of these values.
         """
-        # If no cell is wrong, a share exceeds this with probability 3e-5 at most.
+        # If no cell is wrong, a fraction exceeds this with probability 3e-5 at most.
         least = 2 * _DEVIATIONS * self.noise_std
         if 1 - self.usable <= least:
             return ()

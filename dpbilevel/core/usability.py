@@ -33,7 +33,7 @@ SHARE = 0.01  # of the squared budget
 # Lengths of the blocks, in units of the usable entry. Shorter blocks mean less noise in
 # the usable entry, and more noise in the blocks.
 _BLOCK, _PLACES = 1 / OF_COLUMNS, 1 / OF_PLACES
-# Their shares are lost in the noise if there are more, so none is released then.
+# If there are more, noise hides their fractions, so none is released then.
 _MOST_PLACES = 64  # groups or sources
 _MOST_NOISE = 0.25  # of the usable share, for its release
 

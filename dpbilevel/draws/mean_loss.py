@@ -130,7 +130,7 @@ class MeanLoss(AbstractScore):
             gradient_error = (losses + self.sizes) * unit * self._declared()
         else:
             error = spread_of(reach, self.sizes, dtype, public)[1]
-        # A public term may be as steep as it likes.
+        # No constant bounds the slope of a public term.
         lipschitz = None if public else problem.lipschitz
         smoothness = None if public else problem.smoothness
         return Regularity(

@@ -197,7 +197,7 @@ def _solve(
         # A Hessian that does not depend on y would be finite where y is not. A factor
         # with a derivative would make every derivative compute the gradient again.
         factor = jax.tree.map(lambda u: 1 + 0 * jax.lax.stop_gradient(u), y)
-        # At entries that are not free it is y less its value.
+        # At other entries the slope is y minus its own value: 0, with derivative 1.
         free, held = free_entries(problem, x, y), jax.lax.stop_gradient(y)
         gradient = objective.gradient(x, select(free, y, held))
         gradient = select(free, gradient, optax.tree.sub(y, held))

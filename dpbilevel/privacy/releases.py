@@ -25,8 +25,8 @@ from .sampling.base import FullBatch, Index
 
 PERSON = "person"  # whoever may have a record in either level
 
-# The largest sum and the largest share that the grid holds, in shares of the role with
-# the smallest one.
+# The largest sum and the largest contribution that the grid holds, in units of the
+# contribution of the role with the smallest one.
 _LARGEST_SUM, _LARGEST_SHARE = 2.0**36, 2.0 ** (MOST_PLACES - 1)
 
 

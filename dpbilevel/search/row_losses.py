@@ -113,7 +113,7 @@ class RowLosses:
             missing[places, places % missing.shape[1]] = np.nan
             inputs.append(missing)
         with _silence():
-            # An estimator may reject missing values; the rows as they are it accepts.
+            # An estimator may reject missing values, but it accepts the unchanged rows.
             checks = (self._is_independent(fitted, (v, y), v is not X) for v in inputs)
             independent = all(checks)
         if not independent:

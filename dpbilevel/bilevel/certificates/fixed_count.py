@@ -20,7 +20,7 @@ from ..._checks import Number
 from ...core.descent import add_scaled, scaled
 from ...onelevel.losses import module_of
 
-# Eigenvalues that coincide would make a quotient of zeros of the coefficients.
+# Equal bounds on the eigenvalues would make coefficients 0 / 0.
 _APART = 1.001
 
 
@@ -175,8 +175,8 @@ class Bounds:
     linear_error: Number  # c
     gradient: Number  # L-bar, at least the norm of the hypergradient
     upper_gradient: Number  # L_fy, at least the norm of grad_y F where |y| <= r
-    # A bound on the parts of grad_y G, a record's and the public one together, for
-    # |y| <= 3 r; and the same for the other sums, as a multiple of the bounds above:
+    # Bound on |grad_y| of a record's lower loss plus |grad_y| of the public term, for
+    # |y| <= 3 r. `parts` is the factor from the bounds above to such sums of norms:
     # more than 1 if records and a public term may cancel.
     lower_gradient: Number
     parts: float = 1.0

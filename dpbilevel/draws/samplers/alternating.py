@@ -22,8 +22,8 @@ from ._lattice import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
 
 _LEAST_ACCEPTANCE = 1e-3
-# Fractions of the distance: the start that is not forgotten, the bias of accepted
-# tries, tries that run out, draws of proposals that run out.
+# Fractions of the distance: effect of the initial point, bias of accepted tries, tries
+# that run out, draws of proposals that run out.
 _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
 _COUNTS = ("num_steps", "step_size", "tries")
 _MOST_STEPS = 2**30

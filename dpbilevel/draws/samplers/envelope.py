@@ -167,7 +167,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         curvature = self.curvature
         point = target.feasible.project(self._middle(target, y, common))
         other = self._tangent(target, point)
-        # This tangent, seen from there.
+        # Value and gradient of `common` at that point.
         offset = optax.tree.sub(point, common.point)
         square = optax.tree.vdot(offset, offset)
         value = common.value + optax.tree.vdot(common.gradient, offset)
@@ -228,7 +228,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
 
 def _numbers(plan: proximal.ProximalPlan) -> dict[str, float]:
     """Return the oracle's curvature, slack and drop for a plan, by field name."""
-    # The falls of the potential, and of the support's own curve, on the set.
+    # Bounds on the decrease of the potential and of the tangent's quadratic term.
     drop = plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
     return {"curvature": plan.convexity, "slack": _slack(plan), "drop": drop}
 

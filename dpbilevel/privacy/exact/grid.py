@@ -14,11 +14,11 @@ from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantiss
 from .int61 import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
 from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
-# A released value is rounded to steps of at most half this share of a record's
+# A released value is rounded to steps of at most half this part of a record's
 # contribution over the root of the number of coordinates, twice, which moves neighbours
 # apart by at most 2**-12 of it; the margin of the mechanisms covers that.
 _RELEASE_BITS = 12
-# The step in shares of the sensitivity of a value that is rounded as a whole.
+# Bits from the step up to the sensitivity, of a value that is rounded as a whole.
 ROUNDED_BITS = 24
 
 

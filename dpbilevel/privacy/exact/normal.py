@@ -32,8 +32,8 @@ LOG2_STD = 10
 _REACH = 2 ** (LOG2_STD + 4)
 # The bits of a probability.
 _PROBABILITY_BITS = 96
-# In which word and from which place on the bits are read of which the first k_b belong
-# to doubling b: k is 7, 6, 6, 5, 5, 5, then 4 up to b = 11, 3 up to 21, and 2.
+# (word, offset, width) of bit fields. Doubling b takes bit b of every field as wide:
+# 7, 6, 6, 5, 5, 5 bits for b = 1 to 6, then 4 up to b = 11, 3 up to 21, and 2.
 _FIELDS = (3, 18, 14), (3, 4, 14), (4, 18, 14), (4, 7, 11), (4, 1, 6), (3, 1, 3)
 _FIELDS += ((3, 0, 1),)
 # The same for the doublings beyond the first 14.

@@ -268,7 +268,7 @@ def products(
     right = split(jnp.where(used, weights * value.right, 0), size)
     # The shorter rows first: those of the first factor are transposed in memory.
     product = jnp.einsum("gktq,gktp->gqp", right, left, precision=HIGHEST)
-    # Computed once for all who read it.
+    # The barrier makes it computed once, however often it is read.
     return jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
 
 

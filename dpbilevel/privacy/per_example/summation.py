@@ -21,8 +21,8 @@ from .factored import COARSE, GROUP, Factored, SparseRows, is_structured
 
 # Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
 _MOST_RECORDS = 2**34
-# How much longer the places of a record may be together than its value, before the
-# record counts for less.
+# Largest ratio of the norm of a record's places together to that of its value; beyond
+# it the record counts for less.
 STRETCH = 16.0
 # C / m in steps of the grid.
 _BITS = 23
@@ -295,7 +295,7 @@ class FloatSum(AbstractSum):
         groups = -(-self.rows // GROUP)
         arrays, _ = _split(self.value)
         zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), arrays)
-        # The totals, what they round away, and the counts.
+        # The totals, their rounding errors, and the integer counts.
         return zeros, zeros, self._counted.empty()
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:

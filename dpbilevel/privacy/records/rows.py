@@ -21,8 +21,8 @@ from ..jaxprs import bound, evaluated, retraced, traced
 
 _PARTS = "parts"  # of a vmap over them
 _NO_MESH = AbstractMesh((), ())
-# In jaxprs for explicit meshes: parameters that tell places, equations that only move,
-# and calls, of which those with a rule for derivatives need none where records are.
+# Jaxpr parameters that only describe sharding, primitives that only move data, and
+# calls with the parameter that holds their jaxpr. No derivative is taken through them.
 _PLACES = "sharding", "out_sharding"
 _MOVES = "reshard", "sharding_constraint"
 _CALLS = dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
