@@ -136,7 +136,7 @@ class TuningCertificate(AbstractCertificate):
     varies: ClassVar[bool] = True
 
     def check(self, problem: BilevelProblem) -> None:
-        """Refuses a problem with another box or other functions than those proved."""
+        """Refuse a problem with another box or other functions than those proved."""
         box: Any = problem.x_set
         holds = isinstance(box, Box)
         # Inside a program the box has no values; then it was checked when planned.
@@ -239,7 +239,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def largest_loss(self) -> float:
-        """Bound on an upper record's loss at margin 0, about which losses vary."""
+        """Bound on an upper record's loss at margin 0; its range comes on top."""
         return self.model.largest
 
     @property

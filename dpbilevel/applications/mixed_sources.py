@@ -276,7 +276,7 @@ class MixedSources(AbstractSourcePipeline):
 
 
 def _of_sources(w0: PyTree, outputs: Outputs, moments: Array | None) -> Mixture:
-    """Return a `Mixture` of all sources' models that starts at the common one."""
+    """Return the `Mixture` of all sources' models, initially at the common model."""
     first = jax.tree.leaves(outputs[MODELS])[0]
     start = jnp.zeros(len(first), first.dtype).at[-1].set(1.0)
     return Mixture(outputs[MODELS], start, moments, w0[1])

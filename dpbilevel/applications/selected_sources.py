@@ -39,7 +39,7 @@ ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
 
 
 class AbstractSourcePipeline(AbstractPipeline):
-    """A first model, a score for each source, a model of the sources that are kept.
+    """Pipeline: a first model, a score for each source, a model of the kept sources.
 
     Attributes:
         score: The one step that releases the scores.
@@ -56,7 +56,7 @@ class AbstractSourcePipeline(AbstractPipeline):
     fit_penalty: ClassVar[float | None] = None
 
     def kept(self, outputs: Outputs) -> Float[Array, " k"]:
-        """Return an array: 1 for each kept source, else 0; all 1 if none passes."""
+        """Return an array: 1 for each kept source, 0 for others; all 1 if none is."""
         signs, _ = signs_and_fractions(outputs[SCORE])
         score = signs / self.source_fractions(outputs)
         kept = score > self.keep_above

@@ -35,7 +35,7 @@ def read_source(record: PyTree) -> Int[Array, ""]:
 
 
 class SourceWeighting(BilevelProblem):
-    """Problem of `source_weighting`, with its parts.
+    """Problem of `source_weighting`, which also holds the model's loss and the sources.
 
     Attributes:
         loss: The model's loss on one record.
