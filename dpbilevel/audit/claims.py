@@ -1,4 +1,4 @@
-"""Claims of an audit, and observations of many runs that are held against them."""
+"""Claims that an audit tests, and observations of many runs to test them on."""
 
 import functools
 from collections.abc import Callable
