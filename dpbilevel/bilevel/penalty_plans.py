@@ -143,7 +143,7 @@ class PenaltyTheorem:
         )
 
     def check_covers(self, owner: str, solver: Any) -> None:
-        """Raise `ValueError` if no theorem is about a `PenaltyBilevel`."""
+        """Raise `ValueError` if no theorem covers the settings of a solver."""
         c, fault, (least, name) = self.constants, None, self.least_penalty
         clip_norms = [getattr(v, "clip_norm", math.inf) for v in solver.inner_solvers]
         if type(solver.output) is not SmallestStep:
@@ -291,7 +291,7 @@ class PenaltyPlanner:
         }
 
     def kept(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
-        """Return the solver for the sizes; refuse one with a trivial bound."""
+        """Return the planned solver for the sizes; refuse one with a trivial bound."""
         _checks.instance(self.owner, PrivacyBudget, budget=self.budget)
         self.problem.check_sizes(self.owner, sizes)
         theorem, records = self.theorem, min(sizes.upper, sizes.lower)
@@ -357,7 +357,7 @@ class PenaltyPlanner:
         return chosen
 
     def descent(self, penalty: float, error: float) -> NoisyGD:
-        """Return gradient descent whose bias adds at most `error` to the bound.
+        """Return inner gradient descent whose bias adds at most `error` to the bound.
 
         It does so after half of its steps; the others are averaged against the noise.
         From anywhere in the set of solutions, on g + f / penalty, whose curvature is at

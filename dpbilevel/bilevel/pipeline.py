@@ -1,4 +1,4 @@
-"""Solvers in stages, with a part of the budget each, and one level alone."""
+"""Solvers in stages, each with a part of the budget, and `OneLevel`."""
 
 import abc
 import dataclasses
@@ -122,7 +122,7 @@ Outputs = dict[str, PyTree]
 
 
 class PipelineState(eqx.Module):
-    """Released values of a pipeline."""
+    """Released outputs of the stages so far, and the current solution."""
 
     w0: PyTree
     outputs: Outputs  # the answers of the stages, zeros for those still to come
@@ -132,7 +132,7 @@ class PipelineState(eqx.Module):
 
 
 class AbstractPipeline(AbstractStages[PipelineState]):
-    """Stages that are whole runs of one-level solvers; a step is one of them.
+    """Solver whose steps are stages: whole runs of one-level solvers.
 
     A subclass declares what a stage reads (`queries`), and what it minimizes given the
     outputs of earlier stages (`objective`). Ledger and runs have the same queries.
@@ -218,7 +218,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return inner_solve(level, solver, data, start, key=keys[name])
 
     def for_stage(self, name: str) -> Self:
-        """Return the pipeline for a run of one stage alone; by default as it is.
+        """Return the pipeline with the settings of one stage alone; by default itself.
 
         A subclass may replace settings that the stage does not read, so that pipelines
         which differ in these alone share a compiled program.

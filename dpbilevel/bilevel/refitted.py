@@ -102,7 +102,7 @@ class Refitted(AbstractStages[_State]):
 
     @override
     def released(self, state):
-        """Return the pair of the search's x, and its y or the refit's."""
+        """Return the search's x, and y: that of the search until the refit's."""
         return self.search.released(state.search)[0], state.y
 
     @override

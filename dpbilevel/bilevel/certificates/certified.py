@@ -275,7 +275,7 @@ class LowerLevel(NamedTuple):
         return Ball(self.bounds.gradient).project(value)  # the ball of the exact one
 
     def upper_contribution(self) -> Callable[[PyTree], PyTree]:
-        r"""Return a function from an upper record to its contribution. NON-PRIVATE.
+        r"""Return a function: an upper record's part of the hypergradient. NON-PRIVATE.
 
         $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
         G$, the derivative of the lower solution. As Chebyshev's steps apply a

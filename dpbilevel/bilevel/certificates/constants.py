@@ -87,7 +87,7 @@ class AbstractCertificate(abc.ABC):
         """
 
     def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree) -> Metric:
-        """Return the `Metric` to solve the lower level in, by default Euclidean.
+        """Return the `Metric` in which the lower level is solved, by default Euclidean.
 
         Args:
             problem: The problem that holds the certificate.
@@ -104,7 +104,7 @@ class AbstractCertificate(abc.ABC):
         """Raise `ValueError` if the certificate is visibly for another problem."""
 
     def on_records_of(self, problem: Any) -> "AbstractCertificate":
-        """Return the certificate of the problem on people, or back on rows.
+        """Return the certificate for a problem's records: people, or rows again.
 
         Args:
             problem: The problem, without a certificate.

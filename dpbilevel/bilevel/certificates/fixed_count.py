@@ -88,7 +88,7 @@ class Spectrum:
         return distance * 2 * decay / (1 + decay**2)
 
     def accelerated_steps(self, distance: Number, error: Number) -> Number:
-        """Return steps, a whole number, that make `accelerated_error` at most `error`.
+        """Return a number of steps that makes `accelerated_error` at most `error`.
 
         They are a float on the host, an array for arrays; `error` is positive.
         """
@@ -144,7 +144,7 @@ class Spectrum:
         return 2 * ((root - 1) / (root + 1)) ** num_steps
 
     def chebyshev_steps(self, factor: Number) -> Number:
-        """Return steps, a whole number, that make `chebyshev_error` at most `factor`.
+        """Return a number of steps that makes `chebyshev_error` at most `factor`.
 
         They are at least 1: a float on the host, an array for arrays.
         """

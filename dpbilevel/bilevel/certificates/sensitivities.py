@@ -343,7 +343,7 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
 
 
 def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
-    """Return one or many records with their floating-point entries in a dtype."""
+    """Return records with their floating-point entries converted to a dtype."""
 
     def widened(v):
         return v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v
