@@ -137,7 +137,7 @@ def records_needed(
     w0: PyTree,
     sizes: Counts | None = None,
 ) -> Counts:
-    """Return the number of records from which on a plan's noise is small enough.
+    """Return the least number of records at which a plan's noise is small enough.
 
     The noise is that of the forecast in a plan's report: the expected norm of a
     release's noise over the clip norm, which is the largest possible signal. The

@@ -248,7 +248,7 @@ def _only_column(table: Any) -> Any:
 
 
 def _listed(column: Any, dtype: Any) -> list[Any] | None:
-    """Return the entries of a column as a list; `None` if it has a type of NumPy."""
+    """Return the entries of a column as a list; `None` if its type is one of NumPy."""
     if hasattr(column, "to_pylist"):  # pyarrow
         return column.to_pylist()
     if isinstance(dtype, np.dtype):

@@ -94,7 +94,7 @@ def solve(
 
 
 def arrays(records: PyTree) -> PyTree:
-    """Return records in which tables become matrices and their columns vectors.
+    """Return records with tables converted to matrices and their columns to vectors.
 
     Tables are those of pandas, polars and pyarrow. Their arrays are of float64, a
     missing number is NaN, and types do not depend on which are missing. Other arrays
@@ -317,7 +317,7 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
 
 
 def _check_proximal(owner: str, solver: AbstractSolver) -> None:
-    """Refuse a solver that makes no proximal steps of one size, as optimizers do."""
+    """Refuse a solver without proximal steps of constant size, such as optax rules."""
     text = f"{owner}: {type(solver).__name__}"
     if solver.proximal is None:
         raise ValueError(f"{text} makes no proximal steps. Use NoisyGD or F2SA.")

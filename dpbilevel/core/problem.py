@@ -23,7 +23,7 @@ Problem = TypeVar("Problem", bound="AbstractProblem")
 
 
 class AbstractProblem(eqx.Module):
-    """A problem on records.
+    """Base class of problems on records: the parts that plans and runs need.
 
     Attributes:
         record_functions: The names of the fields that are functions of one record, the
@@ -76,7 +76,7 @@ class AbstractProblem(eqx.Module):
         return dataclasses.replace(self, unit=unit, **functions)
 
     def of_record(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Return a function of one row as one of a record, the last argument.
+        """Return a function of a row turned into one of a record, its last argument.
 
         For a problem on people the values of their rows are combined.
         """
@@ -271,7 +271,7 @@ class Lifted(eqx.Module):
 
 
 def lifted(problem: AbstractProblem) -> Any:
-    """Return a problem as an argument of a compiled program.
+    """Return a problem, or a `Lifted` one, as an argument of a compiled program.
 
     Arrays that are not trained are leaves of it, and no constants of the program. If
     there are some, it is a `Lifted`.

@@ -31,7 +31,7 @@ class PrivacyWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessRun:
-    """A private run of this process. Public in all its parts.
+    """A private run of this process: its method, cost and sizes, all public.
 
     Attributes:
         method: The called function, and the solver.
@@ -152,7 +152,7 @@ def begun(
     records: PyTree,
     key: PRNGKey | None = None,
 ) -> Callable[[], None]:
-    """Return a function that counts a run of this process, once however often called.
+    """Return a function that counts a run of this process at its first call alone.
 
     Call it before anything of the run can reach the user. Only shapes of records are
     read. The key is one that the caller gave.

@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class _NotLike(Exception):
-    """A template that is missing, or does not fit what was saved."""
+    """Raised if a template is missing or does not fit what was saved."""
 
 
 def write(
@@ -73,7 +73,7 @@ def write(
 
 
 def read(folder: Path, like: PyTree = None) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Return parts and facts of a folder that `write` wrote; arrays are NumPy's.
+    """Return the pytrees and facts in a folder of `write`, with NumPy arrays.
 
     Nodes of other kinds than dictionaries, lists and tuples need `like`, a pytree with
     the structure of the parts. Errors are those of `load`.

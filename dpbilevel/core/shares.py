@@ -46,7 +46,7 @@ class LevelUsability:
 
     @property
     def stops(self) -> bool:
-        """Whether a model of these records is of no use, beyond the noise.
+        """Whether a model of these records would be useless, beyond the noise.
 
         This is so in three cases. Less than half of the records can be used. Or less
         than three quarters can be used, and some class has no record beyond the noise.

@@ -83,7 +83,7 @@ class Solution(eqx.Module, Generic[Report]):
     report: Report = eqx.field(static=True, default=None)
 
     def with_leaves(self, leaves: StaticLeaves) -> Self:
-        """Return a `Solution` of modules: its arrays with these other leaves."""
+        """Return a `Solution` of modules: its arrays merged with these leaves."""
         parts: dict[str, Any] = {"value": leaves.merge(self.value)}
         if self.trajectory is not None:
             parts["trajectory"] = leaves.merge(self.trajectory)

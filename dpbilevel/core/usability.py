@@ -132,7 +132,7 @@ class RecordsCheck:
         neighbours: Neighbours = Neighbours.REPLACE_ONE,
         precision: Precision = "grid",
     ) -> "RecordsCheck":
-        """Plan a `RecordsCheck` for a hundredth of every person's squared budget.
+        """Return a `RecordsCheck` that costs a hundredth of everybody's squared budget.
 
         The role of a declaration is `"records"` for one level; `"upper"` and `"lower"`
         for two, or `"upper"` alone if the levels are shared. The budget is that of the
