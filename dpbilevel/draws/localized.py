@@ -1,4 +1,4 @@
-"""Draws in rounds, each about the last one and from a narrower density."""
+"""Draws in rounds, each centred at the last one and from a narrower density."""
 
 import dataclasses
 import functools

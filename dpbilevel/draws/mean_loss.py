@@ -1,4 +1,4 @@
-r"""Scores of problems, sealed before they leave: their interface, and the mean loss.
+r"""Scores of problems: their interface, how they are sealed, and `MeanLoss`.
 
 The modules here read records: mean losses of clipped range, and objectives of two
 levels whose sensitivity constants prove.

@@ -201,7 +201,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     def guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """Return the `SamplerGuarantee` of the class text for these counts.
+        """Return the `SamplerGuarantee` for these counts, as the class text derives it.
 
         With all of them open, `distance`, which `with_counts` will reach or refuse.
 
@@ -311,7 +311,7 @@ class AlternatingSampler(AbstractSampler):
         return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
 
     def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """Return a `SamplerGuarantee` of `distance`, if planned for this potential."""
+        """Return the untimed draw's `SamplerGuarantee`: `distance`, or not proved."""
         notes: tuple[str, ...] = (_CONVEX.format(regularity.strong_convexity),)
         step_size, proved, steps = self.step_size, True, 0
         if self.mixing is not None and step_size is not None:

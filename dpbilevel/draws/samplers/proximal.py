@@ -219,11 +219,11 @@ class AbstractExactOracle(AbstractProximalOracle):
 
     @abc.abstractmethod
     def move(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
-        """Return other common values, after many rejected tries at `y`."""
+        """Return new common values for tries at `y`, after many rejected ones."""
 
 
 def enough_tries(num_steps: int, chance: float, failure: float) -> int:
-    """Return the fewest tries for `num_steps` successes up to chance `failure`."""
+    """Return the fewest tries with `num_steps` successes, but for chance `failure`."""
 
     def serves(tries):
         return scipy.stats.binom.cdf(num_steps - 1, tries, chance) <= failure

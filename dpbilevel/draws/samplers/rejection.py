@@ -1,4 +1,4 @@
-"""Proximal oracle that looks at single terms of a sum."""
+"""Proximal oracle that evaluates few random terms of a sum."""
 
 import dataclasses
 import math
