@@ -159,7 +159,7 @@ def cheapest(gap: np.ndarray, cost: np.ndarray) -> int:
 
 
 def integers(most: int, count: int) -> np.ndarray:
-    """Return an array of up to `count` integers in [1, `most`], even in logarithms."""
+    """Return up to `count` integers in [1, `most`], evenly spaced in logarithms."""
     return np.unique(np.round(np.geomspace(1, max(most, 1), count)).astype(int))
 
 

@@ -31,7 +31,7 @@ _SETS = (Ball, Box, Simplex)
 
 @dataclasses.dataclass(frozen=True)
 class Resolvent:
-    """Resolvent by Picard's iteration, and what is known before any data is seen."""
+    """Resolvent by Picard's iteration, with its sensitivity and other public bounds."""
 
     problem: AbstractVariationalInequality  # with its constants
     clip_norm: Number  # C, of one record's operator
@@ -53,7 +53,7 @@ class Resolvent:
 
     @property
     def lipschitz(self) -> float:
-        """Lipschitz constant of a batch's operator with the public one."""
+        """Lipschitz constant of a batch's operator plus the public one."""
         records = self.problem.constant("lipschitz") * self._fullest
         return records + self.problem.constant("public_lipschitz")
 
@@ -120,7 +120,7 @@ class Resolvent:
 
     @property
     def _largest(self) -> Number:
-        """Largest norm of a batch's operator with the public one."""
+        """Largest norm of a batch's operator plus the public one."""
         return self.clip_norm * self._fullest + self.problem.constant("public_bound")
 
     def check(self) -> None:
