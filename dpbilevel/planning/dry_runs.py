@@ -129,7 +129,7 @@ class Stopped(Exception):
 
 
 class Workers:
-    """Threads for dry runs. Python waits for their compilers and runs only.
+    """Threads for dry runs, which a time limit or an interrupt stops.
 
     No further run begins `time_limit` seconds after the start, if `finished` is set.
     """

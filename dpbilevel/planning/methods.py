@@ -146,7 +146,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """Candidates for models of one shape."""
+    """Maker of `Candidate`s for models of one shape."""
 
     clip_norm: float  # the largest norm of a gradient, as for `candidates`
     model: PyTree  # the initial one

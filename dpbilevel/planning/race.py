@@ -126,7 +126,7 @@ def _stay(settings: int, number: int) -> int:
 def _survivors(
     methods: list[Candidate], losses: dict[int, Losses], constants: Losses, number: int
 ) -> tuple[list[int], dict[int, float]]:
-    """Return a list of settings that stay after a round, and worst regrets of others.
+    """Return the settings that stay after a round, and worst regrets of the others.
 
     The latter are a dict of the best setting of each method that is dropped.
     """

@@ -159,7 +159,7 @@ class Classes:
         return self.values
 
     def labels(self, numbers: Int[Array, " n"]) -> Array:
-        """Return the labels of classes, given by numbers; integers if all are."""
+        """Return the labels of class numbers; an integer array if all labels are."""
         integers = all(isinstance(v, int) for v in self.listed)
         dtype = jnp.int32 if integers else jnp.result_type(float)
         return jnp.asarray(self.listed, dtype)[numbers]
