@@ -234,7 +234,7 @@ class CorrelatedRelease(Release):
         return dataclasses.replace(self, mechanism=changed)
 
     def after(self, earlier: UInt32[Array, "lags 8"], step: Int32[Array, ""]):
-        """Return the release of a step, with the keys of the noise of those before it.
+        """Return the release of a step, with the noise keys of the steps before it.
 
         They follow from the words of the keys of these releases, the latest first.
         """

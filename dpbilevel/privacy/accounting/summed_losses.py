@@ -25,7 +25,7 @@ _LEAST = -60.0  # logarithm of the least delta that is resolved
 
 
 class Composition:
-    """The law of a sum of independent losses.
+    """The law of a sum of independent privacy losses, and its profile.
 
     Args:
         parts: Pairs of a loss and how often it occurs.

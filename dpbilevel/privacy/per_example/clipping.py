@@ -40,7 +40,7 @@ SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
 
 class Basis(enum.Enum):
-    """The grounds of a sensitivity."""
+    """Grounds of a sensitivity: clipping, declared constants, or no proof."""
 
     CLIPPED = "clipped"  # enforced record by record, whatever the functions are
     CONSTANTS = "constants"  # declared Lipschitz and convexity constants

@@ -85,7 +85,7 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
 
 
 def whole_blocks(n: int, rows: int) -> int:
-    """Return the number of rows of a chunk: `rows`, or fewer if blocks would be cut.
+    """Return the number of rows of a chunk: `rows`, or fewer so that no block is cut.
 
     Rows in blocks of 64 may be cut into parts of `n` rows that are no whole blocks. A
     row is rounded alike in every place of a chunk of 64 k rows or of a power of two.

@@ -223,7 +223,7 @@ def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
 
 
 def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:
-    """Return the number of each row's person, -1 without an id, and that of people.
+    """Return each row's person number, -1 without an id, and the number of people.
 
     Ids of one type of numbers or dates are compared as they are, others as text. Each
     is read by itself, so that no id changes how others are read.

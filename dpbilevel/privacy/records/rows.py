@@ -135,7 +135,7 @@ Axes = str | tuple[str, ...]  # of a mesh, or of a `jax.vmap`
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The cut of the leading axis of records into equal parts.
+    """Division of the records' leading axis into equal parts on devices.
 
     Attributes:
         count: The number of parts.

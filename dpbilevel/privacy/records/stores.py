@@ -169,7 +169,7 @@ def _file_of(array: np.ndarray) -> tuple[str, int] | None:
 
 
 def _filled(file: Any, rows: np.ndarray) -> None:
-    """Read bytes into an array."""
+    """Fill an array with bytes read from a file."""
     left = rows.reshape(-1).view(np.uint8).data
     while len(left):
         count = file.readinto(left)
@@ -329,7 +329,7 @@ def _decoded(path: Path, groups: range, columns: list[str]) -> Iterator[Any]:
 
 
 def _arrow(name: str) -> Any:
-    """Import a module of pyarrow, which few users have."""
+    """Import a module of pyarrow, which is an optional dependency."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError as error:
