@@ -150,7 +150,7 @@ def folders_below(top: Path) -> Iterator[Path]:
 
 
 def check_empty(name: str, folder: Path) -> None:
-    """Raise `ValueError` if a folder has more than a limit, a lock or a leftover."""
+    """Raise `ValueError` if a folder holds more than a limit, a lock and leftovers."""
     if folder.is_file():
         raise ValueError(f"{name} {folder} is a file; give a new folder.")
     ours = (TEMPORARY, guards.LOCK, LIMIT)

@@ -339,7 +339,7 @@ def _record(
 
 
 def _append(folder: Path, number: int, event: dict[str, Any]) -> None:
-    """Add a line in one step, and never at the cost of an earlier one."""
+    """Append a line to a spending record in one write that damages no earlier line."""
     file = folder / NAME
     before = file.read_bytes() if file.is_file() else b""
     end = b"\n" if before and not before.endswith(b"\n") else b""
