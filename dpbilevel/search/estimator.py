@@ -280,7 +280,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return self.best_estimator_
 
     def _own_parameters(self) -> dict[str, Any]:
-        """Return the estimator's own values, by name, that are in their ranges."""
+        """Return the estimator's own values that are in their ranges, by parameter."""
         known = self.estimator.get_params()
         return {
             name: known[name]

@@ -17,7 +17,7 @@ from .kernels import AbstractStationary
 
 
 class BoundedDescent:
-    """The bound of `GradientInformativeBO`."""
+    """Mixin of `GradientInformativeBO`: the bound that its theorems promise."""
 
     def bound(
         self: Any,
