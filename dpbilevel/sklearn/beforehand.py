@@ -38,7 +38,7 @@ class PublicSize:
 
     @classmethod
     def of(cls, estimator: Any, rows: int, unit: PersonUnit | None) -> "PublicSize":
-        """Return a `PublicSize` by parameters of an estimator and rows of a fit."""
+        """Return the `PublicSize` that an estimator's parameters and rows imply."""
         owner, size = type(estimator).__name__, estimator.size
         names = tuple(relation.value for relation in Neighbours)
         _checks.one_of(owner, "neighbours", estimator.neighbours, names)
@@ -140,7 +140,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractBeforehand(abc.ABC):
-    """A planned release before a fit, or none."""
+    """A release planned before a fit, and made if its noise is small enough."""
 
     budget: PrivacyBudget  # of the whole fit
     public: PublicSize

@@ -180,7 +180,7 @@ class LinearClassifier(PrivateClassifier):
         }
 
     def _keep(self, model: Float[np.ndarray, "d ..."], units: Frame) -> None:
-        """Set coefficients and intercept, in units of the features as they came."""
+        """Set `coef_` and `intercept_`, in the units of the given features."""
         model = np.atleast_2d(np.asarray(model, float).T)
         weights, constant = split(model, self._constant)
         self.coef_, self.intercept_ = units.coefficients(weights, constant)

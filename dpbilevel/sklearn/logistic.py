@@ -178,7 +178,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
     def _run_from_rates(
         self, run: Run, effects: "Effects", longest: float, key: PRNGKey
     ) -> Run:
-        """Return the `Run` from the constant answer, with a ridge by the effects."""
+        """Return the `Run` that starts at class rates, its ridge set by the effects."""
         problem, solver, records, w0 = run
         width, count = effects.width, effects.classes
 
