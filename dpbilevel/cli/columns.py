@@ -79,7 +79,7 @@ class Standardized:
     def standardized(
         self, cells: Cells, mean: float, scale: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return numbers in $[-1, 1]$ and the marks of their cells.
+        """Return numbers in [-1, 1], and each cell's mark: fits, cut, empty, unusable.
 
         The number of a cell that is empty or unreadable is NaN.
 

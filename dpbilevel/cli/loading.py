@@ -148,7 +148,7 @@ def as_levels(records: Mapping[str, Records], unit: PersonUnit | None = None) ->
 def indicators(
     columns: Columns, records: Records, numbers: tuple[float, ...] = (-1.0, 1.0)
 ) -> np.ndarray:
-    """Return an array, a row per record: how it fits the config.
+    """Return an array with a row of fit indicators for each record or person.
 
     The row of a person is the mean of those of all rows; `numbers` are the labels.
 

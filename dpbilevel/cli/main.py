@@ -330,7 +330,7 @@ def _device(arguments: argparse.Namespace) -> int:
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:
-    """Return what to say after an interrupt: how to go on."""
+    """Return the message after an interrupt, which says how to go on."""
     said = "dpbilevel: interrupted"
     if arguments.command is _init:
         return f"{said}; nothing was written"

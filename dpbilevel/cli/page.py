@@ -106,7 +106,7 @@ def _recolored(title: str, drawing: str) -> Markup:
 
 
 def _lines(value: Any, key: str = "") -> str:
-    """Return a config, or what it has below a key, in TOML, one key a line."""
+    """Return a config, or the part of it below a key, as TOML text, one key a line."""
     if isinstance(value, dict):
         at = f"{key}." if key else ""
         parts = (_lines(part, f"{at}{_key(name)}") for name, part in value.items())
@@ -235,7 +235,7 @@ def _draw_model(axes: Any, result: Result) -> None:
 
 
 def _name(axes: Any, names: list[str]) -> None:
-    """Write names beside the bars."""
+    """Label the bars of a chart with their names."""
     axes.set_yticks(range(len(names)), map(_wrapped, names), fontsize=_SMALL)
 
 

@@ -85,7 +85,7 @@ def read_unplanned(path: str, text: str | None = None) -> tuple[Config, str]:
 
 
 def read_for_run(path: str, text: str | None = None) -> tuple[Config, bool]:
-    """Return a config, and whether it has settings: if not, as `read_unplanned`."""
+    """Return a config and whether it has a solver; if not, as `read_unplanned` does."""
     tables, text = read_tables(path, text)
     if any(name in tables for name in _SETTINGS):
         return parse_config(tables, Location(path)), True

@@ -56,12 +56,12 @@ class Result:
 
     @property
     def has_moved(self) -> bool:
-        """Whether what is shown differs from the public initial point."""
+        """Whether the shown answer differs from the public initial point."""
         return bool(np.any(self.shown != self.trajectory[0]))
 
     @property
     def ends_there(self) -> bool:
-        """Whether what is shown is the end of the trajectory, and no average of it."""
+        """Whether the shown answer is the last iterate, and no average of iterates."""
         end = self.trajectory[-1]
         return bool(np.allclose(self.shown, end, rtol=1e-4, atol=1e-6))
 
@@ -242,7 +242,7 @@ def usability_of(page: dict[str, Any]) -> Usability | None:
 
 
 def _why(folder: Path) -> str:
-    """Return why a folder holds no finished run, and where to look."""
+    """Return text on why a folder holds no finished run, and where to look."""
     if not folder.exists():
         return ": there is no such folder"
     if not folder.is_dir():

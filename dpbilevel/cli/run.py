@@ -138,7 +138,7 @@ def refuse(config: Config, out: Path, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _opened(out: Path, options: Options):
-    """Lock the folder of a run, and yield a check of the lock.
+    """Lock the folder of a run, and yield a function that checks the lock.
 
     Options that exclude each other and folders that hold something else are refused,
     before anything is spent.

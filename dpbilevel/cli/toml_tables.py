@@ -212,7 +212,7 @@ def check_choice(value: Any, options: Iterable[str], place: Location, key: str) 
 
 
 def _plain(hint: Any) -> Any:
-    """Return one type of a union, if possible one of a text file; others unchanged."""
+    """Return one type of a union, preferably one that TOML has; others unchanged."""
     origin = typing.get_origin(hint)
     if hint in _WORDS or origin not in (typing.Union, types.UnionType):
         return hint

@@ -57,7 +57,7 @@ class AbstractGroups(AbstractModel):
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments of every game of groups, beside loss and shares."""
+        """Arguments that all games of groups take, besides loss and shares, by name."""
         return {"radius": self.radius, "scale": self.scale, "ridge": self.ridge}
 
     @override

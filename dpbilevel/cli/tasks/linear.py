@@ -43,7 +43,7 @@ LOSSES = {"logistic": logistic_loss, "squared": squared_loss, "softmax": softmax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractLinear(AbstractModel):
-    """A linear model of a label.
+    """Base of the tables `[model]` whose model is linear in the features.
 
     Args:
         loss: The model's loss, `"logistic"`, `"squared"` or `"softmax"`.
