@@ -162,7 +162,7 @@ class TradeOff:
 
     @property
     def claimed_mu(self) -> float:
-        r"""$\mu$ of the claim: exact for Gaussian claims, else its equivalent.
+        r"""The claimed $\mu$: exact for Gaussian claims, else its equivalent.
 
         The equivalent Gaussian mechanism allows as much at the rates of the cut nearest
         to its claim.

@@ -72,7 +72,7 @@ class PenaltyTheorem:
 
     @property
     def outer_lipschitz(self) -> float:
-        r"""$\ell \kappa$, which bounds one record's part of the outer gradient."""
+        r"""Bound $\ell \kappa$ on one record's part of the outer gradient."""
         return self.constants.ell * self.constants.kappa
 
     def bound(self, solver: Any, problem: BilevelProblem) -> float:

@@ -59,7 +59,7 @@ class Proximal:
             object.__setattr__(self, "groups", as_groups("group_lasso", self.groups)[0])
 
     def __call__(self, *at: PyTree) -> Float[Array, ""]:
-        r"""Return $r(x, y)$; of a problem of one level $r(w)$."""
+        r"""Return the term's value $r(x, y)$; for one level it is $r(w)$."""
         *x, whole = at
         y = eqx.filter(whole, eqx.is_inexact_array)
         norms = self._norms(y)
@@ -68,7 +68,7 @@ class Proximal:
         return jnp.asarray(total + _at(self.ridge, x, square.dtype) / 2 * square)
 
     def prox(self, step_size: Any, *at: PyTree) -> PyTree:
-        r"""Return $\arg\min_u \eta\, r(x, u) + \frac12 \|u - y\|^2$.
+        r"""Return the minimizer over $u$ of $\eta\, r(x, u) + \frac12 \|u - y\|^2$.
 
         Args:
             step_size: $\eta \ge 0$.

@@ -174,7 +174,7 @@ class Exponential(AbstractDrawMechanism):
     parameter: ClassVar[str] = "epsilon"
 
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""Return $k = \varepsilon / o$, whatever the convexity."""
+        r"""Return $k = \varepsilon / o$ for the spread $o$, whatever the convexity."""
         return self.calibrated() / sensitivity
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
@@ -219,7 +219,7 @@ class RegularizedExponential(AbstractDrawMechanism):
     parameter: ClassVar[str] = "noise_multiplier"
 
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""Return $k = \mu / (m S)^2$."""
+        r"""Return the score's factor $k = \mu / (m S)^2$ in the exponent."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":

@@ -143,7 +143,7 @@ class TheoremConstants:
         return rounds * (moved + 2 * distance)
 
     def picard_steps(self, strength):
-        r"""Return $N = \lceil \log(2 n) / \log(\lambda / L) \rceil$.
+        r"""Return the Picard steps $N = \lceil \log(2 n) / \log(\lambda / L) \rceil$.
 
         For $\lambda > L$.
         """

@@ -257,7 +257,7 @@ class Logistic(AbstractLinearModel):
 
 @dataclasses.dataclass(frozen=True)
 class PseudoHuber(AbstractLinearModel):
-    r"""$\delta^2 (\sqrt{1 + u^2} - 1)$ with $u = (t - b) / \delta$: smooth, any label.
+    r"""Pseudo-Huber loss $\delta^2 (\sqrt{1 + u^2} - 1)$ of $u = (t - b) / \delta$.
 
     $|\varphi'| \le \delta$, $\varphi'' = (1 + u^2)^{-3/2} \le 1$, and $|\varphi'''| = 3
     |u| (1 + u^2)^{-5/2} / \delta$ is largest at $u = 1/2$; over $\varphi''$ it is $3

@@ -147,7 +147,7 @@ class ConjugateGradient(AbstractLinearSolver):
 
 
 class Neumann(AbstractLinearSolver):
-    r"""The truncated series $\eta \sum_k (I - \eta A)^k b$.
+    r"""Solver by the truncated Neumann series $\eta \sum_k (I - \eta A)^k b$.
 
     Args:
         num_steps: The number of terms: as many products, one less without `x0`.

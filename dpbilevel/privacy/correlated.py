@@ -72,7 +72,7 @@ def square_root_feedback(bands: int) -> tuple[float, ...]:
 
 
 def _strategy(feedback: Sequence[float], added: np.ndarray) -> np.ndarray:
-    """Return C times a vector: the solution of y_t = added_t + sum_j a_j y_(t-j)."""
+    """Return C times the vector `added`: y with y_t = added_t + sum_j a_j y_(t-j)."""
     return scipy.signal.lfilter([1.0], [1.0, *(-a for a in feedback)], added)
 
 

@@ -96,7 +96,7 @@ class AbstractRelease(abc.ABC):
         return self.mechanism.neighbours
 
     def check(self, budget: PrivacyBudget) -> None:
-        """Check that some noise reaches a budget; by default nothing is checked."""
+        """Check that some noise meets the budget; by default check nothing."""
         del budget
 
     def row(self) -> LedgerRow:

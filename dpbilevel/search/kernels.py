@@ -63,18 +63,18 @@ class AbstractKernel(Checked):
 
 
 class AbstractStationary(AbstractKernel):
-    r"""$k(\theta, \theta') = \sigma^2 \varphi(\|\theta - \theta'\|^2 / \ell^2)$."""
+    r"""Stationary kernel $\sigma^2 \varphi(\|\theta - \theta'\|^2 / \ell^2)$."""
 
     lengthscale: Positive = 1.0
     variance: Positive = 1.0
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:
-        r"""Return $\varphi(s)$ of each entry."""
+        r"""Return the profile $\varphi(s)$ of the kernel at each entry."""
 
     @abc.abstractmethod
     def _decay(self, s: Array) -> Array:
-        r"""Return $-2 \varphi'(s)$ of each entry."""
+        r"""Return the decay $-2 \varphi'(s)$ of the profile at each entry."""
 
     @property
     @override
@@ -124,7 +124,7 @@ class AbstractStationary(AbstractKernel):
 
 
 class RBF(AbstractStationary):
-    r"""$k = \sigma^2 \exp(-\|\theta - \theta'\|^2 / (2 \ell^2))$.
+    r"""Gaussian kernel $\sigma^2 \exp(-\|\theta - \theta'\|^2 / (2 \ell^2))$.
 
     Args:
         lengthscale: $\ell > 0$, in units of the parameters.
@@ -156,7 +156,7 @@ class Matern52(AbstractStationary):
 
 
 class Quadratic(AbstractKernel):
-    r"""$k = \sigma^2 (\langle \theta, \theta' \rangle + 1)^2$: losses are quadratic.
+    r"""Quadratic kernel $\sigma^2 (\langle \theta, \theta' \rangle + 1)^2$.
 
     Not stationary: the method's theory does not cover it. It has $(d + 1)(d + 2)/2$
     features, so that many points in general position determine the gradient.

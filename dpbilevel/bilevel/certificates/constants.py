@@ -51,7 +51,7 @@ class Constants:
 
     @property
     def ell(self) -> float:
-        r"""$\ell$, the largest of the constants but for the strong convexity."""
+        r"""Largest constant $\ell$, the strong convexity left out."""
         return max(v for name, v in vars(self).items() if name != "strong_convexity")
 
     @property
@@ -224,7 +224,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def error_constant(self) -> float:
-        r"""$C$: the hypergradient at an inexact $y$ is off by $C \|y - y^*\|$.
+        r"""Constant $C$: the hypergradient at $y$ is off by $C \|y - y^*\|$.
 
         $$C = \beta_{fxy} + \frac{\beta_{fyy} \beta_{gxy}}{\mu} + L_{fy} \Bigl(
         \frac{C_{gxy}}{\mu} + \frac{C_{gyy} \beta_{gxy}}{\mu^2} \Bigr).$$
@@ -263,7 +263,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def smoothness(self) -> float:
-        r"""$\beta_\Phi$, the Lipschitz constant of $\nabla \Phi$.
+        r"""Lipschitz constant $\beta_\Phi$ of the hypergradient $\nabla \Phi$.
 
         $$\beta_\Phi = \beta_{fxx} + \frac{2 \beta_{fxy} \beta_{gxy}}{\mu} +
         \frac{\beta_{gxy}^2 \beta_{fyy}}{\mu^2} + \frac{L_{fy} \beta_{gxy}}{\mu^2}

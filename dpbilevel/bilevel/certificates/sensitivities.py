@@ -262,7 +262,7 @@ class Means:
     sizes: Sizes
 
     def lower_y(self, x: PyTree, y: PyTree) -> PyTree:
-        r"""Return $\nabla_y G$ at `x` and `y`."""
+        r"""Return the lower objective's gradient in y, $\nabla_y G$."""
         return self._lower(1, x, y)
 
     def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
@@ -272,7 +272,7 @@ class Means:
         return _plus(optax.tree.zeros_like(x), self.problem.lower_public, 0, x, y)
 
     def lower_yx(self, x: PyTree, y: PyTree, direction: PyTree) -> PyTree:
-        r"""Return $\nabla_{yx} G$ at `x` and `y`, times a direction of `x`."""
+        r"""Return the second derivative $\nabla_{yx} G$ times a direction of `x`."""
         lower_y = functools.partial(self.lower_y, y=y)
         if not self.problem.reads_x("lower"):
             zeros = optax.tree.zeros_like(y)
@@ -291,7 +291,7 @@ class Means:
         return _plus(mean, self.problem.lower_public, argument, x, y)
 
     def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        r"""Return $\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
+        r"""Return the upper objective's gradients $\nabla_x F$ and $\nabla_y F$."""
 
         def gradients(total):
             return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))

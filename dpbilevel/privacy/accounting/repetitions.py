@@ -82,7 +82,7 @@ class Repetitions:
 
     @functools.cached_property
     def gamma(self) -> float:
-        r"""$\gamma$ of the negative binomial law."""
+        r"""Parameter $\gamma$ of the negative binomial law."""
 
         def excess(log_gamma: float) -> float:
             gamma = math.exp(log_gamma)
@@ -96,7 +96,7 @@ class Repetitions:
         return math.exp(scipy.optimize.brentq(excess, low, -1e-12, xtol=1e-14))
 
     def slope(self, p: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        r"""Return $f'(1 - p)$ at $p$ in [0, 1], where $f(s)$ is the mean of $s^K$."""
+        r"""Return the derivative $f'(1 - p)$ of $f(s)$, the mean of $s^K$."""
         if math.isinf(self.shape):
             return self.mean * np.exp(-self.mean * p)
         ratio = self.gamma / (self.gamma + (1 - self.gamma) * p)

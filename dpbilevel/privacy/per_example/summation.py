@@ -161,7 +161,7 @@ class AbstractSum(abc.ABC):
 
     @property
     def contribution(self) -> Float[Array, ""]:
-        """$C / m$ in the widest dtype of the values, or 0 if it is out of range."""
+        """Largest effect $C / m$ of a record in the widest dtype; 0 if out of range."""
         double = any(v.dtype == jnp.float64 for v in self.leaves)
         wide = jnp.dtype("float64" if double else "float32")
         clip_norm, denominator = (
