@@ -95,6 +95,12 @@ def shown(value: Any) -> str:
     return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Return a hint, in brackets, at the option that a word is close to, or no text."""
+    match = difflib.get_close_matches(word, options, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user, the last one outside of this package."""
     frame, level = sys._getframe(), 1
@@ -378,13 +384,12 @@ class Checked(eqx.Module):
             if name in names:
                 continue
             field, how = _ELSEWHERE.get(name, ("", ""))
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = f"{did_you_mean(name, names)}."
             if field in names:
-                hint = f" Use {field}{how}."
+                hint = f". Use {field}{how}."
             if name in ("random_state", "seed"):
-                hint = " Noise is drawn by key=, of the function that runs it."
-            what = f"there is no argument {name!r}.{hint} It has {', '.join(names)}."
+                hint = ". Noise is drawn by key=, of the function that runs it."
+            what = f"there is no argument {name!r}{hint} It has {', '.join(names)}."
             raise TypeError(f"{cls.__name__}: {what}")
         return super().__new__(cls)
 

@@ -131,7 +131,7 @@ def test_a_part_of_a_wrong_class_is_refused_with_the_remedy(field, value, remedy
     [
         ("batch_size", r"Use sampling=dpb\.Poisson\(rate\), whose batches"),
         ("max_grad_norm", r"Use clip_norm\. It has num_steps, clip_norm"),
-        ("clipnorm", "Did you mean clip_norm"),
+        ("clipnorm", r"did you mean 'clip_norm'\?\)\. It has"),
         ("zebra", r"zebra.\. It has num_steps"),
     ],
 )

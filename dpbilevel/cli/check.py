@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .._checks import did_you_mean
 from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
 from .data import CsvData, ids_of, is_id
@@ -40,7 +41,8 @@ def check(
 ) -> Iterator[str]:
     """Yield lines of text on how the files of a config fit the config.
 
-    The files, and the column of ids, are by default those of the config.
+    The files, and the column of ids, are by default those of the config. A `ValueError`
+    says that a column is missing; the line before it shows the names that are close.
 
     Privacy:
         NON-PRIVATE, and every line says so: lines contain cells of the files.
@@ -53,6 +55,10 @@ def check(
             table = read_table(file, source.separator, source.missing)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
             own = source if i == 0 else without_sources(source)
+            wanted = {*own.checked_columns.names, ids or config.privacy.person}
+            for name in sorted(wanted - {*table.columns, ""}):
+                near = did_you_mean(name, table.columns)
+                yield f"NON-PRIVATE:   no column {name!r}{near}"
             lines = [*_lines(own, table), *_people(table, config, ids)]
             yield from (f"NON-PRIVATE:   {line}" for line in lines)
 

@@ -21,6 +21,7 @@ from ..privacy.queries import RECORDS
 from ..privacy.records.people import PersonUnit
 from ..privacy.sampling.base import AbstractSampling
 from .data import CsvData
+from .tables import similar
 from .task import AbstractModel, Problem, Task
 from .tasks import TASKS
 from .toml_tables import (
@@ -176,7 +177,8 @@ def read_tables(
             )
         return tomllib.loads(text), text
     except OSError as error:
-        raise place.error(f"cannot be read: {error.strerror}.") from error
+        what = f"cannot be read: {error.strerror}{similar(Path(path))}."
+        raise place.error(what) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         if str(path).endswith(".csv"):
             raise place.error(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._checks import did_you_mean
 from . import environment, plans
 from .columns import Value
 from .data import ids_of, is_id
@@ -225,8 +226,8 @@ def _check_names(names: list[str], header: Header) -> None:
     listed = ", ".join(header.names)
     for i, name in enumerate(names):
         if name not in header.names:
-            what = f"is no column of {header.file}; give one of {listed}."
-            raise ValueError(f"{name!r} {what}")
+            where = f"{header.file}{did_you_mean(name, header.names)}"
+            raise ValueError(f"{name!r} is no column of {where}; give one of {listed}.")
         if name in names[:i]:
             raise ValueError(f"the column {name!r} is named twice; give it one role.")
 

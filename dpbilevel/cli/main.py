@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import os
+import re
 import shlex
 import signal
 import sys
@@ -16,9 +17,9 @@ from typing import Any
 import jax
 
 from .. import __version__
+from .._checks import did_you_mean
 from .._extras import check_installed
 from ..audit.device import device_arithmetic
-from ..privacy.budget import Neighbours
 from ..runs import checkpoint, guards, spending
 from ..runs.guards import step_bar
 from . import check, init, plans, predictions, results, run
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The output is public or released, except for the lines of `check`, which are
         marked NON-PRIVATE. `init` shows the first row of a file, a header.
     """
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     guards.message = lambda: _interrupted(arguments)
     try:
         # Records and starts of a run are float32, and so is what a plan assumes.
@@ -65,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors name the command, option or value that was meant."""
+
+    def error(self, message: str):
+        """Print the usage and the message, and exit with status 2."""
+        wrong = "".join(re.findall(r"(?:choice: '|arguments: )([\w-]+)", message))
+        known = {*re.findall(r"[\w-]+", message + self.format_usage())} - {wrong}
+        super().error(message + did_you_mean(wrong, sorted(known)))
+
+
 _FOLDER: Any = {"metavar": "DIR", "type": Path}
 _FLAG: Any = {"action": "store_true"}
 PAGES = {
@@ -76,8 +89,8 @@ _FILE: Any = {"metavar": "FILE", "type": Path}
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Differentially private bilevel optimization."
-    parser = argparse.ArgumentParser(prog="dpbilevel", description=what)
+    what = "Differentially private models. Begin with: dpbilevel init DATA.csv"
+    parser = _Parser(prog="dpbilevel", description=what)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -87,69 +100,49 @@ def _parser() -> argparse.ArgumentParser:
         first = text.partition("\n")[0].rstrip(".")
         words = f"{first[:1].lower()}{first[1:]}"
         added = commands.add_parser(action.__name__[1:], help=words, description=text)
-        added.set_defaults(command=action)
+        added.set_defaults(command=action, parser=added)
         return added.add_argument
 
     _add_flags_of_init(command(_init))
     calibrate, plan, check = command(_calibrate), command(_auto), command(_check)
     once, attack = command(_run), command(_audit)
     for add in (calibrate, plan, check, once, attack):
-        add("config", metavar="CONFIG", help="a TOML file")
-    plan("--out", **_FILE, help="write the config with its settings")
+        add("config", metavar="CONFIG", help="TOML file, such as dpbilevel init writes")
+    plan("--out", **_FILE, help="new TOML file for the config with these settings")
     for add in (check, once):
-        add("--data", **_FILE, help="CSV file instead of the config's")
-        add("--validation", **_FILE, help="CSV file of validation records instead")
-    check("--ids", metavar="COLUMN", help="column with the person of each row")
-    once("--out", **_FOLDER, required=True, help="a new folder")
-    once("--resume", **_FLAG, help="continue an interrupted run; costs nothing more")
+        add("--data", **_FILE, help="records to read instead of the config's")
+        add("--validation", **_FILE, help="validation records instead of the config's")
+    ids = "column with the id of the person of each row, instead of the config's"
+    check("--ids", metavar="COLUMN", help=ids)
+    once("--out", **_FOLDER, required=True, help="new folder for the results")
+    resume = "continue an interrupted run: the same release, which costs nothing more"
+    once("--resume", **_FLAG, help=resume)
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     once("--restart", **_FLAG, help=again)
-    sides = "runs per side (50000)"
+    sides = "number of runs on each of two neighbouring data sets (50000)"
     attack("--runs", metavar="N", type=int, default=50_000, help=sides)
     report, predict = command(_report), command(_predict)
     for add in (report, predict):
-        add("folder", **_FOLDER, help="a result folder")
+        add("folder", **_FOLDER, help="folder that dpbilevel run wrote")
     for name, page in PAGES.items():
         report(f"--{name}", **_FILE, help=f"write {page} to this new file")
-    predict("data", metavar="DATA.csv", type=Path, help="the new people")
-    predict("--id", metavar="COLUMN", help="a column to copy beside the answers")
-    predict("--out", **_FILE, required=True, help="a new CSV file")
+    predict("data", metavar="DATA.csv", type=Path, help="file of the new people")
+    predict("--id", metavar="COLUMN", help="column to copy beside the predictions")
+    predict("--out", **_FILE, required=True, help="new CSV file for the predictions")
     command(_device)
     return parser
 
 
 def _add_flags_of_init(add: Any) -> None:
-    add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
-    add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
-    people = "the id of the person of each row, if people have several rows"
-    add("--person", metavar="COLUMN", help=people)
-    add("--most-rows", metavar="N", type=int, help=f"of a person ({init.MOST_ROWS})")
-    add("--task", choices=init.OFFERED, default="training", help="training by default")
-    add("--label", metavar="COLUMN", help="the column to predict")
-    add("--positive", metavar="VALUES", help="values of the positive class, by commas")
-    add("--negative", metavar="VALUES", help="values of the negative class, by commas")
-    add("--classes", metavar="VALUES", help="three values or more, one per class")
-    add("--label-range", metavar="LOW..HIGH", help="of a numeric label, instead")
-    feature = "a feature: LOW..HIGH as cells write it (0..900,00 €), dates, or values "
-    feature += "by commas; repeat it"
-    add("--column", action="append", metavar="NAME=CONTENT", help=feature)
-    add("--sources", metavar="COLUMN=VALUES", help="of source_weighting")
-    add("--clean", metavar="FILE", help="of source_weighting: clean records, or -")
-    add("--groups", metavar="COLUMN=VALUES", help="of group_fair and group_robust")
-    shares = "of the groups, by commas; equal by default"
-    add("--shares", metavar="NUMBERS", help=shares)
-    add("--records", metavar="N", help="number of records, or count")
-    add("--validation", metavar="N", help="number of validation records, or count")
-    add("--people", choices=("disjoint", "overlapping"), help="of two levels")
-    relations = [relation.value for relation in Neighbours]
-    add("--neighbours", default="replace_one", choices=relations, help="replace_one")
-    add("--epsilon", metavar="E", type=float, default=1.0, help="1")
-    add("--delta", metavar="D", type=float, help="up to a tenth over the records")
-    add("--test", metavar="FILE", help="other people to test the model on, or -")
-    protections = "public", "counted", "non_private"
-    add("--test-accuracy", choices=protections, help="what protects these people")
-    add("--test-records", metavar="N", help="of a counted accuracy, or count")
-    add("--run", **_FOLDER, help="then run the config, with results in this new folder")
+    add("data", metavar="DATA.csv", type=Path, help="file of records with a header")
+    flags = Path(__file__).with_name("templates") / "flags.toml"
+    found = tomllib.loads(flags.read_text(encoding="utf-8"))
+    found["task"]["choices"] = [*init.OFFERED]
+    found["task"]["help"] += " ".join(map(": ".join, init.OFFERED.items()))
+    kinds = {"most-rows": int, "epsilon": float, "delta": float}
+    for name, options in found.items():
+        kind = Path if name in ("out", "run") else kinds.get(name)
+        add(f"--{name}", type=kind, **options)
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -186,7 +179,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    """Print the guarantee of a config; touches no data."""
+    """Print the guarantee of a run of a config; reads no data."""
     print(plans.prepare(_planned(arguments.config)).report)
 
 
@@ -206,11 +199,10 @@ def _completed(config: Config) -> Config:
 
 
 def _auto(arguments: argparse.Namespace) -> None:
-    """Choose solver and settings of a config by dry runs; touches no data.
+    """Choose method and settings for a config by dry runs; reads no data.
 
-    Runs every method with several settings on synthetic records of the sizes in a
-    config, which needs no [solver], and says which is best and whether two levels are
-    better than one.
+    Runs every method with several settings on synthetic records, as many as the config
+    declares, and says which is best. The config needs no table [solver].
     """
     check_installed("this command", "tqdm")
     out = arguments.out
@@ -230,16 +222,21 @@ def _auto(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Show the curator, NON-PRIVATE, how the files fit a config."""
+    """Show cells and values that do not fit a config; NON-PRIVATE.
+
+    For the curator of the records alone: do not share the output.
+    """
     config, _ = plans.read_for_run(arguments.config)
     files = arguments.data, arguments.validation
-    print(*check.check(config, *files, arguments.ids), sep="\n")
+    for line in check.check(config, *files, arguments.ids):
+        print(line)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Run a config once: one release under its budget.
+    """Train on the records of a config, once, within its budget.
 
-    Without a table [solver] the settings are those that dpbilevel auto chooses.
+    Prints the guarantee first. If the config has no table [solver], dry runs choose
+    the settings, as dpbilevel auto does.
     """
     config, is_planned = plans.read_for_run(arguments.config)
     check_installed("this command", "matplotlib", "tqdm")
@@ -265,7 +262,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    """Print guarantee, released values and spending of a folder."""
+    """Print released values, guarantee and spent budget of a result folder."""
     files = {name: file for name in PAGES if (file := getattr(arguments, name))}
     for name, file in files.items():
         predictions.check_new(file, f"--{name}")
@@ -294,10 +291,10 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
-    """Apply a released model to a file of new people; costs nothing.
+    """Predict the label of new people by a released model; costs no budget.
 
-    Applies the released model of a result folder to the rows of a file with the same
-    columns; the label may be missing. The predictions are as private as that file.
+    Reads a file with the columns of the training records; the label may be missing.
+    The predictions are as private as that file.
     """
     predictions.check_new(arguments.out)
     answers, said = predictions.predict(arguments.folder, arguments.data, arguments.id)
@@ -308,8 +305,8 @@ def _predict(arguments: argparse.Namespace) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Try to refute the guarantee of a config on made-up records.
 
-    Runs the calibrated solver of a config many times on worst-case records of its own
-    and compares what leaks with what is claimed. Reads none of the config's records.
+    Runs the solver of a config many times on two neighbouring data sets, made for the
+    worst case, and compares what leaks with the guarantee. Reads no data.
     """
     config = _planned(arguments.config)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
@@ -319,7 +316,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _device(arguments: argparse.Namespace) -> int:
-    """Test whether the arithmetic of this device is what guarantees assume.
+    """Test whether this device computes as exactly as the guarantees assume.
 
     Computes matrix products on the default device, from numbers made to show reduced
     precision, and compares them with exact ones. Reads no data.

@@ -17,6 +17,7 @@ from ..runs import checkpoint, guards, spending
 from ..runs.checkpoint import ARRAYS, RESULT
 from .config import Config, parse_config
 from .evaluation import Evaluation
+from .tables import similar
 from .toml_tables import Location
 
 LEVELS = {
@@ -244,7 +245,7 @@ def usability_of(page: dict[str, Any]) -> Usability | None:
 def _why(folder: Path) -> str:
     """Return text on why a folder holds no finished run, and where to look."""
     if not folder.exists():
-        return ": there is no such folder"
+        return f": there is no such folder{similar(folder)}"
     if not folder.is_dir():
         return ": it is a file; give the folder that a run wrote"
     earlier = sorted(

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from .._checks import did_you_mean
 from .._extras import check_installed
 
 Cells = Sequence[str]
@@ -39,7 +40,8 @@ class Table:
         if name not in self.columns:
             # The message lists no columns: if the header is missing, they are a record.
             raise ValueError(
-                f"{self.name} has no column {name!r}. Correct [data] or the header row."
+                f"{self.name} has no column {name!r}. Correct [data] or the header "
+                "row; dpbilevel check shows names that are close."
             )
         return self.columns[name]
 
@@ -153,8 +155,15 @@ _NOT_TEXT = {
 def existing(path: Path, what: str, remedy: str) -> Path:
     """Return the path of a file; raise `ValueError` if it does not exist."""
     if not path.is_file():
-        raise ValueError(f"no file of {what} at {path}. Put it there, or {remedy}.")
+        where = f"{path}{similar(path)}"
+        raise ValueError(f"no file of {what} at {where}. Put it there, or {remedy}.")
     return path
+
+
+def similar(path: Path) -> str:
+    """Return a hint at a similar name in the folder of `path`, if that is missing."""
+    names = [] if path.exists() else [other.name for other in path.parent.glob("*")]
+    return did_you_mean(path.name, names)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from .._checks import did_you_mean
+
 Built = TypeVar("Built")
 
 _WORDS = {
@@ -162,7 +164,7 @@ def errors_of_keys(
     """Return an error for each key that is not allowed, and one for missing keys."""
     listed, wrong, meant = f"Allowed keys: {', '.join(allowed)}.", [], []
     for key in [key for key in table if key not in allowed]:
-        text = f"unknown key {key!r}{_close(key, allowed)}. {listed}"
+        text = f"unknown key {key!r}{did_you_mean(key, allowed)}. {listed}"
         if key in _SECRETS:
             text = (
                 f"unknown key {key!r}. Remove it: whoever knows the key can subtract "
@@ -206,8 +208,8 @@ def check_choice(value: Any, options: Iterable[str], place: Location, key: str) 
     if value is None:
         raise place.error(f"missing key {key!r}. It must be one of {listed}.")
     if value not in options:
-        close = _close(value, options) if isinstance(value, str) else ""
-        raise place.error(f"{key} must be one of {listed}, got {_shown(value)}{close}.")
+        hint = did_you_mean(value, options) if isinstance(value, str) else ""
+        raise place.error(f"{key} must be one of {listed}, got {_shown(value)}{hint}.")
     return value
 
 
@@ -218,11 +220,6 @@ def _plain(hint: Any) -> Any:
         return hint
     members = [m for m in typing.get_args(hint) if m is not type(None)]
     return next((m for m in members if m in _WORDS), members[0])
-
-
-def _close(word: str, options: Iterable[str]) -> str:
-    match = difflib.get_close_matches(word, options, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def _shown(value: object) -> str:

@@ -379,6 +379,21 @@ def test_the_command_for_the_curator_counts_and_marks_every_line(folder, capsys)
     assert "has no column 'who'" in failure(capsys, "check", path, "--ids", "who")
 
 
+def test_names_close_to_a_misspelt_column_are_for_the_curator_alone(folder, capsys):
+    path = folder / "a.toml"
+    path.write_text(LARGE.replace('columns = ["pay"]', 'columns = ["payy"]'))
+    assert main(["check", str(path)]) == 2
+    said = capsys.readouterr()
+    assert "NON-PRIVATE:   no column 'payy' (did you mean 'pay'?)" in said.out
+    # Without a header the close name would be a cell of a record.
+    for text in (
+        said.err,
+        failure(capsys, "run", str(path), "--out", str(folder / "b")),
+    ):
+        assert "has no column 'payy'" in text
+        assert "'pay'" not in text
+
+
 def test_no_run_makes_the_check_of_the_curator(folder, monkeypatch):
     from dpbilevel.cli import check
 

@@ -129,6 +129,33 @@ def test_missing_file_of_records_is_one_line(config_of_csv, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["chekc", "a.toml"], "check"),
+        (["run", "a.toml", "--out", "b", "--dataa", "c"], "--data"),
+        (["init", "a.csv", "--task", "trainig"], "training"),
+    ],
+)
+def test_a_misspelt_command_option_or_value_is_named_with_the_meant_one(
+    arguments, meant, capsys
+):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert capsys.readouterr().err.endswith(f"(did you mean {meant!r}?)\n")
+
+
+def test_a_misspelt_path_is_named_with_the_meant_one(config_of_csv, tmp_path, capsys):
+    (tmp_path / "poeple.csv").write_text("")
+    text = failure(capsys, "calibrate", config_of_csv.replace(".toml", ".tml"))
+    assert "No such file or directory (did you mean 'csv.toml'?)" in text
+    text = failure(capsys, "run", config_of_csv, "--out", str(tmp_path / "out"))
+    assert "people.csv (did you mean 'poeple.csv'?)" in text
+    (tmp_path / "runs").mkdir()
+    text = failure(capsys, "report", str(tmp_path / "runns"))
+    assert "there is no such folder (did you mean 'runs'?)" in text
+
+
 def test_unusable_folder_is_one_line(config, tmp_path, capsys):
     out = str(tmp_path / "a.toml" / "out")
     assert "cannot lock the folder" in failure(capsys, "run", config, "--out", out)

@@ -218,7 +218,10 @@ def test_paths_are_relative_to_the_config(folder):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--label", "sik"], "'sik' is no column of people.csv; give one of age, dose"),
+        (
+            ["--label", "sik"],
+            "of people.csv (did you mean 'sick'?); give one of age, dose",
+        ),
         ([*TRAINING, "--column", "age"], "--column age has no '='; give NAME=VALUE"),
         ([*TRAINING, "--column", "age=A"], "cannot read 'A'; give LOW..HIGH"),
         ([*TRAINING, "--column", "age=1.1.2000..2.1.2000"], "31 %d.%m.%Y."),
