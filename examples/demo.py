@@ -177,6 +177,10 @@ def show(found, constant, out):
         low, middle, high = np.min(values), np.median(values), np.max(values)
         print(f"{name:{width}}  {middle:.3f}  ({low:.3f} to {high:.3f})")
     print(f"{always:{width}}  {constant:.3f}")
+    print(
+        "The oracle fits one model, to records whose weights were found without noise."
+    )
+    print("MixedSources also mixes models of the sources, and can be better for it.")
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     medians = [np.median(values) for values in found.values()]
     colors = ["#9aa5b1"] * (len(found) - 2) + ["#1f77b4", "#d9b44a"]

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from .toml_tables import Location
 
 PEOPLE = "person of the test file"
 _UNLISTED = (
-    "Records with an unlisted label or source are ignored in every file. Their number "
-    "is private, except for the released check. Compare the spellings with the files."
+    "Records with {} label{} are ignored in every file. Their number is private, but "
+    "for the released fractions of usable records. Compare the config with the files."
 )
 _ASSUMED = {
     "public": "the records of the test file {} are public",
@@ -106,7 +107,9 @@ def plan(config: Config) -> AutoPlan:
         Touches no data.
     """
     privacy = config.privacy
-    with config.place.named_in_errors():
+    with config.place.named_in_errors(), warnings.catch_warnings():
+        # The command line prints the reason, with which this warning begins.
+        warnings.filterwarnings("ignore", "auto: The plan")
         found = auto(
             config.model.problem(config.data.blocks),
             privacy.budget,
@@ -163,7 +166,9 @@ def prepare(config: Config) -> Prepared:
     plan, privacy = _calibrated(config, config.solver), config.privacy
     report = plan.report.with_generator(privacy.randomness)
     held_out, counted = config.data.test, config.data.counts_test
-    assumed = [_UNLISTED, *reversed(config.check.assumptions)]
+    label = "an unlisted" if config.data.label.of_classes else "an unreadable"
+    place = f" or {config.task.places[:-1]}" if config.task.places else ""
+    assumed = [_UNLISTED.format(label, place), *reversed(config.check.assumptions)]
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
     if privacy.person:  # assumptions about ids of people who have several rows

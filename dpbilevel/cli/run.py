@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..audit.claims import largest_powers
 from ..core.levels import check_disjoint_ids
-from ..core.loop import all_steps, bound_to, check_device, planned_rows
+from ..core.loop import all_steps, check_device, check_planned, planned_rows
 from ..privacy.noise import derive, root_key, step_keys
 from ..privacy.report import rounded_up
 from ..runs import checkpoint, guards, spending
@@ -92,7 +92,7 @@ def run(
             }
             levels = loading.as_levels(records, problem.unit)
             problem.check(prepared.w0, levels)
-            bound_to(problem, solver, levels)
+            check_planned(problem, solver, levels)
             levels = planned_rows(solver, levels)  # no shape tells their number
         levels = jax.tree.map(jnp.asarray, levels)
         del records  # they need no memory from here on

@@ -234,26 +234,35 @@ def bound_to(
 ) -> Solver:
     """Return the solver bound to its planned sizes or, without a plan, to the data's.
 
-    Only shapes are read. A `ValueError` names `owner` if, under replace-one, sizes are
-    not the planned ones or, under add-or-remove-one, no plan has public sizes.
+    Only shapes are read. A `ValueError` names `owner` if, under add-or-remove-one, no
+    plan has public sizes, or is that of `check_planned`.
     """
-    people = getattr(solver.sizes, "people", None)  # None for one level or no plan
+    if solver.sizes is not None:
+        check_planned(problem, solver, data, owner)
+        return solver
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        if solver.sizes is None:
-            raise ValueError(
-                f"{owner}: add-or-remove-one needs public sizes; use calibrate(sizes=)."
-            )
+        raise ValueError(
+            f"{owner}: add-or-remove-one needs public sizes; use calibrate(sizes=)."
+        )
+    return solver.with_sizes(problem.sizes_of(data))
+
+
+def check_planned(
+    problem: AbstractProblem, solver: AbstractSolver, data: PyTree, owner: str = "solve"
+) -> None:
+    """Check that the data fit the planned sizes of a solver, by their shapes alone.
+
+    A `ValueError` names `owner` if, under replace-one, sizes are not the planned ones.
+    Under add-or-remove-one sizes are private, and only the people are compared.
+    """
+    people = getattr(solver.sizes, "people", None)  # None for one level
+    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if people is not None:
             problem.check_people(data, people)
-        return solver
-    found = problem.sizes_of(data, people)
-    if solver.sizes is None:
-        return solver.with_sizes(found)
-    if found != solver.sizes:
+    elif (found := problem.sizes_of(data, people)) != solver.sizes:
         raise ValueError(
             f"{owner}: the plan is for {solver.sizes}; calibrate with sizes={found}."
         )
-    return solver
 
 
 def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> PyTree:

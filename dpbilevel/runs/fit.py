@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from .._extras import check_installed
 from ..core.levels import Sizes
-from ..core.loop import arrays, bound_to, check_device, run_checked, solver_for
+from ..core.loop import arrays, check_device, check_planned, run_checked, solver_for
 from ..core.plan import calibrated
 from ..core.problem import AbstractProblem, arrays_of
 from ..core.process_spending import begun, costs_by
@@ -145,7 +145,7 @@ def fit(
     planned: Any = {"sizes": found, "w0": w0, "precision": precision}
     plan = calibrated(problem, solver, budget, **planned)
     if sizes is not None:  # others are those of the data
-        bound_to(problem, plan.solver, data, "fit")
+        check_planned(problem, plan.solver, data, "fit")
     plan.warn("fit")
     name, costs = f"fit: {type(solver).__name__}", costs_by(plan.report)
     started = name, plan.report.relation, costs, found, data, key

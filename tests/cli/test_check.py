@@ -379,6 +379,16 @@ def test_the_command_for_the_curator_counts_and_marks_every_line(folder, capsys)
     assert "has no column 'who'" in failure(capsys, "check", path, "--ids", "who")
 
 
+def test_the_report_names_unlisted_labels_and_the_places_of_the_task(folder):
+    config = tomllib.loads(GENERATED)
+    for tables, text in (
+        (tomllib.loads(LARGE), "Records with an unlisted label are ignored"),
+        (config, "Records with an unlisted label or source are ignored"),
+    ):
+        prepared = prepare(parse_config(tables, Location(str(folder / "a.toml"))))
+        assert text in str(prepared.report)
+
+
 def test_names_close_to_a_misspelt_column_are_for_the_curator_alone(folder, capsys):
     path = folder / "a.toml"
     path.write_text(LARGE.replace('columns = ["pay"]', 'columns = ["payy"]'))

@@ -50,14 +50,13 @@ def test_flags_alone_write_a_config(folder):
     assert "Give what is known without the records" in text
 
 
-@pytest.mark.filterwarnings("default:auto. The plan")
 def test_one_command_writes_a_config_and_runs_it(folder, capsys, one_candidate):
     argv = ["init", "people.csv", *TRAINING, *FEATURES, "--run", "runs/a"]
     argv += ["--epsilon", "0.01"]  # at which no plan is better than a constant
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert "result: runs/a" in out
-    assert "may be worse than the best constant answer" in err
+    assert (out + err).count("may be worse than the best constant answer") == 1
     assert (folder / "runs/a/result.json").exists()
     said = failure(capsys, *argv, "--out", "b.toml")
     assert "runs/a exists; give --run the name of a new folder" in said
