@@ -55,7 +55,7 @@ def check(
             table = read_table(file, source.separator, source.missing)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
             own = source if i == 0 else without_sources(source)
-            wanted = {*own.checked_columns.names, ids or config.privacy.person}
+            wanted = {*own.used_columns.names, ids or config.privacy.person}
             for name in sorted(wanted - {*table.columns, ""}):
                 near = did_you_mean(name, table.columns)
                 yield f"NON-PRIVATE:   no column {name!r}{near}"
@@ -76,7 +76,7 @@ def _lines(data: CsvData, table: Table) -> Iterator[str]:
     places = filter(None, (data.sources, data.groups))
     lists |= {place.column: (place.values, *none) for place in places}
     marks = data.encode(table).marks.T
-    for name, of_column in zip(data.checked_columns.names, marks, strict=True):
+    for name, of_column in zip(data.used_columns.names, marks, strict=True):
         if name not in lists:
             yield from _numbers(name, table.column(name), of_column)
     for name, (values, *said) in lists.items():
@@ -86,7 +86,7 @@ def _lines(data: CsvData, table: Table) -> Iterator[str]:
 def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
     """Yield lines on the rows of each person, by the columns that may hold ids."""
     privacy = config.privacy
-    known, used = ids or privacy.person, config.data.checked_columns.names
+    known, used = ids or privacy.person, config.data.used_columns.names
     free = [name for name in table.columns if name not in used]
     for name in [known] if known else filter(is_id, free):
         rows = collections.Counter(ids_of(table, name).tolist())

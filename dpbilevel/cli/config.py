@@ -112,12 +112,12 @@ class Config:
         return Sizes(self.data.validation, self.data.training, self.privacy.people)
 
     @property
-    def check(self) -> RecordsCheck:
+    def records_check(self) -> RecordsCheck:
         """`RecordsCheck`, the first release of a run: fractions of usable records."""
-        own, people = self.data.checked_columns, self.privacy.people
+        own, people = self.data.used_columns, self.privacy.people
         columns = {RECORDS if people is None else "upper": own}
         if people not in (None, People.SHARED):  # only training records have a source
-            upper = dataclasses.replace(self.data, sources=None).checked_columns
+            upper = dataclasses.replace(self.data, sources=None).used_columns
             columns = {"upper": upper, "lower": own}
         return RecordsCheck.planned(
             columns if self.privacy.check_records else {},
@@ -290,7 +290,7 @@ def _mistakes(
         yield of_privacy.error(missing)
     if not two and people is not None:
         yield of_privacy.error(f"people {one}")
-    if privacy.person in data.checked_columns.names:  # a model would read the ids
+    if privacy.person in data.used_columns.names:  # a model would read the ids
         yield of_privacy.error(
             f"person = {privacy.person!r} is a label, feature, source or group in "
             "[data], too; give it one role."

@@ -157,7 +157,7 @@ class CsvData:
         marks |= source[1] | group[1]
         if source[0] is not None:  # no model of any method may use an unlisted source
             features = np.where(source[0][:, None] < 0, np.float32(np.nan), features)
-        columns = [marks[name] for name in self.checked_columns.names]
+        columns = [marks[name] for name in self.used_columns.names]
         of_cells = np.stack(columns, 1).astype(np.int8)
         label = label.astype(np.float32)
         return Records(features, label, of_cells, source[0], group[0])
@@ -168,7 +168,7 @@ class CsvData:
         return self.test is not None and self.test.accuracy == "counted"
 
     @property
-    def checked_columns(self) -> Columns:
+    def used_columns(self) -> Columns:
         """The columns and classes that a run checks first."""
         names = [self.label.column, *(c for b in self.numeric for c in b.columns)]
         places = [place for place in (self.sources, self.groups) if place is not None]

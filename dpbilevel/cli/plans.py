@@ -30,7 +30,7 @@ from .toml_tables import Location
 PEOPLE = "person of the test file"
 _UNLISTED = (
     "Records with {} label{} are ignored in every file. Their number is private, but "
-    "for the released fractions of usable records. Compare the config with the files."
+    "for the released fraction of usable records. Compare the spellings with the files."
 )
 _ASSUMED = {
     "public": "the records of the test file {} are public",
@@ -118,7 +118,7 @@ def plan(config: Config) -> AutoPlan:
             neighbours=privacy.neighbours,
             precision=privacy.precision,
             progress=True,
-            before=config.check.releases,
+            before=config.records_check.releases,
         )
     if not privacy.person:
         return found
@@ -149,9 +149,9 @@ class Prepared:
     solver: AbstractSolver  # calibrated
     w0: PyTree  # public
     report: PrivacyReport  # the guarantee of one run
-    check: RecordsCheck  # the first release of a run
+    records_check: RecordsCheck  # the first release of a run
     ledger: Ledger  # of a run, of its check of the records as well
-    report_of_check: PrivacyReport | None  # of the check alone, if there is one
+    records_check_report: PrivacyReport | None  # of that release alone, if there is one
 
 
 def prepare(config: Config) -> Prepared:
@@ -168,7 +168,10 @@ def prepare(config: Config) -> Prepared:
     held_out, counted = config.data.test, config.data.counts_test
     label = "an unlisted" if config.data.label.of_classes else "an unreadable"
     place = f" or {config.task.places[:-1]}" if config.task.places else ""
-    assumed = [_UNLISTED.format(label, place), *reversed(config.check.assumptions)]
+    assumed = [
+        _UNLISTED.format(label, place),
+        *reversed(config.records_check.assumptions),
+    ]
     if held_out is not None:
         assumed.insert(0, _ASSUMED[held_out.accuracy].format(Path(held_out.path).name))
     if privacy.person:  # assumptions about ids of people who have several rows
@@ -180,22 +183,22 @@ def prepare(config: Config) -> Prepared:
     report = dataclasses.replace(report, assumptions=assumed)
     if counted:
         report = _with_test(report, config)
-    check, problem, of_check = config.check, config.problem, None
+    first, problem, of_first = config.records_check, config.problem, None
     ledger = plan.solver.ledger(problem, config.sizes)
-    if check.releases:
-        alone = dataclasses.replace(ledger, releases=check.releases)
+    if first.releases:
+        alone = dataclasses.replace(ledger, releases=first.releases)
         two = privacy.people is not None
-        of_check = describe(alone, privacy.budget, levels=two, unit=problem.unit)
-    releases = (*check.releases, *ledger.releases)
+        of_first = describe(alone, privacy.budget, levels=two, unit=problem.unit)
+    releases = (*first.releases, *ledger.releases)
     return Prepared(
         config=config,
         problem=problem,
         solver=plan.solver,
         w0=config.model.start(config.data.blocks),
         report=report,
-        check=check,
+        records_check=first,
         ledger=dataclasses.replace(ledger, releases=releases),
-        report_of_check=of_check,
+        records_check_report=of_first,
     )
 
 
@@ -222,7 +225,7 @@ def _calibrated(config: Config, solver: AbstractSolver) -> Plan[Any]:
             sizes=config.sizes,
             w0=config.model.start(config.data.blocks),
             precision=config.privacy.precision,
-            before=config.check.releases,
+            before=config.records_check.releases,
         )
 
 

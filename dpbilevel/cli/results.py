@@ -43,7 +43,7 @@ class Result:
     power: dict[str, float]  # largest detection rate, by the rate of false alarms
     rejected_updates: int = 0  # as in `Solution`
     test: Evaluation | None = None  # on the test file, if there is one
-    usability: Usability | None = None  # released by the check, if there is one
+    usability: Usability | None = None  # of the check of records, if there is one
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class Result:
         return "" if solver is None else type(solver.output).__name__
 
     @property
-    def checked(self) -> list[str]:
+    def usable(self) -> list[str]:
         """Lines of text on the released fractions of usable records, one per level."""
         levels = {} if self.usability is None else self.usability.levels
         lines = []
@@ -113,7 +113,7 @@ class Result:
         columns = self.config.data.coefficients
         lines += _aligned([columns[i] for i in kept], map(float, model[kept]))
         lines += [] if self.test is None else [str(self.test)]
-        lines += self.checked
+        lines += self.usable
         lines += [f"WARNING: {remark}" for remark in self.warnings]
         return "\n".join([*lines, "", str(self.report)])
 

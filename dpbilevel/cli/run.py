@@ -87,8 +87,8 @@ def run(
             # Indicators of how the cells of each record fit the config, by role.
             rows = {
                 role: loading.indicators(own, records[role], classes)
-                for role, own in prepared.check.columns
-                if prepared.check.releases
+                for role, own in prepared.records_check.columns
+                if prepared.records_check.releases
             }
             levels = loading.as_levels(records, problem.unit)
             problem.check(prepared.w0, levels)
@@ -104,7 +104,7 @@ def run(
             checkpoint.write(out, saved)
 
         try:
-            saved = checked = _checked(prepared, rows, saved, out, keep)
+            saved = checked = _with_records_check(prepared, rows, saved, out, keep)
             progress(saved.done)  # a bar begins below the warnings
             for saved in _steps(prepared, levels, checked):
                 keep(saved)
@@ -120,7 +120,7 @@ def run(
 
 
 def refuse(config: Config, out: Path, **options: Any) -> None:
-    """Check that `run` would accept these arguments, before anything is planned.
+    """Verify that `run` would accept these arguments, before anything is planned.
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
@@ -138,7 +138,7 @@ def refuse(config: Config, out: Path, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _opened(out: Path, options: Options):
-    """Lock the folder of a run, and yield a function that checks the lock.
+    """Lock the folder of a run, and yield a function that verifies the lock.
 
     Options that exclude each other and folders that hold something else are refused,
     before anything is spent.
@@ -201,7 +201,7 @@ def _steps(
         yield saved
 
 
-def _checked(
+def _with_records_check(
     prepared: Prepared,
     rows: dict[str, np.ndarray],
     saved: Checkpoint,
@@ -215,18 +215,18 @@ def _checked(
     is spent.
 
     Privacy:
-        The check alone is on record before it reads a record, and the whole plan before
-        training does. A resumed run has the same key for the check until the release is
-        in the checkpoint. Afterwards it keeps that release.
+        This release alone counts as spent before it reads a record, and the whole plan
+        before training does. A resumed run has the same key for the release until it is
+        in the checkpoint. Afterwards the run keeps the release.
     """
     number, report = saved.fingerprint["run"], prepared.report
-    first, place = prepared.report_of_check, prepared.config.place
+    first, place = prepared.records_check_report, prepared.config.place
     spending.begin(out, number, report, prepared.config.tables, first=first)
     if first is None:
         return saved
     if checkpoint.CHECK not in saved.fingerprint:
         own, rest = derive(saved.key, "usability", "run")
-        released = prepared.check.release(rows, key=own, owner="run")
+        released = prepared.records_check.release(rows, key=own, owner="run")
         found = {checkpoint.CHECK: dataclasses.asdict(released)}
         fingerprint = saved.fingerprint | found
         saved = dataclasses.replace(saved, key=rest, fingerprint=fingerprint)
@@ -241,8 +241,8 @@ def _checked(
         raise ValueError(
             f"{place}: the run stopped before training: records cannot be used. {why} "
             f"Correct what dpbilevel check {place} shows, or set check_records = false "
-            "in [privacy]; then run with --restart. Only the check is spent, epsilon = "
-            f"{rounded_up(first.epsilon, 3)}."
+            "in [privacy]; then run with --restart. Only the check of records is "
+            f"spent, epsilon = {rounded_up(first.epsilon, 3)}."
         )
     for remark in found.remarks:
         _checks.warn(

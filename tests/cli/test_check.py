@@ -67,7 +67,7 @@ def test_a_misspelt_class_stops_the_run_by_its_name(folder, capsys):
     said = stopped(folder, capsys, MISSPELT)
     assert "the run stopped before training" in said
     assert "'Yes' (" in said
-    assert "Only the check is spent, epsilon = " in said
+    assert "Only the check of records is spent, epsilon = " in said
     check_small_part_alone(folder)
     assert main(["report", str(folder / "out")]) == 2
     (line,) = capsys.readouterr().out.splitlines()[1:]
@@ -139,7 +139,7 @@ def test_a_run_that_is_not_to_be_checked_trains_all_the_same(folder):
     text = MISSPELT.replace("[privacy]", "[privacy]\ncheck_records = false")
     (folder / "a.toml").write_text(text)
     prepared = prepare(read_config(folder / "a.toml"))
-    assert not prepared.check.releases
+    assert not prepared.records_check.releases
     assert run(prepared, folder / "out").usability is None
 
 
@@ -148,7 +148,7 @@ def test_the_check_counts_within_the_budget_and_first_in_the_ledger(folder):
     assert prepared.report.ledger[0].release == "usable records"
     assert prepared.report.epsilon <= 9.0
     assert prepared.ledger.delta(9.0) == pytest.approx(1e-5, rel=1e-6)
-    alone = prepared.report_of_check
+    alone = prepared.records_check_report
     assert alone.ledger == prepared.report.ledger[:1]
     assert alone.epsilon < 1.2
 
@@ -216,7 +216,7 @@ def test_the_cost_is_on_record_before_a_record_is_read(folder, monkeypatch):
         patch.setattr(RecordsCheck, "release", recorded)
         with pytest.raises(Stop):
             run(prepared, folder / "out", restart=True)
-    assert seen == [prepared.report.epsilon, prepared.report_of_check.epsilon]
+    assert seen == [prepared.report.epsilon, prepared.records_check_report.epsilon]
 
 
 def test_a_checkpoint_after_the_check_does_not_hold_the_key_of_its_noise(
@@ -291,9 +291,9 @@ def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
     tables["data"]["sources"]["values"] = ["A", listed]
     config = parse_config(tables, Location(str(tmp_path / "a.toml")))
     records = loaded(config)
-    columns = dict(config.check.columns)
+    columns = dict(config.records_check.columns)
     described = {role: indicators(columns[role], records[role]) for role in records}
-    found = config.check.release(described, key=jax.random.key(0))
+    found = config.records_check.release(described, key=jax.random.key(0))
     assert found.levels["lower"].dropped == (() if listed == "B" else ("b",))
     assert found.stops == (listed == "b")
     assert not found.levels["upper"].places
@@ -321,13 +321,13 @@ def test_both_levels_are_checked_and_the_one_with_the_sources_for_them(
     config = parse_config(
         many(people, relation, size), Location(str(tmp_path / "a.toml"))
     )
-    columns = dict(config.check.columns)
+    columns = dict(config.records_check.columns)
     assert list(columns) == roles
     assert "clinic" in columns[roles[-1]].names
     assert ("clinic" in columns["upper"].names) == (people == "shared")
     records = loaded(config)
     described = {role: indicators(columns[role], records[role]) for role in roles}
-    found = config.check.release(described, key=jax.random.key(0))
+    found = config.records_check.release(described, key=jax.random.key(0))
     assert found.stops
     level = found.levels[roles[-1]]
     assert level.wrong == ("clinic",)
@@ -338,7 +338,7 @@ def test_both_levels_are_checked_and_the_one_with_the_sources_for_them(
 
 def test_a_cell_changes_the_indicators_of_its_own_record_alone(folder):
     config = read_config(folder / "a.toml")
-    columns = config.check.columns[0][1]
+    columns = config.records_check.columns[0][1]
 
     def described(cell):
         rows = [list(row) for row in rows_of(400)]
@@ -416,7 +416,7 @@ def test_a_damaged_line_of_the_record_is_counted(folder):
     out = folder / "out"
     out.mkdir()
     prepared = prepare(read_config(folder / "a.toml"))
-    first = prepared.report_of_check
+    first = prepared.records_check_report
     spending.begin(out, 1, prepared.report, {}, first=first)
     spending.charge(out, 1, prepared.report)
     spending.charge(out, 1, prepared.report)  # once

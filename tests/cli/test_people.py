@@ -194,7 +194,7 @@ def test_rows_that_are_taken_for_records_are_noticed(tmp_path, monkeypatch):
 def check_of(folder, config, rows):
     write(folder / "visits.csv", rows)
     records = levels_of(config)
-    declared = dict(config.check.columns)
+    declared = dict(config.records_check.columns)
     return {r: (declared[r], indicators(declared[r], records[r])) for r in declared}
 
 
