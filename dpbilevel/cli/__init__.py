@@ -1,4 +1,4 @@
-"""Command line, and the templates of the files that it writes."""
+"""Command line, a table of its flags, and the templates of the files that it writes."""
 
 from typing import TYPE_CHECKING
 

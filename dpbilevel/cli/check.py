@@ -1,6 +1,7 @@
 """The command `dpbilevel check`: how a file fits a config, for the curator alone."""
 
 import collections
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
 from .data import CsvData, ids_of, is_id
 from .loading import find_files, test_file, without_sources
-from .tables import Cells, Table, declaration_for, read_table
+from .tables import MALFORMED, Cells, Table, declaration_for, read_table
 
 _SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
@@ -25,6 +26,7 @@ _REMEDIES = {
     UNUSABLE: "unreadable, so that the record has no influence; correct the cells, or "
     "declare unit or decimal",
 }
+_UNLIKE_HEADER = "rows with more or fewer cells than the header, or with an open quote"
 _LIST_OR_SPELL = (
     "Add these values to the list, or correct the spelling of a listed value."
 )
@@ -55,12 +57,25 @@ def check(
             table = read_table(file, source.separator, source.missing)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
             own = source if i == 0 else without_sources(source)
-            wanted = {*own.used_columns.names, ids or config.privacy.person}
-            for name in sorted(wanted - {*table.columns, ""}):
-                near = did_you_mean(name, table.columns)
-                yield f"NON-PRIVATE:   no column {name!r}{near}"
-            lines = [*_lines(own, table), *_people(table, config, ids)]
+            wanted = [*own.used_columns.names, ids or config.privacy.person]
+            lines = itertools.chain(
+                _misfits([name for name in wanted if name], table),
+                _lines(own, table),
+                _people(table, config, ids),
+            )
             yield from (f"NON-PRIVATE:   {line}" for line in lines)
+
+
+def _misfits(names: list[str], table: Table) -> Iterator[str]:
+    """Yield lines on columns that the header lacks, and on malformed rows."""
+    for name in names:
+        if name not in table.columns:
+            has = f"; the header has {', '.join([*table.columns][:_SHOWN])}"
+            yield f"no column {name!r}{did_you_mean(name, table.columns) or has}"
+    cells = next(iter(table.columns.values()), ())
+    rows = np.flatnonzero([cell == MALFORMED for cell in cells])
+    if len(rows):
+        yield f"{_UNLIKE_HEADER}: {len(rows)} (rows {_rows(rows)})"
 
 
 def _lines(data: CsvData, table: Table) -> Iterator[str]:
@@ -118,7 +133,7 @@ def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
                 f"  {len(rows)} {remedy} (rows {_rows(rows)}; the first cell is "
                 f"{cells[int(rows[0])]!r})"
             )
-        if mark == UNUSABLE and len(rows):
+        if mark == UNUSABLE and len(rows) and cells[int(rows[0])] != MALFORMED:
             keys = declaration_for(cells[int(rows[0])])
             no_value = (
                 f"missing = [{cells[int(rows[0])]!r}] in [data] if it is no value"

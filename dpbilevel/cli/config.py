@@ -163,7 +163,7 @@ def read_tables(
     """Return the tables and the text of a TOML file, whose text may be known."""
     place = Location(str(path))
     try:
-        text = Path(path).read_text(encoding="utf-8") if text is None else text
+        text = Path(path).read_text(encoding="utf-8-sig") if text is None else text
         # Lines that `dpbilevel init` marked are still comments.
         left = [
             f"{found[1]} in line {number}"
@@ -302,6 +302,11 @@ def _mistakes(
             yield of_data.error(f"{name} must be at least 1.")
     if not (data.numeric or data.categorical):
         yield of_data.error("list columns in [[data.numeric]] or data.categorical.")
+    columns = [name for block in data.numeric for name in block.columns]
+    if data.label.column in [*columns, *(block.column for block in data.categorical)]:
+        yield of_data.error(
+            f"the label {data.label.column!r} is a feature, too; give it one role."
+        )
     if people is People.SHARED and data.training != data.validation:
         yield of_data.error('training must equal validation if people = "shared".')
     if privacy.neighbours is not Neighbours.REPLACE_ONE and data.counts_test:

@@ -10,7 +10,7 @@ import signal
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,13 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + did_you_mean(wrong, sorted(known)))
 
 
-_FOLDER: Any = {"metavar": "DIR", "type": Path}
-_FLAG: Any = {"action": "store_true"}
 PAGES = {
     "html": "a certificate for a reviewer",
     "registry": "a registry entry in YAML",
     "nist": "a worksheet by NIST SP 800-226 in Markdown",
 }
-_FILE: Any = {"metavar": "FILE", "type": Path}
+_FLAGS = Path(__file__).with_name("templates") / "flags.toml"
+_KINDS = {"N": int, "E": float, "D": float, "FILE": Path, "DIR": Path, "DATA.csv": Path}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,56 +92,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dpbilevel", description=what)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(action: Callable[[argparse.Namespace], int | None]) -> Any:
-        """Add the command `action`; return the function that adds its arguments."""
-        text = inspect.getdoc(action) or ""
+    flags = tomllib.loads(_FLAGS.read_text(encoding="utf-8"))
+    tasks = " ".join(["training by default.", *map(": ".join, init.OFFERED.items())])
+    flags["init"]["--task"] |= {"choices": [*init.OFFERED], "help": tasks}
+    for name, page in PAGES.items():
+        added = {"metavar": "FILE", "help": f"write {page} to this new file"}
+        flags["report"][f"--{name}"] = added
+    actions = _init, _calibrate, _auto, _check, _run, _audit, _report, _predict, _device
+    for action in actions:
+        text, name = inspect.getdoc(action) or "", action.__name__[1:]
         first = text.partition("\n")[0].rstrip(".")
         words = f"{first[:1].lower()}{first[1:]}"
-        added = commands.add_parser(action.__name__[1:], help=words, description=text)
-        added.set_defaults(command=action, parser=added)
-        return added.add_argument
-
-    _add_flags_of_init(command(_init))
-    calibrate, plan, check = command(_calibrate), command(_auto), command(_check)
-    once, attack = command(_run), command(_audit)
-    for add in (calibrate, plan, check, once, attack):
-        add("config", metavar="CONFIG", help="TOML file, such as dpbilevel init writes")
-    plan("--out", **_FILE, help="new TOML file for the config with these settings")
-    for add in (check, once):
-        add("--data", **_FILE, help="records to read instead of the config's")
-        add("--validation", **_FILE, help="validation records instead of the config's")
-    ids = "column with the id of the person of each row, instead of the config's"
-    check("--ids", metavar="COLUMN", help=ids)
-    once("--out", **_FOLDER, required=True, help="new folder for the results")
-    resume = "continue an interrupted run: the same release, which costs nothing more"
-    once("--resume", **_FLAG, help=resume)
-    again = "run again in a folder of earlier runs: a new release, budgets add up"
-    once("--restart", **_FLAG, help=again)
-    sides = "number of runs on each of two neighbouring data sets (50000)"
-    attack("--runs", metavar="N", type=int, default=50_000, help=sides)
-    report, predict = command(_report), command(_predict)
-    for add in (report, predict):
-        add("folder", **_FOLDER, help="folder that dpbilevel run wrote")
-    for name, page in PAGES.items():
-        report(f"--{name}", **_FILE, help=f"write {page} to this new file")
-    predict("data", metavar="DATA.csv", type=Path, help="file of the new people")
-    predict("--id", metavar="COLUMN", help="column to copy beside the predictions")
-    predict("--out", **_FILE, required=True, help="new CSV file for the predictions")
-    command(_device)
+        command = commands.add_parser(name, help=words, description=text)
+        command.set_defaults(command=action, parser=command)
+        for flag, options in flags.get(name, {}).items():
+            kind = _KINDS.get(options.get("metavar"))
+            options |= {} if kind is None else {"type": kind}
+            command.add_argument(flag, **options)
     return parser
-
-
-def _add_flags_of_init(add: Any) -> None:
-    add("data", metavar="DATA.csv", type=Path, help="file of records with a header")
-    flags = Path(__file__).with_name("templates") / "flags.toml"
-    found = tomllib.loads(flags.read_text(encoding="utf-8"))
-    found["task"]["choices"] = [*init.OFFERED]
-    found["task"]["help"] += " ".join(map(": ".join, init.OFFERED.items()))
-    kinds = {"most-rows": int, "epsilon": float, "delta": float}
-    for name, options in found.items():
-        kind = Path if name in ("out", "run") else kinds.get(name)
-        add(f"--{name}", type=kind, **options)
 
 
 def _init(arguments: argparse.Namespace) -> int:

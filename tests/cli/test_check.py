@@ -354,7 +354,7 @@ def test_a_cell_changes_the_indicators_of_its_own_record_alone(folder):
 def test_the_command_for_the_curator_counts_and_marks_every_line(folder, capsys):
     rows = [list(row) for row in rows_of(400)]
     rows[0][0], rows[1][0], rows[2][0], rows[4][3] = "", "12 €", "9e9", "Yes"
-    write_csv(folder, rows)
+    write_csv(folder, [*rows, [*rows[-1], "more"]])
     before = sorted(folder.iterdir())
     path = str(folder / "a.toml")
     assert main(["check", path, "--ids", "town"]) == 0
@@ -362,13 +362,14 @@ def test_the_command_for_the_curator_counts_and_marks_every_line(folder, capsys)
     assert all(line.startswith("NON-PRIVATE: ") for line in said.splitlines())
     yes = sum(row[3] == "yes" for row in rows)
     for text in (
-        "people.csv: 400 rows",
-        "pay: 399 cells, 1 empty",
-        "1 unreadable, so that the record has no influence; correct the cells, or "
-        "declare unit or decimal (rows 2; the first cell is '12 €')",
+        "people.csv: 401 rows",
+        "rows with more or fewer cells than the header, or with an open quote: 1 (",
+        "pay: 400 cells, 1 empty",
+        "2 unreadable, so that the record has no influence; correct the cells, or "
+        "declare unit or decimal (rows 2, 401; the first cell is '12 €')",
         "cut to the bounds; correct mean and scale if values beyond are plausible",
         f"rich: 'no' {399 - yes}, 'yes' {yes}",
-        "1 not listed, the record has no influence: 'Yes' 1 (rows 5)",
+        "2 not listed, the record has no influence: 'Yes' 1, '<malformed row>' 1 (rows",
         "town: 2 people, by their number of rows: 1 with ",
     ):
         assert text in said

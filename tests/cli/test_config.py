@@ -295,6 +295,7 @@ def test_texts_of_a_config_are_the_cells_of_the_same_text():
             "values must be lists of distinct, finite values",
         ),
         ("data.sources.values", ["a", "a"], "must be lists of distinct, finite values"),
+        ("data.categorical", [{"column": "ill", "values": [0]}], "'ill' is a feature"),
     ],
 )
 def test_a_cell_cannot_be_two_of_the_values(path, value, said):
@@ -315,6 +316,13 @@ def test_file_that_is_no_toml_is_named(tmp_path):
     file = tmp_path / "bad.toml"
     file.write_text("task = ")
     with pytest.raises(ValueError, match=r"bad\.toml: is not a TOML file"):
+        read_config(file)
+
+
+def test_a_config_may_begin_with_the_mark_that_editors_write(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_bytes(b"\xef\xbb\xbftask = ")
+    with pytest.raises(ValueError, match="end of document"):  # not line 1
         read_config(file)
 
 
