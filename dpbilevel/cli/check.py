@@ -49,7 +49,7 @@ def check(
     Privacy:
         NON-PRIVATE, and every line says so: lines contain cells of the files.
     """
-    source = config.data
+    source, known = config.data, ids or config.privacy.person
     files = *find_files(config, data, validation), test_file(config)
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate(files):
@@ -57,19 +57,15 @@ def check(
             table = read_table(file, source.separator, source.missing)
             yield f"NON-PRIVATE: {file}: {table.rows} rows"
             own = source if i == 0 else without_sources(source)
-            wanted = [*own.used_columns.names, ids or config.privacy.person]
-            lines = itertools.chain(
-                _misfits([name for name in wanted if name], table),
-                _lines(own, table),
-                _people(table, config, ids),
-            )
-            yield from (f"NON-PRIVATE:   {line}" for line in lines)
+            misfits = _misfits([*own.used_columns.names, known], table)
+            lines = misfits, _lines(own, table), _people(table, config, known)
+            yield from (f"NON-PRIVATE:   {line}" for line in itertools.chain(*lines))
 
 
 def _misfits(names: list[str], table: Table) -> Iterator[str]:
     """Yield lines on columns that the header lacks, and on malformed rows."""
     for name in names:
-        if name not in table.columns:
+        if name and name not in table.columns:
             has = f"; the header has {', '.join([*table.columns][:_SHOWN])}"
             yield f"no column {name!r}{did_you_mean(name, table.columns) or has}"
     cells = next(iter(table.columns.values()), ())
@@ -98,10 +94,13 @@ def _lines(data: CsvData, table: Table) -> Iterator[str]:
         yield from _values(name, table.column(name), values, *said)
 
 
-def _people(table: Table, config: Config, ids: str | None) -> Iterator[str]:
-    """Yield lines on the rows of each person, by the columns that may hold ids."""
+def _people(table: Table, config: Config, known: str) -> Iterator[str]:
+    """Yield lines on the rows of each person, by the columns that may hold ids.
+
+    `known` is the column of ids, or an empty text.
+    """
     privacy = config.privacy
-    known, used = ids or privacy.person, config.data.used_columns.names
+    used = config.data.used_columns.names
     free = [name for name in table.columns if name not in used]
     for name in [known] if known else filter(is_id, free):
         rows = collections.Counter(ids_of(table, name).tolist())

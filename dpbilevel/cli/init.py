@@ -18,6 +18,7 @@ from . import environment, plans
 from .columns import Value
 from .data import ids_of, is_id
 from .tables import SEPARATORS, existing, is_parquet, opened, read_names, read_table
+from .task import Task
 from .tasks import TASKS
 
 MOST_ROWS = 8  # rows of a person that count, unless a flag gives another number
@@ -65,6 +66,7 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     """
     task, header = TASKS[flags.task], header_of(flags.data)
     given = getattr(flags, task.places) if task.places else None
+    _check_used(flags, task)
     place, places = _pair(given, f"--{task.places}") if given else ("", ())
     pairs = [_pair(text, "--column") for text in flags.column or ()]
     used = [name for name in (flags.person, flags.label, place) if name]
@@ -101,6 +103,19 @@ def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
     return text, missing
 
 
+def _check_used(flags: argparse.Namespace, task: Task) -> None:
+    """Raise `ValueError` if a flag says what no config of this task and unit holds."""
+    for has, what, *names in (
+        (flags.person, "--person", "most-rows"),
+        (task.places == "sources", "--task source_weighting", "sources", "clean"),
+        (task.places == "groups", "a --task of groups", "groups", "shares"),
+        (task.two_levels, "a --task of two levels", "validation", "people"),
+    ):
+        for name in names:
+            if not has and getattr(flags, name.replace("-", "_")) is not None:
+                raise ValueError(f"--{name} needs {what}; give that, or leave it out.")
+
+
 def _missing(facts: dict[str, Any]) -> list[str]:
     """Return the flags of required facts that are missing."""
     flags, task = facts["flags"], facts["task"]
@@ -127,7 +142,6 @@ def _rendered(facts: dict[str, Any]) -> str:
         "path": lambda file: Path(os.path.relpath(file, flags.out.parent)).as_posix(),
     }
     count = len(facts["places"]) or 2
-    shares = flags.shares or ",".join([f"{1 / count:.4g}"] * count)
     is_number, classes = isinstance(facts["classes"], Range), facts["classes"]
     several = 0 if is_number or len(classes or ()) < 3 else len(classes)
     loss = "softmax" if several else "squared" if is_number else "logistic"
@@ -141,7 +155,7 @@ def _rendered(facts: dict[str, Any]) -> str:
         "delta": flags.delta or _delta(facts["training"], facts["validation"]),
         "is_number": is_number,
         "loss": loss,
-        "shares": [float(share) for share in shares.split(",")],
+        "shares": flags.shares or [float(f"{1 / count:.4g}")] * count,
         "unplanned": () if task.is_game else plans.UNPLANNED,
     }
     model = templates.from_string(task.template).render(facts)
@@ -203,6 +217,11 @@ def content_of(text: str) -> Range | Values:
             f"commas, or a range of dates {_FORMAT}."
         )
     return values_of(text)
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers in a text, separated by commas."""
+    return [float(part) for part in text.split(",")]
 
 
 def values_of(text: str) -> Values:

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Records and starts of a run are float32, and so is what a plan assumes.
         with jax.enable_x64(False), warnings.catch_warnings():
             warnings.showwarning = _warn
+            # Of a plan that may be of no use; its reason, which is printed, says so.
+            warnings.filterwarnings("ignore", "auto: The plan")
             code = arguments.command(arguments) or 0
             sys.stdout.flush()
             return code
@@ -84,7 +86,8 @@ PAGES = {
     "nist": "a worksheet by NIST SP 800-226 in Markdown",
 }
 _FLAGS = Path(__file__).with_name("templates") / "flags.toml"
-_KINDS = {"N": int, "E": float, "D": float, "FILE": Path, "DIR": Path, "DATA.csv": Path}
+_KINDS = {"N": int, "E": float, "D": float, "NUMBERS": init.numbers}
+_KINDS |= dict.fromkeys(("FILE", "DIR", "DATA.csv"), Path)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,8 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     tasks = " ".join(["training by default.", *map(": ".join, init.OFFERED.items())])
     flags["init"]["--task"] |= {"choices": [*init.OFFERED], "help": tasks}
     for name, page in PAGES.items():
-        added = {"metavar": "FILE", "help": f"write {page} to this new file"}
-        flags["report"][f"--{name}"] = added
+        flags["report"][f"--{name}"] = {"metavar": "FILE", "help": f"new file: {page}"}
     actions = _init, _calibrate, _auto, _check, _run, _audit, _report, _predict, _device
     for action in actions:
         text, name = inspect.getdoc(action) or "", action.__name__[1:]
@@ -222,7 +224,8 @@ def _run(arguments: argparse.Namespace) -> None:
         result = run.run(prepared, arguments.out, **options, progress=progress)
     for remark in result.warnings:
         print(f"WARNING: {remark}")
-    print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
+    out = shlex.quote(str(arguments.out))
+    print(f"result: {arguments.out} (see it with: dpbilevel report {out})")
     spent = spending.read(arguments.out)
     if len(spent.runs) > 1:  # what they cost together
         print(spent)

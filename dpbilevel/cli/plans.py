@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import textwrap
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +106,7 @@ def plan(config: Config) -> AutoPlan:
         Touches no data.
     """
     privacy = config.privacy
-    with config.place.named_in_errors(), warnings.catch_warnings():
-        # The command line prints the reason, with which this warning begins.
-        warnings.filterwarnings("ignore", "auto: The plan")
+    with config.place.named_in_errors():
         found = auto(
             config.model.problem(config.data.blocks),
             privacy.budget,

@@ -38,10 +38,10 @@ def predict(
     existing(file, "new records", "give its path")
     table = read_table(file, data.separator, data.missing)
     numeric = [name for block in data.numeric for name in block.columns]
-    needed = [*numeric, *(block.column for block in data.categorical)]
+    needed = [*numeric, *(b.column for b in data.categorical), *filter(None, [person])]
     lacking = [name for name in needed if name not in table.columns]
     if lacking:
-        raise ValueError(f"{file} lacks columns of the training records: {lacking}.")
+        raise ValueError(f"{file} lacks columns that the predictions need: {lacking}.")
     features, _ = data.design(table)
     margin = features.astype(np.float64) @ np.asarray(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
@@ -52,7 +52,7 @@ def predict(
         margin, data.label, getattr(result.config.model, "loss", "logistic")
     )
     malformed = table.column(needed[0]).count(MALFORMED)
-    empty = int(np.sum(np.isnan(margin.reshape(table.rows, -1)).any(axis=1)))
+    empty = int(np.sum(np.isnan(np.atleast_2d(margin.T)).any(axis=0)))
     counts = {
         "without an answer: more or fewer cells than the header has names": malformed,
         "without an answer: text in the place of a number": empty - malformed,

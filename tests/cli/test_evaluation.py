@@ -351,9 +351,13 @@ def test_a_file_without_a_feature_or_that_exists_is_refused(finished, tmp_path, 
     (tmp_path / "new.csv").write_text("pay\n1\n")
     command = ["predict", str(finished), str(tmp_path / "new.csv"), "--out"]
     out = str(tmp_path / "p.csv")
-    assert "lacks columns of the training records: ['town']" in failure(
+    assert "lacks columns that the predictions need: ['town']" in failure(
         capsys, *command, out
     )
+    (tmp_path / "new.csv").write_text("pay,town\n")
+    said = failure(capsys, *command, out, "--id", "nr")
+    assert "lacks columns that the predictions need: ['nr']" in said
+    assert main([*command, out]) == 0  # of a file without rows
     exists = str(tmp_path / "new.csv")
     assert "new.csv exists" in failure(capsys, *command, exists)
     nowhere = str(tmp_path / "no" / "p.csv")

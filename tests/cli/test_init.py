@@ -234,6 +234,9 @@ def test_paths_are_relative_to_the_config(folder):
         ([*TRAINING, *FEATURES, "--epsilon", "0"], "epsilon must be positive"),
         ([*TRAINING, *FEATURES, "--records", "many"], "--records many is not an integ"),
         ([*TRAINING, *FEATURES, "--test", "no.csv"], "no file of --test at no.csv"),
+        ([*TRAINING, "--most-rows", "3"], "--most-rows needs --person; give that"),
+        ([*TRAINING, "--sources", "site=a,b"], "--sources needs --task source_weigh"),
+        ([*TRAINING, "--people", "disjoint"], "--people needs a --task of two levels"),
         (
             [*TRAINING, *FEATURES, "--column", "age=1..3"],
             "the column 'age' is named twice; give it one role",
