@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Records and starts of a run are float32, and so is what a plan assumes.
         with jax.enable_x64(False), warnings.catch_warnings():
             warnings.showwarning = _warn
-            # Of a plan that may be of no use; its reason, which is printed, says so.
+            # The reason of a plan begins with this warning, and is printed.
             warnings.filterwarnings("ignore", "auto: The plan")
             code = arguments.command(arguments) or 0
             sys.stdout.flush()
