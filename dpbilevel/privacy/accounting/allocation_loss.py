@@ -1,4 +1,4 @@
-r"""Privacy of passes in which every record is in one batch, drawn at random.
+r"""Privacy profile of passes in which each record is in one batch, drawn at random.
 
 A pass makes $t$ Gaussian releases. Each record is in one of them, drawn uniformly and
 independently of all others. Given the places of the others, and whatever earlier
@@ -55,7 +55,7 @@ _LEAST = 1e-14  # a divergence below which all larger losses count as infinite
 
 
 class _Term:
-    r"""The law of one release's term $w(z)$, increasing in $z \sim \mathcal N(0, 1)$.
+    """The term $w(z)$ that one release adds to a sum, increasing in a normal $z$.
 
     `replace`: $r - a r'$; `remove`: $r - a$; `add`: $1 - a r$, with $-z$ for $z$.
     """
@@ -75,7 +75,7 @@ class _Term:
         return ups - self.down * np.exp(-mu * z - mu**2 / 2) + self.constant
 
     def inverse(self, w):
-        r"""Return the $z$ at which the term is $w$, infinite where it never is."""
+        r"""Return the normal values $z$ at which the term is $w$, or $\pm\infty$."""
         # Let s = e^{mu z}: up s - down / s = e^{mu^2/2} (w - constant).
         v = np.exp(self.mu**2 / 2) * (np.asarray(w) - self.constant)
         if not self.down:
@@ -91,7 +91,7 @@ class _Term:
             return np.log(root) / self.mu
 
     def cells(self, edges):
-        r"""Return two arrays: each cell's probability and its part of the mean.
+        r"""Return two arrays by cell of $z$: probability, and part of the term's mean.
 
         The mean of $e^{\mu z - \mu^2/2}$ over a cell is the probability of the cell for
         a law that is moved by $\mu$.
@@ -162,7 +162,7 @@ def _of_the_sum(term: _Term, batches: int) -> float:
 
 
 def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
-    r"""Return a cut $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
+    r"""Return a cut $b$ and a bound on $\mathbb E[S; S > b]$, $S$ the sum of terms.
 
     With the moment $M(\tau)^t$ of $e^{\tau S}$ it is at most $b\, e^{-\tau b}
     M(\tau)^t$ where $b \ge 1 / \tau$.
@@ -180,7 +180,7 @@ def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
 
 
 def _discretized(term: _Term, batches: int):
-    r"""Return a term on a grid: step, first multiple, probabilities, mean cut off.
+    r"""Return a term on a grid: (step, first multiple, probabilities, mean cut off).
 
     With $w' = \min(w, b)$ it holds that $(\sum w_i)_+ \le (\sum w'_i)_+ + \sum (w_i -
     b)_+$, with equality where the sum is positive whenever a term exceeds $b$. A term
@@ -216,7 +216,7 @@ def _log(masses):
 
 
 def _saddle(values, logs) -> float:
-    """Return the tilt that makes a term's mean 0; 0 if the mean is positive.
+    """Return the exponential tilt that makes a law's mean about 0; 0 if it is positive.
 
     Any tilt is valid. The last value is positive.
     """
@@ -238,7 +238,7 @@ def _saddle(values, logs) -> float:
 
 
 def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays, $a$ and $H_a$: points of the privacy profile of a pass.
+    r"""Return arrays $a = e^\varepsilon$ and $H_a$, bounds on a pass's divergence.
 
     Straight lines between them are above the profile, which is convex. Points at
     negative losses are $H_{1/a} = 1 - 1/a + H'_a / a$, by the reversed way.
@@ -261,7 +261,7 @@ def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=8)
 def _at_positive_losses(way: Way, mu: float, batches: int):
-    r"""Return arrays $a \ge 1$ and divergences $H_a$, until these vanish."""
+    r"""Return arrays $a \ge 1$ and bounds on the divergence at $a$, down to zero."""
     level = divergence(way, mu, batches, 0.0)
     scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
     losses, found = [0.0], [level]

@@ -14,7 +14,7 @@ _LARGEST = 700.0  # beyond this epsilon nothing is private
 
 
 def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
-    r"""Return the least $\delta$ at $\varepsilon$ of $\mu$-GDP.
+    r"""Return the least $\delta$ of $\mu$-Gaussian DP at one $\varepsilon$ or an array.
 
     It is $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon \Phi(-\varepsilon/\mu -
     \mu/2)$. Here $\mu \ge 0$, and $\varepsilon$ is one or an array, of any sign.
@@ -34,9 +34,9 @@ def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    r"""Return the smallest $\varepsilon \ge 0$ of $\mu$-GDP at a $\delta$ in [0, 1].
+    r"""Return the least $\varepsilon \ge 0$ of $\mu$-GDP at this $\delta$, or infinity.
 
-    The safe end of the last bracket: the profile there is at most `delta`.
+    It is the safe end of the last bracket: the profile there is at most `delta`.
     """
     if delta == 0 or math.isinf(mu):
         return math.inf if mu and delta < 1 else 0.0
@@ -76,7 +76,7 @@ def pure_event(epsilon: float) -> "dp_accounting.DpEvent":
 def is_pure(
     part: "dp_accounting.DpEvent",
 ) -> "TypeIs[dp_accounting.RandomizedResponseDpEvent]":
-    """Return whether an event is one pure release, that is, without delta."""
+    """Return whether an event is binary randomized response, as of `pure_event`."""
     kind = dp_accounting.RandomizedResponseDpEvent
     return isinstance(part, kind) and part.num_buckets == 2
 
@@ -99,7 +99,7 @@ def pure_delta(total: float, epsilon: Profile) -> Profile:
 
 
 def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
-    r"""Return the $\delta$ at $\varepsilon$ of one pure release and Gaussian ones.
+    r"""Return $\delta$ at $\varepsilon$ of one pure release composed with Gaussians.
 
     The privacy loss of randomized response is $\pm \varepsilon_0$, and losses add up:
     $$\delta(\varepsilon) = \frac{e^{\varepsilon_0} \delta_\mu(\varepsilon -
@@ -114,6 +114,6 @@ def pure_and_gaussian_delta(total: float, mu: float, epsilon: float) -> Profile:
 
 
 def smallest_pure_epsilon(total: float, delta: float) -> float:
-    r"""Return the smallest $\varepsilon \ge 0$ at which `pure_delta` is $\delta$."""
+    r"""Return the least $\varepsilon \ge 0$ with `pure_delta` at most `delta`."""
     left = 1 - delta * (1 + math.exp(-total))
     return max(0.0, total + math.log(left)) if left > 0 else 0.0

@@ -31,11 +31,11 @@ _MARGIN = 2.0**-46
 
 
 class AbstractLoss(abc.ABC):
-    """Privacy loss of one release, given by the pair of laws `P` and `Q`."""
+    """Privacy loss log(dP/dQ) of one release, by the worst pair of laws `P` and `Q`."""
 
     @abc.abstractmethod
     def cells(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: masses of `P` and of `Q` between neighbouring edges.
+        """Return arrays: masses of `P` and `Q` with losses below, between, above edges.
 
         Args:
             edges: Increasing losses; zero may be among them.
@@ -46,13 +46,13 @@ class AbstractLoss(abc.ABC):
 
     @abc.abstractmethod
     def ends(self, reach: float) -> tuple[float, float]:
-        """Return the lowest and the highest loss; the tails beyond them are cut off.
+        """Return the lowest and highest privacy loss to keep, `reach` deviations out.
 
         The reach is the distance from the mean, in standard deviations.
         """
 
     def pieces(self, reaches: np.ndarray):
-        """Return masses and losses of about 1000 pieces of the laws, for choices only.
+        """Return four arrays: masses, losses of pieces; counts, mass beyond, by reach.
 
         Per reach, as in `ends`, the number of pieces within and the mass beyond follow.
         They serve for choices and not for results.
@@ -69,7 +69,7 @@ class AbstractLoss(abc.ABC):
         return mass[kept], loss, np.cumsum(kept)[last], beyond[last + 1]
 
     def discretized(self, step: float, reach: float):
-        """Return the loss on a grid: first multiple, masses, and that of infinity.
+        """Return the loss on a grid: (first multiple, masses, mass at infinity).
 
         The loss on multiples of `step` is never more private. The reach is as in
         `ends`.
@@ -90,13 +90,13 @@ class AbstractLoss(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Shifted(AbstractLoss):
-    r"""The loss of $(1 - p) N(0, 1) + p N(s, 1)$ over $(1 - q) N(0, 1) + q N(-s, 1)$.
+    r"""Privacy loss between two Gaussian mixtures of weights $p$, $q$, shifts $\pm s$.
 
     Attributes:
-        up: $p$.
-        down: $q$.
+        up: $p$ of the first law, $(1 - p) N(0, 1) + p N(s, 1)$.
+        down: $q$ of the second law, $(1 - q) N(0, 1) + q N(-s, 1)$.
         shift: $s$, at most about 15, so that no exponential overflows.
-        reverse: Whether the second law is compared with the first.
+        reverse: Whether the loss is that of the second law over the first.
     """
 
     up: float
@@ -111,7 +111,7 @@ class Shifted(AbstractLoss):
         return (second, first) if self.reverse else (first, second)
 
     def _inverse(self, losses):
-        """Return the points at which the privacy loss has these values."""
+        """Return the real numbers at which the privacy loss has these values."""
         # Let t = e^{s x}: p' t^2 + c t - e^l q' = 0.
         half, ratio = math.exp(-(self.shift**2) / 2), np.exp(losses)
         up, down = self.up * half, ratio * self.down * half
@@ -150,7 +150,7 @@ class Shifted(AbstractLoss):
 
 @dataclasses.dataclass(frozen=True)
 class Subset(AbstractLoss):
-    r"""The loss of a Gaussian release of a random subset, under replace-one.
+    r"""Privacy loss of a Gaussian release of a random subset, under replace-one.
 
     With $q$ the fraction sampled and $\delta_\mu$ the profile of the release on the
     whole subset, the profile is $q\, \delta_\mu(\log(1 + (e^\varepsilon - 1) / q))$ at
@@ -231,7 +231,7 @@ class Atoms(AbstractLoss):
 
 @functools.lru_cache(maxsize=16)
 def allocated(way: allocation_loss.Way, shift: float, batches: int) -> Atoms:
-    """Return the loss of one pass over records that are spread over batches at random.
+    """Return `Atoms` that bound a pass's loss if each record is in one random batch.
 
     It is that of a piecewise linear upper bound on the convex profile. Arguments are
     those of `allocation_loss.profile`; `shift` is its `mu`.

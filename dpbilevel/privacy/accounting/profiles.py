@@ -1,4 +1,4 @@
-"""From events to a privacy profile: closed forms, and compositions of losses.
+"""Delta and epsilon of an event: by closed forms, or by composing privacy losses.
 
 One convention for every `event`, a composition: the noise multiplier inside is the
 noise over the sensitivity *under the stated relation*, `neighbours`. dp-accounting's
@@ -35,7 +35,7 @@ def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
 
 
 def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
-    """Return a list of the epsilon of every part; `None` if a part has a delta."""
+    """Return a list of the epsilons of an event's releases; `None` if not all pure."""
     parts = _flatten(event)
     releases = [(part, count) for part, count in parts if is_pure(part)]
     if len(releases) < len(parts):
@@ -57,7 +57,7 @@ def is_exact(event: "dp_accounting.DpEvent") -> bool:
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
-    r"""Return the $\delta$ of an output at a total variation from a private one.
+    r"""Return $\delta$ of an output within total variation `distance` of a private one.
 
     With $P, Q$ the laws on two neighbours and $P^*, Q^*$ those of an $(\varepsilon,
     \delta)$-DP mechanism, each within $\eta$ of its own,
@@ -132,7 +132,7 @@ def profile(
 def epsilon(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, delta: float
 ) -> float:
-    r"""Return the least $\varepsilon$ at which `event` is DP with this $\delta$."""
+    r"""Return the least $\varepsilon$ of `event` at this $\delta$, or infinity."""
     mu = gaussian_mu(event)
     if mu is not None:
         return gaussian_epsilon(mu, delta)
@@ -151,7 +151,7 @@ def epsilon(
 def smallest_epsilon(
     delta_of: Callable[[float], float], delta: float, about: float = 0.0
 ) -> float:
-    r"""Return the smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
+    r"""Return the least $\varepsilon \ge 0$ of a profile at `delta`, or infinity.
 
     The result is the safe end of the last bracket, found to six digits from a finite
     `about` on, or else to twelve.
@@ -170,7 +170,7 @@ def smallest_epsilon(
 
 
 def full_batch_mu(event: "dp_accounting.DpEvent") -> float:
-    r"""Return the $\mu$ that the Gaussian releases of an event have on full batches.
+    r"""Return $\mu$ of an event's Gaussian releases as if on full batches, or infinity.
 
     By the convexity of the divergence in pairs of laws, a batch that is drawn
     independently of record values costs no more than a batch with the record.
@@ -187,7 +187,7 @@ def full_batch_mu(event: "dp_accounting.DpEvent") -> float:
 def compositions(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
 ) -> tuple[Composition, ...]:
-    """Return a `Composition` of an event's losses for each direction of the relation.
+    """Return a tuple: a `Composition` per direction of the relation; may be empty.
 
     There are none if losses are too large to be discretized. A `rough` one replaces a
     pass by as many Poisson batches.
@@ -216,7 +216,7 @@ _composition = functools.lru_cache(maxsize=16)(Composition)
 
 
 def _shift(part) -> float:
-    """Return the distance of neighbours' means on a full batch, over the noise."""
+    """Return a release's shift on a full batch over the noise: epsilon / 15 if pure."""
     if is_pure(part):  # large if epsilon is large
         return pure_epsilon(part) / _LARGEST_SHIFT
     base = getattr(part, "event", None)
@@ -227,7 +227,7 @@ def _shift(part) -> float:
 
 
 def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
-    """Return a tuple of the losses of one release, two if directions differ."""
+    """Return a tuple of the privacy losses of one release, two if directions differ."""
     match part:
         case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
             ratio = math.exp(-pure_epsilon(part))

@@ -82,7 +82,7 @@ class Repetitions:
 
     @functools.cached_property
     def gamma(self) -> float:
-        r"""Parameter $\gamma$ of the negative binomial law."""
+        r"""Parameter $\gamma$ of the negative binomial law, solved from the mean."""
 
         def excess(log_gamma: float) -> float:
             gamma = math.exp(log_gamma)
@@ -96,14 +96,14 @@ class Repetitions:
         return math.exp(scipy.optimize.brentq(excess, low, -1e-12, xtol=1e-14))
 
     def slope(self, p: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        r"""Return the derivative $f'(1 - p)$ of $f(s)$, the mean of $s^K$."""
+        """Return $f'(1 - p)$: $f(s)$ is the mean of $s^K$ for $K$ repetitions."""
         if math.isinf(self.shape):
             return self.mean * np.exp(-self.mean * p)
         ratio = self.gamma / (self.gamma + (1 - self.gamma) * p)
         return self.mean * ratio ** (1 + self.shape)
 
     def beyond(self, count: int) -> Float[np.ndarray, " count+1"]:
-        """Return the probabilities of more than 0, 1, ..., `count` repetitions."""
+        """Return an array: chances of more than 0, 1, ..., `count` repetitions."""
         numbers = np.arange(count + 1)
         if math.isinf(self.shape):
             return scipy.stats.poisson.sf(numbers, self.mean)
@@ -118,7 +118,7 @@ class Repetitions:
         return np.minimum(np.cumsum(chances[::-1])[::-1][: count + 1], 1.0)
 
     def event(self, base: "dp_accounting.DpEvent") -> "dp_accounting.DpEvent":
-        """Return the event of the best of $K$ runs, each of the event `base`."""
+        """Return the event of the best of a random number of runs, each of `base`."""
         events = dp_accounting.dp_event
         return events.RepeatAndSelectDpEvent(base, self.mean, self.shape)
 
@@ -216,7 +216,7 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
 
 
 def _largest_log_ratio(gamma: float, mu: float) -> _Curve:
-    r"""Return an array of upper bounds on $\sup_p \log(u' u^{-a} \gamma^{a - 1})$.
+    r"""Return bounds on the module text's $\sup_p w / (1 + \eta)$, an array by order.
 
     A concave function of $p$ over a convex one has a single peak, and beside it every
     value is bounded by $u'$ at the right end of its bracket and $u$ at the left.

@@ -55,7 +55,7 @@ class Composition:
         self._laws: dict[tuple[int, int], _Law] = {}
 
     def delta(self, epsilon: float, *, rough: bool = False) -> float:
-        r"""Return an upper bound on $\delta$ at $\varepsilon \ge 0$.
+        r"""Return an upper bound on the composition's $\delta$ at $\varepsilon \ge 0$.
 
         A `rough` one is an estimate, off by some percent either way.
         """
@@ -148,7 +148,7 @@ class _Law:
         self._relative = 1 + counts.sum() * 2.0**-46
 
     def delta(self, epsilon: float) -> float:
-        """Return an upper bound on delta at `epsilon`."""
+        """Return an upper bound on the sum's delta at `epsilon`, at least `low`."""
         ends = np.searchsorted(self.grid, (epsilon, epsilon + _FAR * 2 / self.tilt))
         losses, law = (v[slice(*ends)] for v in (self.grid, self.law))
         weights = np.exp(np.minimum(self._log - self.tilt * losses, 700.0))
