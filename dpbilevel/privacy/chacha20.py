@@ -21,7 +21,7 @@ _MOST_BLOCKS = 2**32 - 1
 def blocks(
     key: UInt32[Array, "8"], inputs: UInt32[Array, "n 4"]
 ) -> UInt32[Array, "n 16"]:
-    """Compute blocks of the ChaCha20 key stream.
+    """Return 16-word blocks of a ChaCha20 key stream, one for each row of `inputs`.
 
     Args:
         key: The key, in words.
@@ -46,7 +46,7 @@ def blocks(
 
 
 def _round(state: tuple) -> tuple:
-    """Make the four quarter rounds of a round, one a column (RFC 8439, 2.1)."""
+    """Return the state after a quarter round of each column (RFC 8439, section 2.1)."""
     a, b, c, d = state
     for first, second in ((16, 12), (8, 7)):
         a = a + b
@@ -61,12 +61,12 @@ def _rotated(words: UInt32[Array, "..."], bits: int) -> UInt32[Array, "..."]:
 
 
 def _turned(state: tuple, sign: int) -> tuple:
-    """Turn row i by i columns, so that diagonals become columns or columns again."""
+    """Return the state with row i rotated left by i columns, right if `sign` is -1."""
     return tuple(jnp.roll(row, -sign * i, 0) for i, row in enumerate(state))
 
 
 def _stream(key: UInt32[Array, "8"], count: int, use: int) -> UInt32[Array, "n 16"]:
-    """Return the first `count` blocks of a key's stream; `use` is in the nonce."""
+    """Return the first `count` blocks of a key's stream for one `use`, as rows."""
     if count > _MOST_BLOCKS:
         raise ValueError(f"chacha20: one key gives at most {_MOST_BLOCKS} blocks.")
 

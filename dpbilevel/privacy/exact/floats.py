@@ -24,7 +24,7 @@ def double_precision() -> contextlib.AbstractContextManager:
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype for norms, sums and factors: never half precision."""
+    """Return float32, or `dtype` if it has more bits: for norms, sums and factors."""
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
@@ -57,7 +57,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Return the exponent of the largest power of two up to a normal `value` > 0."""
+    """Return floor(log2(value)) as int32, by the bits of normal numbers above zero."""
     info = jnp.finfo(value.dtype)
     biased = _magnitude_bits(value) >> info.nmant  # the exponent alone
     return biased.astype(jnp.int32) - (info.maxexp - 1)
@@ -66,7 +66,7 @@ def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
 def nearest_integer(
     value: Float[Array, "..."], most: Int[Array, ""]
 ) -> Int32[Array, "..."]:
-    r"""Return the nearest integers to float32 numbers, cut to $[-m, m]$.
+    r"""Return the nearest int32 to each float32 number, cut to at most `most` in size.
 
     In fewer operations than a conversion: $v + 1.5 \cdot 2^{23}$ is an integer by its
     rounding, and its bits are those of $1.5 \cdot 2^{23}$ plus that integer. NaN is cut
@@ -83,7 +83,7 @@ def nearest_integer(
 
 
 def upper_mantissa(value: Float[Array, "..."], bits: int) -> Int32[Array, "..."]:
-    r"""Return $\lceil 2^{b - e} v \rceil$ of a normal $v > 0$, $e = $ `floor_log2(v)`.
+    r"""Return $\lceil 2^{b - e} v \rceil$: $b$ is `bits`, $2^e \le v$ the power below.
 
     From $2^b$ to $2^{b + 1}$, whatever `value` is.
     """
@@ -94,7 +94,7 @@ def upper_mantissa(value: Float[Array, "..."], bits: int) -> Int32[Array, "..."]
 
 
 def power_of_two(exponent: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    r"""Return $2^e$, exactly; zero below the normal numbers of the dtype.
+    """Return $2^e$ for exponents $e$, exactly; zero below the dtype's normal numbers.
 
     An exponent beyond the largest one of the dtype counts as that.
     """
@@ -116,7 +116,7 @@ def check_rounding(
     remedy: str,
     of: str = "what a record may change",
 ) -> None:
-    """Check that errors in a dtype are a small fraction of what they add to.
+    """Raise `ValueError` if rounding errors `added` exceed a part `allowed` of `share`.
 
     `what` are the errors, in the plural, `of` what they are a `share` of, and `remedy`
     what to do besides enabling 64-bit. Numbers inside a program are not refused.
@@ -146,7 +146,7 @@ def _magnitude_bits(value: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
-    """Add `value` to a pair (total, correction), which keeps the rounding error.
+    """Return the pair (total, rounding errors) after `value` is added to the total.
 
     References:
         Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
@@ -163,7 +163,7 @@ def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]
 
 
 def folded(totals: PyTree, corrections: PyTree) -> tuple[PyTree, PyTree]:
-    """Sum the rows of totals and corrections into one pair (total, correction)."""
+    """Return one pair (total, correction): the sum of all their rows."""
     zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
     total = zero, jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
     if jax.tree.leaves(totals):

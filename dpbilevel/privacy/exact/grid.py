@@ -135,7 +135,7 @@ class Grid(eqx.Module):
 
 
 def release_places(size: int, finer: int = 0) -> int:
-    """Return the least number of bits from the grid step up to a contribution.
+    """Return how many bits the grid step is below a contribution, for `size` numbers.
 
     Noise has at most 52 of them: `with_noise` adds no value to noise that has more.
     """

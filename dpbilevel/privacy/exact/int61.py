@@ -65,7 +65,7 @@ class Limbs(eqx.Module):
         return Limbs(self.high + other.high + (low >> _BITS), low & _MASK)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
-        r"""Return `Limbs` $\lfloor 2^p k + 1/2 \rfloor$, $|p| \le 30$, cut to range."""
+        """Return the `Limbs` times 2**places, rounded and cut; |places| <= 30."""
         places = places.astype(jnp.int32)
         behind = jnp.maximum(-places, 0)
         low = self.low + ((1 << behind) >> 1)  # half a step
@@ -74,7 +74,7 @@ class Limbs(eqx.Module):
         return Limbs(high >> behind, low).finer(jnp.maximum(places, 0))
 
     def finer(self, places: Int[Array, ""]) -> "Limbs":
-        r"""Return `Limbs` $2^p k$ for public $0 \le p \le 30$, cut to the range."""
+        """Return the `Limbs` times 2**places, cut to the range; 0 <= places <= 30."""
         places = places.astype(jnp.int32)
         sign = self.high >> 31
         extreme = Limbs(sign ^ _MASK, ~sign & _MASK)
@@ -82,12 +82,12 @@ class Limbs(eqx.Module):
         return where(fits, self.doubled(places), extreme)
 
     def doubled(self, times: Int32[Array, ""]) -> "Limbs":
-        r"""Return `Limbs` $2^p k$ for public $0 \le p \le 30$, assumed in range."""
+        """Return the `Limbs` times 2**times (0 to 30); the range is not checked."""
         high = (self.high << times) + (self.low >> (_BITS - times))
         return Limbs(high, (self.low << times) & _MASK)
 
     def times_fraction(self, numerator: Int32[Array, ""]) -> "Limbs":
-        r"""Return `Limbs` $\lfloor k m/2^{15} + 1/2 \rfloor$, public $m \le 2^{15}$."""
+        """Return the `Limbs` times numerator / 2**15, at most 1, rounded half up."""
         # Every part has 15 bits, the last one 16 and a sign: products fit in 32.
         first = (self.low & _HALF_MASK) * numerator + 2 ** (_HALF - 1)
         second = (self.low >> _HALF) * numerator + (first >> _HALF)
@@ -117,7 +117,7 @@ def is_limbs(leaf: Any) -> bool:
 
 
 def split(values: Array, size: int, fill: int = 0) -> Array:
-    """Return an array of groups of at most `size` rows, the last one filled up."""
+    """Return an array (groups, rows, ...), at most `size` rows each; `fill` pads."""
     size = min(size, max(len(values), 1))
     padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
     padded = jnp.pad(values, padding, constant_values=fill)
@@ -130,7 +130,7 @@ def zeros(shape: tuple[int, ...]) -> Limbs:
 
 
 def where(condition: Bool[Array, "..."], yes: Limbs, no: Limbs) -> Limbs:
-    """Return `Limbs`: those of `yes` where the condition holds, else of `no`."""
+    """Return `Limbs`: entries of `yes` where the condition holds, else of `no`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
@@ -228,7 +228,7 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
 
 
 def _sum(value: Limbs) -> Limbs:
-    """Sum `Limbs` over a leading axis of at most 2^15 sums of groups."""
+    """Sum `Limbs` over a leading axis of at most 2^15; the range is not checked."""
     first = jnp.sum(value.low & _HALF_MASK, axis=0, dtype=jnp.int32)
     second = jnp.sum(value.low >> _HALF, axis=0, dtype=jnp.int32)
     high = jnp.sum(value.high, axis=0, dtype=jnp.int32) + (second >> _HALF)

@@ -86,7 +86,7 @@ _BEFORE_SUMS = PRODUCTS[:2]  # cheap, and of shapes that matrix units take
 
 @dataclasses.dataclass(frozen=True)
 class ProductError:
-    """The error of one kind of product on a device.
+    """Largest error of one kind of matrix product on a device, in units of its bound.
 
     Attributes:
         product: The kind.
@@ -165,7 +165,7 @@ def product_errors(
 
 
 def check_products(owner: str) -> None:
-    """Check that matrix products of the default device are as exact as sums assume.
+    """Raise `ValueError` if the default device's matrix products are too inexact.
 
     A short form of `product_errors`, in float32 and, where it is enabled, in float64;
     once for each device of a process. May be called where a program is traced.
@@ -185,7 +185,7 @@ def check_products(owner: str) -> None:
 
 @functools.cache
 def _worst(device: Any, dtype: str) -> ProductError:
-    """Return the largest `ProductError` of the short form of the check."""
+    """Return a device's largest `ProductError` in the short check, computed once."""
     errors = apart(device, lambda: [*product_errors(dtype, _BEFORE_SUMS)])
     return max(errors, key=lambda error: error.ratio)
 
@@ -205,7 +205,7 @@ def apart(device: Any, fun: Callable[[], Any]) -> Any:
 
 
 def dtypes() -> tuple[str, ...]:
-    """Return a tuple of dtype names: float32, and float64 if it is enabled."""
+    """Return a tuple of dtypes to test, by name: float32; float64 if JAX has x64."""
     wide = jnp.result_type(float) == np.float64
     return ("float32", "float64") if wide else ("float32",)
 
@@ -230,7 +230,7 @@ def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
-    """Yield batches (names, left, right) of factors, (g, k, p) and (g, k, q).
+    """Yield batches (names, left, right) of test factors, (g, k, p) and (g, k, q).
 
     A name says what is special about a pair.
     """

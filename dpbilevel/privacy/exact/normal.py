@@ -48,11 +48,11 @@ _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 def normal_integers(
     shapes: Sequence[tuple[int, ...]], doublings: Int32[Array, ""], *, key: PRNGKey
 ) -> list[Limbs]:
-    r"""Draw a list of `Limbs`: integers of deviation $2^{10 + h}$, mean 0 or -1/2.
+    r"""Draw a list of `Limbs`: normal integers of deviation 2^(10 + `doublings`).
 
     Args:
         shapes: The shapes of the arrays, which are parts of one flat draw.
-        doublings: $h$ from 0 to 42; public.
+        doublings: $h$ from 0 to 42; public. The mean is 0 or -1/2.
         key: A typed key for this draw alone; `check_key` refuses others.
 
     Privacy:
@@ -152,7 +152,7 @@ def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
 
 
 def _cell(words: Sequence[UInt32[Array, " n"]]) -> Int32[Array, " n"]:
-    """Draw rounded normal integers: columns of the alias table, or their aliases."""
+    """Return rounded normal integers of deviation 2^10, one for each entry of words."""
     # An index that is not stored is computed again for every read of the table.
     first = jax.lax.optimization_barrier(words[0])
     bits = 32 - _REACH.bit_length()
@@ -172,7 +172,7 @@ def _leading_bits(
     fields: tuple[tuple[int, int, int], ...],
     unread: Int32[Array, ""],
 ) -> tuple[Int32[Array, " n"], Int32[Array, ""]]:
-    """Sum bit fields without their last `unread` bits; return it and twice its mean."""
+    """Return the sum of bit fields but their last `unread` bits, and twice its mean."""
     longest = max(length for _, _, length in fields)
     total, most = jnp.int32(0), np.zeros(longest + 1, np.int32)
     for word, start, length in fields:
@@ -185,10 +185,10 @@ def _leading_bits(
 
 @functools.cache
 def probabilities() -> tuple[int, ...]:
-    r"""Return a tuple of $2^{96} P(\mathrm{round}(t Z) = a)$ for all cells $a$.
+    r"""Return a tuple of integers: $2^{96}$ times the chance of each cell of a normal.
 
-    The cells are $a = -2^{14}, \ldots, 2^{14} - 1$. Each number is rounded to an
-    integer; together they are $2^{96}$.
+    The cells are $\mathrm{round}(t Z) = a$ for $a = -2^{14}, \ldots, 2^{14} - 1$. The
+    integers add up to $2^{96}$.
     """
     one = 1 << _FIXED_POINT
     half, value = [], one
