@@ -83,7 +83,7 @@ class Bounded(eqx.Module):
     def sensitivity(
         self, neighbours: Neighbours = Neighbours.REPLACE_ONE
     ) -> Float[Array, ""] | float:
-        r"""Return the $\ell_2$ sensitivity: $2c$ under replace-one, else $c$.
+        r"""Return the $\ell_2$ sensitivity: `contribution`, doubled under replace-one.
 
         Args:
             neighbours: Which datasets count as neighbours.
@@ -101,7 +101,7 @@ class Bounded(eqx.Module):
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
     def __add__(self, other: "Bounded") -> "Bounded":
-        """Add two sealed values, and their bounds: a person may have a record in both.
+        """Return the sum of two sealed values, sealed with the sum of their bounds.
 
         Raises:
             ValueError: The values differ in structure, shape or precision.
@@ -272,7 +272,7 @@ def clipped_mean(
         check_products("clipped_mean")
 
     def summed(given, masked, axes):
-        """Return the sum over the rows of one part, and by `axes` over all."""
+        """Return the sum over the rows of one part or, given `axes`, over all parts."""
         constants, clip_norm, denominator = given
         here = dataclasses.replace(rule, clip_norm=clip_norm, denominator=denominator)
         records, mask = masked
@@ -296,7 +296,7 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
 def _in_random_rows(
     records: PyTree, mask, n: int, size: int, *, key: PRNGKey
 ) -> tuple[PyTree, Bool[Array, " rows"], Shards]:
-    """Return the first `size` of n rows in a secret random order, and their mask.
+    """Return n rows, the first `size` in secret random order; their mask; `Shards`.
 
     Whoever joins them takes a row of its own: the rows of all others have the same
     distribution with and without it.
@@ -310,7 +310,7 @@ def _in_random_rows(
 
 
 def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
-    """Return the sum of clipped values, chunk by chunk."""
+    """Return the running sums of all clipped values, read chunk by chunk."""
     if rule.part == 0:
         return rule.empty()
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
@@ -341,7 +341,7 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
 
 
 def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any, Any]:
-    """Return the function in a form that is cheap to clip, and its value's shapes."""
+    """Return the function, its value factored if cheaper, and the value's shapes."""
     shapes = [jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for v in constants]
     arguments = shapes, record
     cheap = functools.partial(plain, products=products)

@@ -1,4 +1,4 @@
-r"""Values of one record that need not be formed: products and sparse rows.
+r"""Arrays of one record kept unformed: as products of factors or as sparse rows.
 
 The gradient of one record's loss with respect to a matrix that the loss multiplies with
 inputs at $T$ places is $\sum_t l_t r_t^\top$, with the inputs $l_t$ and the derivatives
@@ -57,7 +57,7 @@ class Factored(eqx.Module):
 
     @property
     def dtype(self) -> Any:
-        """The dtype that holds the entries of both factors."""
+        """Dtype of the factor with more bits."""
         dtypes = self.left.dtype, self.right.dtype
         return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
@@ -68,7 +68,7 @@ class Factored(eqx.Module):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The lengths of a row of `left` and of `right`."""
+        """Pair of the lengths of a row of `left` and of `right`."""
         return self.left.shape[-1], self.right.shape[-1]
 
     @property
@@ -97,7 +97,7 @@ class Factored(eqx.Module):
         return Factored(self.right, self.left, self.shape, *axes)
 
     def times(self, change: Callable[[Array], Array]) -> "Factored":
-        """Return the `Factored` array with parts scaled or converted by `change`."""
+        """Return a copy with `change`, a scaling or conversion, applied to `right`."""
         return dataclasses.replace(self, right=change(_widened(self.right)))
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
@@ -108,7 +108,7 @@ class Factored(eqx.Module):
     def multiplied(
         self, matrix: Array, axes: Sequence[Sequence[int]], first: bool, precision: Any
     ) -> "Factored":
-        """Return the tensor product with an array, contracted into the factor `left`.
+        """Return the `Factored` tensor product with `matrix`, over some axes of `left`.
 
         Args:
             matrix: The other array.
@@ -185,7 +185,7 @@ class SparseRows(eqx.Module):
         return self.count, *self.rows.shape[self.indices.ndim :]
 
     def times(self, change: Callable[[Array], Array]) -> "SparseRows":
-        """Return the `SparseRows` with its rows scaled or converted by `change`."""
+        """Return a copy with `change`, a scaling or conversion, applied to `rows`."""
         return dataclasses.replace(self, rows=change(_widened(self.rows)))
 
     def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
@@ -204,7 +204,7 @@ class SparseRows(eqx.Module):
         return zeros.at[inside].add(rows, mode="drop")
 
     def cheapest(self, products: bool) -> "SparseRows | Array":
-        """Return `SparseRows`, each index once, if few, or else the dense array."""
+        """Return `SparseRows` with each index once if short, else the dense array."""
         if len(self.indices) >= self.count:
             return self.dense()
         kept = (self.indices >= 0) & (self.indices < self.count)
@@ -244,12 +244,12 @@ def is_structured(leaf: Any) -> bool:
 
 
 def relative_error(size: int, value: Factored) -> float:
-    r"""Bound the relative rounding error of sums over groups of `size` records."""
+    """Return a bound on the relative rounding error of sums over `size` records."""
     return 1.001 * (size * value.places + 4) * 2.0**-24
 
 
 def largest_group(value: Factored) -> int:
-    """Return the largest group size of sums if all other records keep their rows."""
+    """Return how many records a group sums at most, if all others keep their rows."""
     if value.places > 1:
         return 2 ** int(math.log2(2**12 / value.places) / 2)
     return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
@@ -258,7 +258,7 @@ def largest_group(value: Factored) -> int:
 def products(
     weights: Float[Array, " n"], value: Factored, size: int
 ) -> Float[Array, "groups q p"]:
-    """Return the weighted sums of products of factors over groups of `size` records.
+    """Return an array (groups, q, p): weighted sums of products over `size` records.
 
     To be folded as products of `value.turned()`. If a weight is zero, factors may
     hold anything.
@@ -275,7 +275,7 @@ def products(
 def multiples(
     weights: Float[Array, " n"], value: Factored, largest: Int[Array, ""]
 ) -> Int[Array, "groups p 1"]:
-    """Return sums over groups of rows times numbers, each rounded to integers."""
+    """Return sums (groups, p, 1) of weighted rows, each rounded to multiples of 4."""
     rows = jax.lax.stop_gradient(value.left[:, 0])
     numbers = weights / COARSE * jax.lax.stop_gradient(value.right[:, 0, 0])
     used, numbers = (weights > 0)[:, None], numbers[:, None]

@@ -1,4 +1,4 @@
-"""Sizes of micro-batches."""
+"""Sizes of micro-batches, from the memory of records and values and the backend."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def pass_rows(
     *,
     on_disk: bool,
 ) -> tuple[int, int]:
-    """Return the number of rows of a pass over `n` records, and that of each chunk.
+    """Return a pair: rows of a pass over `n` records, and rows of each of its chunks.
 
     Args:
         n: The number of records.

@@ -86,7 +86,7 @@ def mixed_rows(
     functions: Mapping[str, Function] = FUNCTIONS,
     compiled: Callable[[Callable], Callable] = jax.jit,
 ) -> tuple[str, ...]:
-    """Return the names of functions that mix records on the default device.
+    """Return a tuple of names of functions that mix records on the default device.
 
     Args:
         functions: Maps names to functions of a record, an array of `WIDTH` numbers.
@@ -114,7 +114,7 @@ def mixed_rows(
 
 
 def check_rows(owner: str) -> None:
-    """Check that the default device keeps records apart: a short form of `mixed_rows`.
+    """Raise `ValueError` if `mixed_rows` finds that the default device mixes records.
 
     It runs once for each device of a process, takes about a second, and may be called
     where a program is traced.
@@ -133,5 +133,5 @@ def check_rows(owner: str) -> None:
 
 @functools.cache
 def _mixed(device: Any) -> tuple[str, ...]:
-    """Return `mixed_rows` of a device, computed without the caller's contexts."""
+    """Return `mixed_rows` of a device, computed once and outside all contexts."""
     return apart(device, mixed_rows)

@@ -18,7 +18,7 @@ Scalar = Float[Array, ""]
 
 
 def scale_and_norm(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Scalar]:
-    r"""Return one record's value in units of the clip norm, and bounds on its norm.
+    r"""Return a value in clip norms, a bound on its norm, and one on its places' norms.
 
     Leaves may be `Factored` or `SparseRows`.
 
@@ -63,7 +63,7 @@ class _Part:
 
 
 def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
-    """Return a `_Part`: the leaf with left factors of length one, and its norm.
+    """Return a `_Part`: a factored leaf in clip norms and bounds on its squared norm.
 
     What is added later are the products of these factors, whatever function they came
     from, so that the norm is of what is added.
@@ -110,7 +110,7 @@ def _scaled(value: Array, clip_norm: Scalar) -> Array:
 
 
 def _in_units(value: Array, finite: Array, clip_norm: Scalar) -> Array:
-    """Return the value in units of the clip norm, with long entries cut."""
+    """Return the value in clip norms: long entries cut, infinite or NaN ones huge."""
     dtype = value.dtype
     units = jnp.clip(value * (1 / clip_norm).astype(dtype), -_LONGEST, _LONGEST)
     return jnp.where(finite, units, jnp.finfo(dtype).max)

@@ -77,7 +77,7 @@ _GENERATORS = *GENERATORS, "philox2x32"
 
 
 def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
-    """Check that no primitive can mix records if the jaxpr of one record is batched.
+    """Raise `ValueError` if a primitive may mix records when the jaxpr is batched.
 
     Only equations that read the record, the variables `dependent`, are checked; others
     are not batched.
@@ -137,7 +137,7 @@ def _key_dtypes() -> frozenset:
 
 
 def computed(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluate an equation so that `jax.vmap` over records mixes none of them."""
+    """Return an equation's results, in a form of which `jax.vmap` mixes no records."""
     params = eqn.params
     if eqn.primitive.name == CONVOLUTION:
         return [_convolution(tuple(params.items()), *operands)]
@@ -165,7 +165,7 @@ def _convolves(jaxpr: Any) -> bool:
 
 
 def _by_slices(params: dict[str, Any], source: Array, operand: Array) -> Array:
-    """Return the sums at the maxima of windows, one slice for each place of a window.
+    """Return an array with `source` added at the maxima of windows of `operand`.
 
     Many times faster on a CPU than the primitive, and equal but for the order of sums.
     """

@@ -34,7 +34,7 @@ def opened(
     shards: Shards,
     owner: str = "clipped_mean",
 ) -> tuple[Callable[..., PyTree], list[Any]]:
-    """Return a function of closure and record that computes `fun`, and the closure.
+    """Return a function of (closure, record) that computes `fun`, and the closure.
 
     It runs on every device that records are spread over. Under `jax.vmap` it computes
     the value of each record from that record alone. Its leaves are the arrays of `fun`
@@ -90,7 +90,7 @@ class _Lazy:
 
 @dataclasses.dataclass(frozen=True)
 class _Filled:
-    """An array of equal numbers."""
+    """An array of equal numbers: the number, and a function that makes the array."""
 
     number: Any
     array: Callable[[], Array]
@@ -156,7 +156,7 @@ def _is_zero(operand: Any) -> bool:
 
 
 def _product(run: _Run, eqn, operands: list[Any]):
-    """Return a function that makes a matrix product `Factored`, or `None`.
+    """Return a function that computes a matrix product as `Factored`, or `None`.
 
     The contracted axes are the places, unless those of an operand's form are fewer.
     """
@@ -194,7 +194,7 @@ def _product(run: _Run, eqn, operands: list[Any]):
 
 
 def _convolution(run: _Run, eqn, operands: list[Any]):
-    """Return a function that makes a convolution `Factored`, or `None`.
+    """Return a function that computes a convolution as `Factored`, or `None`.
 
     The factors are windows of one operand, and the other operand. For a kernel's
     gradient the places are those where the kernel was applied.
@@ -247,7 +247,7 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
 
 
 def _rows(run: _Run, eqn, operands: list[Any]):
-    """Return a function that makes an addition to zeros `SparseRows`, or `None`."""
+    """Return a function that computes a scatter-add as `SparseRows`, or `None`."""
     table, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     count, *window = eqn.outvars[0].aval.shape
@@ -279,7 +279,7 @@ def _transposed(run: _Run, eqn, operands: list[Any]):
 
 
 def _reshaped(run: _Run, eqn, operands: list[Any]):
-    """Return a function that makes a reshape `Factored`, or `None`.
+    """Return a function that computes a reshape as `Factored`, or `None`.
 
     The reshape may split or join axes of one factor.
     """
@@ -302,7 +302,7 @@ def _reshaped(run: _Run, eqn, operands: list[Any]):
 
 
 def _multiplied(run: _Run, eqn, operands: list[Any]):
-    """Return a function that makes a multiple `Factored` or sparse, or `None`.
+    """Return a function that computes number times value as `Structured`, or `None`.
 
     It is a multiple of a factored value or of a record's array.
     """
@@ -334,7 +334,7 @@ def _divided(run: _Run, eqn, operands: list[Any]):
 
 
 def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
-    """Return a function that makes a sum `Factored` or sparse, or `None`.
+    """Return a function that computes a sum or difference as `Structured`, or `None`.
 
     It is a sum or difference of two factored values or of one and zero, or minus one.
     """

@@ -35,7 +35,7 @@ _LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.
 
 @dataclasses.dataclass(frozen=True)
 class AbstractSum(abc.ABC):
-    """A sum of rows in units of the clip norm, each at most `clip_fraction` long.
+    """A rule for sums of clipped rows, in clip norms, each up to `clip_fraction` long.
 
     Attributes:
         value: One record's value, as shapes in the dtypes of norms and sums; leaves may
@@ -69,12 +69,12 @@ class AbstractSum(abc.ABC):
 
     @property
     def leaves(self) -> list[Any]:
-        """Leaves of `value`; factored values count as one leaf."""
+        """List of the leaves of `value`; factored values count as one leaf."""
         return jax.tree.leaves(self.value, is_leaf=is_structured)
 
     @property
     def _kinds(self) -> list[tuple[float, list[Factored]]]:
-        r"""Pairs ($\Lambda$, leaves summed in groups): of one place, of several."""
+        """List of pairs (stretch, leaves summed in groups): of one place, of many."""
         grouped = [v for v in self.leaves if is_grouped(v)]
         one = [v for v in grouped if v.places == 1]
         return [(1.0, one), (STRETCH, [v for v in grouped if v.places > 1])]
@@ -118,7 +118,7 @@ class AbstractSum(abc.ABC):
         return next((k for k in most if self._margin(k) <= MOST_ROUNDING), GROUP)
 
     def _margin(self, places: int) -> float:
-        """Bound the rounding of groups of `places` places, in clip norms."""
+        """Return a bound on the rounding of groups of places, in clip norms."""
         parts, steps = [], 0
         for stretch, leaves in self._kinds:
             pairs = [(min(max(1, places // v.places), self.rows), v) for v in leaves]
@@ -128,7 +128,7 @@ class AbstractSum(abc.ABC):
         return 2 * self.n * math.hypot(*parts) + math.sqrt(steps) * 2.0**-_BITS
 
     def groups(self, size: int) -> int:
-        """Return the number of groups of all shards that may hold a record."""
+        """Return how many groups of `size` rows, in all shards, may hold a record."""
         if math.gcd(self.part, self.rows) % size == 0:  # groups follow each other
             return math.ceil(self.n / size)
         whole = math.ceil(self.rows / size)
@@ -157,11 +157,11 @@ class AbstractSum(abc.ABC):
 
     @abc.abstractmethod
     def mean(self, sums: PyTree) -> PyTree:
-        """Return the sum times the clip norm, over the denominator."""
+        """Return the mean: the sums times the clip norm, over the denominator."""
 
     @property
     def contribution(self) -> Float[Array, ""]:
-        """Largest effect $C / m$ of a record in the widest dtype; 0 if out of range."""
+        """Clip norm over denominator, a record's largest effect; 0 if out of range."""
         double = any(v.dtype == jnp.float64 for v in self.leaves)
         wide = jnp.dtype("float64" if double else "float32")
         clip_norm, denominator = (
@@ -175,7 +175,7 @@ class AbstractSum(abc.ABC):
 
 
 class GridSum(AbstractSum):
-    r"""An exact sum of integers, whatever the order of the records.
+    r"""A rule for exact sums of integers, whatever the order of the records.
 
     The step is the power of two $2^e \in (2^{-24}, 2^{-23}] \, C / m$; every record's
     scaled value is rounded to whole steps. The clip norm is tightened by the largest
@@ -255,7 +255,7 @@ class GridSum(AbstractSum):
 
 
 class FloatSum(AbstractSum):
-    """A compensated floating-point sum.
+    """A rule for compensated sums in floating point.
 
     Plain sums of groups of rows are added to one running sum each, and what an
     addition rounds away is kept. Without that correction one record could decide how
@@ -271,7 +271,7 @@ class FloatSum(AbstractSum):
 
     @property
     def contribution(self) -> Float[Array, ""]:
-        """$C / m$, or 0 if a mean of such long values is out of some leaf's range.
+        """Clip norm over denominator; 0 if such a mean is out of some leaf's range.
 
         Coordinates down to $2^{-30} C / m$ must be normal numbers, and $4 n C / m$
         finite.
@@ -299,7 +299,7 @@ class FloatSum(AbstractSum):
         return zeros, zeros, self._counted.empty()
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
-        """Return the sums plus the rows, by one batched product and one addition."""
+        """Return the sums plus the weighted rows: totals, rounding errors, counts."""
         arrays, counted = _split(values)
         totals, corrections, counts = sums
         added = jax.tree.map(lambda v: _group_sums(weights, v), arrays)
@@ -332,7 +332,7 @@ def is_grouped(value: Any) -> bool:
 
 
 def _split(values: PyTree) -> tuple[PyTree, PyTree]:
-    """Split a value into its arrays and its factored or sparse leaves."""
+    """Return two pytrees: a value's arrays, and its factored or sparse leaves."""
     return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
 
 
