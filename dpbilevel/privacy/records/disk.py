@@ -136,7 +136,7 @@ class OnDisk(AbstractOnDisk):
         return cls(np.asarray(True), store.count, store, structure, progress)
 
     def by_person(self, ids: Any, *, most_rows: int = 8) -> Self:
-        """Return the rows of people, for a problem of `per_person`.
+        """Return `OnDisk` records of people, of at most `most_rows` rows each.
 
         Args:
             ids: The id of the person of each row, in memory, as for `by_person`. The
@@ -202,7 +202,7 @@ class OnDisk(AbstractOnDisk):
 def taken(
     records: PyTree, present: Bool[Array, " n"] | None, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Bool[Array, " rows"], Shards]:
-    """Return a batch of rows by number, on disk or in memory; fillers beyond the last.
+    """Return (rows of these numbers, on disk or in memory; numbers; mask; `Shards`).
 
     Of arrays, `present` says which rows are records; all when omitted.
 

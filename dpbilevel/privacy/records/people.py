@@ -70,14 +70,14 @@ class PersonUnit:
         return f"one person (at most {rows} each)"
 
     def weights(self, present: Bool[Any, "*n most"]) -> Float[Any, "*n most"]:
-        """Return the weight of each place in the value of a person; 0 without a row."""
+        """Return an array: weight of each row in a person's value; 0 without a row."""
         present = present.astype(bool).astype(float)
         if self.combine == "sum":
             return present / self.most_rows
         return present / present.sum(-1, keepdims=True).clip(1)
 
     def check(self, records: Any) -> None:
-        """Refuse records that are not `PersonRows` with `most_rows` rows a person."""
+        """Raise an error unless records are `PersonRows` of `most_rows` rows each."""
         if not isinstance(records, PersonRows):
             raise TypeError(
                 "per_person: the problem is one of people, so data must come from "
@@ -101,7 +101,7 @@ class PerPerson:
     unit: PersonUnit
 
     def __call__(self, *args: Any) -> PyTree:
-        """Return the value of a person, who is the last argument."""
+        """Return the mean or sum of `fun` over rows of a person, the last argument."""
         *first, given = args
         person = given.record if isinstance(given, Keyed) else given
         self.unit.check(person)
@@ -121,7 +121,7 @@ class PerPerson:
 def by_person(
     records: PyTree, ids: Any, *, most_rows: int = 8, name: str = "by_person"
 ) -> PersonRows:
-    """Return the rows of people, for a problem of `per_person`.
+    """Return `PersonRows`: rows grouped by id, at most `most_rows` for each person.
 
     The people are in the order of their sorted ids, the rows of each in the given
     order. Of a person with more rows than `most_rows` the first ones count. A row does
@@ -195,7 +195,7 @@ def combined(
     unit: PersonUnit | None,
     empty: float = 0.0,
 ) -> Float[np.ndarray, "n w"]:
-    """Return the values of a function of rows, combined for each person.
+    """Return an array, a row per person: values of a function of rows, combined.
 
     `PerPerson` for NumPy: the function maps all rows at once to one row of numbers
     each. The records are `PersonRows` if there is a unit; without a unit the values of
@@ -216,7 +216,7 @@ def combined(
 
 
 def on_rows(fun: Callable[[PyTree], PyTree], records: PyTree) -> PyTree:
-    """Return records, or rows of people, changed by a function of arrays of rows."""
+    """Return `fun` of records, or `PersonRows` with `fun` applied to the rows."""
     if not isinstance(records, PersonRows):
         return fun(records)
     return PersonRows(fun(records.rows), records.present)
@@ -246,7 +246,7 @@ def numbered(ids: Any) -> tuple[Int[np.ndarray, " n"], int]:
 
 
 def words(ids: Any) -> np.ndarray:
-    """Return ids as text, "" for a missing one."""
+    """Return an array of ids as text, "" for a missing one."""
     shape = np.shape(ids) if hasattr(ids, "shape") else (len(ids),)
     entries = ids if len(shape) == 1 else np.ravel(ids)
     found = np.empty(len(entries), object)  # a long id makes no other one longer
@@ -268,7 +268,7 @@ def _word(value: Any) -> str:
 
 
 class PersonStore(AbstractStore):
-    """The rows of each person of a store, as the leaves of `PersonRows`.
+    """Storage that reads the records of another by person, as leaves of `PersonRows`.
 
     The arguments, and what is refused, are those of `OnDisk.by_person`.
     """

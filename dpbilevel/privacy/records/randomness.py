@@ -76,7 +76,7 @@ class Randomized:
         _checks.count("Randomized", augmentations=self.augmentations)
 
     def __call__(self, *args: Any) -> Any:
-        """Return the mean loss of the last argument, a `Keyed` record.
+        """Return the loss of the last argument, a `Keyed` record, a mean over its keys.
 
         Raises:
             TypeError: The record has no key.
@@ -100,7 +100,7 @@ class Randomized:
 def with_keys(
     fun: Callable[[Keyed], PyTree], records: PyTree, *, key: PRNGKey
 ) -> tuple[Callable[[PyTree], PyTree], PyTree]:
-    """Return a function of a numbered record, and the records with their numbers.
+    """Return `fun` as a function of numbered records, and the numbered records.
 
     `fun` is of a `Keyed` record, and `key` a typed key for this release alone. A number
     is that of the row in the data, before a batch is drawn.

@@ -55,7 +55,7 @@ def padded_rows(size: int) -> int:
 
 
 def padded(records: PyTree, rows: int) -> Padded:
-    """Return `Padded` records, filled up to `rows` rows that count for nothing."""
+    """Return records as `Padded`: filler rows follow them, `rows` rows in all."""
     n = jax.tree.leaves(records)[0].shape[0]
 
     def pad(v):
@@ -86,7 +86,7 @@ Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
 
 
 class AbstractOnDisk(_checks.AbstractStored):
-    """Records on disk, which `reader` reads in chunks."""
+    """Base class of records on disk, which `reader` reads in chunks."""
 
     @property
     @abc.abstractmethod
@@ -95,7 +95,7 @@ class AbstractOnDisk(_checks.AbstractStored):
 
     @abc.abstractmethod
     def chunks(self, n: int, rows: int) -> Reader:
-        """Return a `Reader` of chunks of `rows` rows, of `n` rows in all."""
+        """Return a function from a chunk's number to its `rows` rows and their mask."""
 
 
 def shapes_of(records: PyTree) -> PyTree:
@@ -159,7 +159,7 @@ class Shards:
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     def traced(self, fun: Callable, record: PyTree) -> tuple[Any, list[Any], PyTree]:
-        """Return jaxpr, closure and value's shapes of a function on each device.
+        """Return (jaxpr, closure, value's shapes) of `fun` as each device computes it.
 
         The variables of the jaxpr are those of the closure, then those of the record.
         """
@@ -206,7 +206,7 @@ class Shards:
         )(parts)
 
     def mapped(self, fun: Callable, *args: PyTree, rows: Sequence[bool], out: P) -> Any:
-        """Call `fun` on every part; `rows` says which arguments are cut into parts."""
+        """Return `fun` called on each device's part of arguments that `rows` marks."""
         specs = tuple(P(self.axes) if cut else P() for cut in rows)
         if self.is_typed:  # types tell the distribution
             places = [NamedSharding(self.mesh, spec) for spec in specs]
@@ -218,7 +218,7 @@ class Shards:
 
 
 def shards_of(records: PyTree) -> Shards:
-    """Return the `Shards` of records: how their rows are spread over devices.
+    """Return the `Shards` of records: number of parts, 1 if not spread; mesh if known.
 
     The distribution is known from the types of arrays in a mesh of explicit axes, and
     outside of `jax.jit` from the arrays themselves. Elsewhere there are as many parts
@@ -252,7 +252,7 @@ def shards_of(records: PyTree) -> Shards:
 def taken(
     records: PyTree, members: Int[Array, " rows"]
 ) -> tuple[PyTree, Int[Array, " rows"], Shards]:
-    """Return rows by number, with fillers beyond the last; the numbers; their `Shards`.
+    """Return the rows of these numbers, fillers beyond; padded numbers; their `Shards`.
 
     Spread records give a batch that is spread evenly over the same devices, in the same
     order and filled up with nothing, so that every device has a multiple of 64 rows.
@@ -268,7 +268,7 @@ def taken(
     members = jnp.pad(members, (0, padding), constant_values=n)
 
     def exchange(members, records):
-        """Return a part of the batch; each device adds its rows, zeros for others."""
+        """Return this device's part of the batch: all devices add up their rows."""
         device = jax.lax.axis_index(shards.axes) if shards.axes else 0
         local = members - device * rows_per_shard
         is_here = (local >= 0) & (local < rows_per_shard)
@@ -291,7 +291,7 @@ def taken(
 
 
 def _local(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluate a jaxpr's equation as on one device: its sharding is left out."""
+    """Return an equation's results as on one device: its sharding is left out."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         inner = params[_CALLS[name]]

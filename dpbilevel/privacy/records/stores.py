@@ -52,15 +52,15 @@ class AbstractStore(abc.ABC):
 
     @property
     def identities(self) -> list[tuple[int, ...]]:
-        """Device and inode number of each file, the same for all its names."""
+        """List of (device, inode) of each file, the same under all its names."""
         return [state[:2] for state in self._states.values()]
 
     @abc.abstractmethod
     def reader(self, start: int) -> Fill:
-        """Return a function whose calls read the records from number `start` on."""
+        """Return a function that fills arrays with the next records from `start` on."""
 
     def take(self, numbers: np.ndarray, leaves: list[np.ndarray]) -> None:
-        """Fill the leaves with the records of these numbers, which do not decrease.
+        """Fill arrays `leaves` with records of these numbers, which do not decrease.
 
         Blocks of rows that hold none of them are not read.
         """
@@ -123,7 +123,7 @@ class ArrayStore(AbstractStore):
 
     @override
     def take(self, numbers, leaves):
-        """Fill the leaves with the records of these numbers; no other row is read."""
+        """Fill arrays `leaves` with records of these numbers; no other row is read."""
         for array, rows in zip(self.arrays, leaves, strict=True):
             found = _file_of(array)
             if found is None:
@@ -138,7 +138,7 @@ class ArrayStore(AbstractStore):
 
 
 def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
-    """Read rows of an array; if it is a whole mapped file, from that file.
+    """Fill `rows` with an array's rows from `first` on; if mapped, from its file.
 
     Pages of a mapping stay in the memory of the process, and one of a file that was cut
     short ends it.
@@ -169,7 +169,7 @@ def _file_of(array: np.ndarray) -> tuple[str, int] | None:
 
 
 def _filled(file: Any, rows: np.ndarray) -> None:
-    """Fill an array with bytes read from a file."""
+    """Fill an array with bytes of a file; raise `OSError` if the file is too short."""
     left = rows.reshape(-1).view(np.uint8).data
     while len(left):
         count = file.readinto(left)
@@ -262,7 +262,7 @@ class ParquetStore(AbstractStore):
 
     @property
     def _wanted(self) -> list[str]:
-        """Names of all Parquet columns that are read, each once."""
+        """List of the names of all Parquet columns that are read, each once."""
         return list(dict.fromkeys(name for names in self._columns for name in names))
 
     def _copy(self, batch: Any, leaves: list[np.ndarray], rows: slice) -> None:
@@ -278,7 +278,7 @@ def _listed(names: str | Sequence[str]) -> Sequence[str]:
 
 
 def _kind(path: Path, schema: Any, names: str | Sequence[str]):
-    """Return the shape and dtype of one leaf of a record."""
+    """Return the shape and dtype of one leaf of a record, by its Parquet columns."""
     types, dtypes = _arrow("types"), []
     for name in _listed(names):
         place = schema.get_field_index(name)
@@ -297,7 +297,7 @@ def _kind(path: Path, schema: Any, names: str | Sequence[str]):
 
 
 def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
-    """Check that columns have no nulls, by the file's statistics if it has them."""
+    """Raise `ValueError` if a column has nulls, by file statistics or by reading it."""
     places = {about.schema.column(j).path: j for j in range(about.num_columns)}
     for name in columns:
         parts = [about.row_group(i) for i in range(about.num_row_groups)]
@@ -339,7 +339,7 @@ def _arrow(name: str) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise errors that name the file and show nothing of its content."""
+    """Replace errors in the context by an `OSError` that names the file alone."""
     try:
         yield
     except Exception as error:
@@ -359,7 +359,7 @@ def _opening(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return integers that change with a file's content: identity, size and times.
+    """Return a tuple of integers that changes with a file: identity, size and times.
 
     Only the inode change time cannot be set back by a program: after a rewrite
     `os.utime` can restore the modification time.
