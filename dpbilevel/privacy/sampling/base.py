@@ -109,7 +109,7 @@ class AbstractSampling(_checks.Checked):
         """
 
     def in_pass(self, records: PyTree, *, key: PRNGKey) -> "AbstractSampling":
-        """Return the scheme with the batches of a pass drawn, if it is `per_epoch`.
+        """Return a copy with a pass's batches drawn if `per_epoch`, else the scheme.
 
         The key is for this pass alone.
         """
@@ -125,7 +125,7 @@ class AbstractSampling(_checks.Checked):
 
     @abc.abstractmethod
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Return the probability per draw that the batch is not drawn as accounted."""
+        """Return a bound on the chance, per draw, of a batch not drawn as accounted."""
 
 
 class FullBatch(AbstractSampling):
@@ -156,7 +156,7 @@ class FullBatch(AbstractSampling):
 
 
 class Poisson(AbstractSampling):
-    r"""Batches with every record independently with probability `rate`.
+    r"""Batches that include every record independently with probability `rate`.
 
     The batch has a fixed shape, of room for `capacity` records, and a mask. A draw of
     more records drops the last ones; the probability of that event over the run is
@@ -190,7 +190,7 @@ class Poisson(AbstractSampling):
         return self.capacity or batch_capacity(padded_rows(size), self.realised_rate)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Draw the batch as fixed-shape rows with a mask.
+        """Draw a `Batch` of fixed shape, with a mask; records without room are dropped.
 
         Rows that are chosen keep their places whether or not they are records, so
         that a record less moves no other.
@@ -225,7 +225,7 @@ class Poisson(AbstractSampling):
         return dp_accounting.PoissonSampledDpEvent(self.realised_rate, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Return the probability that more than `capacity` rows are chosen.
+        """Return a bound on the probability that more rows are chosen than have room.
 
         The rows are those that `size` records are padded to, under both relations.
         """
@@ -236,7 +236,7 @@ class Poisson(AbstractSampling):
 
 
 def batch_capacity(trials: int, rate: float) -> int:
-    r"""Return a capacity that is exceeded with probability at most `OVERFLOW`.
+    r"""Return a batch size that is exceeded with probability at most `OVERFLOW`.
 
     By Chernoff's bound: of $n$ members $k$ or more come with probability at most
     $e^{-n \,\mathrm{KL}(k / n \| q)}$ where $k \ge n q$.
@@ -278,12 +278,12 @@ def masked_batch(
 
 
 def check_sampling(owner: str, sampling: AbstractSampling, numbers: bool) -> None:
-    """Check that a solver, `owner`, can draw its batches by a sampling scheme.
+    """Raise an error if the solver `owner` cannot draw batches by a sampling scheme.
 
     Only a solver that `numbers` its batches can use a scheme that is `numbered`.
 
     Raises:
-        TypeError: It is no sampling scheme.
+        TypeError: `sampling` is no scheme.
         ValueError: Its batches are drawn for whole passes, or it needs the number of
             the batch, which the solver does not give.
     """

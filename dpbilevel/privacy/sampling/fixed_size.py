@@ -55,7 +55,7 @@ class AbstractFixedBatch(AbstractSampling):
             )
 
     def _check_accounted(self, neighbours: Neighbours, size: int, why: str) -> None:
-        """Check that the data fill a batch, and that the relation is replace-one."""
+        """Raise `ValueError` unless `size` records fill a batch, under replace-one."""
         self._check_fits(size)
         if neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
@@ -94,7 +94,7 @@ class FixedSize(AbstractFixedBatch):
         return self._batch(records, members)
 
     def event(self, event, neighbours, size) -> "dp_accounting.DpEvent":
-        """Return the event, sampled without replacement.
+        """Return the event of a release, as of a batch sampled without replacement.
 
         Raises:
             ValueError: The relation is add-or-remove-one, or the batch is larger than
@@ -105,17 +105,17 @@ class FixedSize(AbstractFixedBatch):
         return dp_accounting.SampledWithoutReplacementDpEvent(size, self.size, event)
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Return the chance that a small batch has too few different members."""
+        """Return a bound on the chance that a small batch has too few members."""
         return _EXHAUSTED if self._is_small(size) else 0.0
 
     def _is_small(self, size: int) -> bool:
         return self.size <= size // 4
 
     def _tries(self, size: int) -> int:
-        """Return how many draws have `size` different members, but for `failure`.
+        """Return how many draws find `self.size` different members, but for `failure`.
 
-        While there are too few, the next one is known with probability (size - 1) / n
-        at most.
+        While fewer are found, a draw repeats an earlier one with probability
+        (self.size - 1) / size at most.
         """
         repeated, spare = (self.size - 1) / size, 1
         while scipy.stats.binom(self.size + spare, repeated).sf(spare) > _EXHAUSTED:
@@ -215,7 +215,7 @@ class RandomAllocationEvent:
 
 
 class RandomAllocation(AbstractSampling):
-    r"""Batches of a pass with every record in one, uniformly and independently.
+    """Batches of a pass in which every record is in one, uniformly and independently.
 
     Batches of a pass differ in size. They have room for as many records as are outgrown
     with probability at most $2^{-116}$, which is counted, and a mask; sums are divided
