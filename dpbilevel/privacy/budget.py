@@ -19,7 +19,7 @@ class Neighbours(enum.Enum):
 
     @property
     def contributions(self) -> float:
-        """Number of record contributions by which two neighbours differ."""
+        """Contributions by which neighbours differ: 2.0 under replace-one, else 1.0."""
         return 2.0 if self is Neighbours.REPLACE_ONE else 1.0
 
 

@@ -35,7 +35,7 @@ _ROUNDING = 1 + 1e-9  # of sums in float64
 
 
 def rounded_feedback(feedback: Sequence[float]) -> tuple[float, ...]:
-    """Return the coefficients, rounded down to multiples of 2**-15.
+    """Return feedback coefficients, a tuple, rounded down to multiples of 2**-15.
 
     Raises:
         ValueError: There is none, one is negative, or they add up to 1 or more.
@@ -50,7 +50,7 @@ def rounded_feedback(feedback: Sequence[float]) -> tuple[float, ...]:
 
 
 def square_root_feedback(bands: int) -> tuple[float, ...]:
-    r"""Return the coefficients of the banded inverse square root, $b - 1$ numbers.
+    """Return a tuple: `bands - 1` coefficients of the banded inverse square root.
 
     $C^{-1}$ has the first $b$ coefficients of $(1 - x)^{1/2}$: 1, -1/2, -1/8, ...
 
@@ -72,7 +72,7 @@ def square_root_feedback(bands: int) -> tuple[float, ...]:
 
 
 def _strategy(feedback: Sequence[float], added: np.ndarray) -> np.ndarray:
-    """Return C times the vector `added`: y with y_t = added_t + sum_j a_j y_(t-j)."""
+    """Return the array y with y_t = added_t + sum_j a_j y_(t-j), a = `feedback`."""
     return scipy.signal.lfilter([1.0], [1.0, *(-a for a in feedback)], added)
 
 
@@ -163,7 +163,7 @@ class Correlated(Gaussian):
     @property
     @override
     def finer(self) -> int:
-        """Bits by which the grid is finer than rounding of the value needs.
+        """Number of bits by which the grid is finer than rounding the value needs.
 
         Roundings move neighbours apart by $b - 1$ steps a coordinate and step of the
         run, before $C$ adds them up.
@@ -181,10 +181,10 @@ class Correlated(Gaussian):
         return self.multiplier * growth
 
     def check_room(self, size: int) -> None:
-        """Check that the grid has room for the noise on a value of `size` coordinates.
+        """Raise `ValueError` if noise on `size` coordinates does not fit the grid.
 
         Raises:
-            ValueError: It has none, so that releases would be noise alone.
+            ValueError: There is no room, so that releases would be noise alone.
         """
         bits = math.log2(max(4 * float(self.multiplier), 1.0))  # of std / contribution
         if self.precision == "grid" and bits + release_places(size, self.finer) > 52:
@@ -196,14 +196,14 @@ class Correlated(Gaussian):
 
     @override
     def event(self, fraction: float = 1.0) -> "dp_accounting.GaussianDpEvent":
-        """Return the event of all steps of a run together."""
+        """Return one Gaussian event of a run for a person moving it by `fraction`."""
         moved = fraction * sensitivity(self.feedback, self.num_steps, self.gap)
         return dp_accounting.GaussianDpEvent(float(self.multiplier) / moved)
 
 
 @dataclasses.dataclass(frozen=True)
 class CorrelatedRelease(Release):
-    """All steps of a run with `Correlated` noise, charged as one Gaussian release.
+    """Planned steps of a run with `Correlated` noise, charged as one Gaussian release.
 
     Raises:
         ValueError: There are several queries, or the same record may be in batches of
@@ -226,7 +226,7 @@ class CorrelatedRelease(Release):
 
     @property
     def whole(self) -> Release:
-        """Release whose mechanism knows its number of steps and the gap."""
+        """Copy of this release whose mechanism has the number of steps and the gap."""
         (query,) = self.queries
         sampling = query.sampling
         gap = sampling.batches(query.size) if isinstance(sampling, SinglePass) else 1
@@ -234,7 +234,7 @@ class CorrelatedRelease(Release):
         return dataclasses.replace(self, mechanism=changed)
 
     def after(self, earlier: UInt32[Array, "lags 8"], step: Int32[Array, ""]):
-        """Return the release of a step, with the noise keys of the steps before it.
+        """Return a copy of this planned release for one step, with earlier noise keys.
 
         They follow from the words of the keys of these releases, the latest first.
         """
@@ -248,7 +248,7 @@ class CorrelatedRelease(Release):
 
     @override
     def repeated(self, count: int):
-        """Return a tuple of this release once for each run: runs share no noise."""
+        """Return a tuple that holds this release `count` times: runs share no noise."""
         return (self,) * count
 
     @property
@@ -269,10 +269,10 @@ class CorrelatedRelease(Release):
 
 
 def check_sampling(owner: str, sampling: AbstractSampling) -> None:
-    """Check that a record is in batches of a fixed gap, for which noise is accounted.
+    """Raise `ValueError` unless a sampling is `FullBatch` or `SinglePass`.
 
     Raises:
-        ValueError: It may be in others.
+        ValueError: A record may be in batches of no fixed gap.
     """
     if not isinstance(sampling, FullBatch | SinglePass):
         raise ValueError(

@@ -10,7 +10,7 @@ Compute = Callable[[Any, list[Any]], Sequence[Any]]  # (equation, operands)
 
 
 def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
-    """Evaluate a jaxpr at its constants and then its arguments; return its results.
+    """Return a list of a jaxpr's results at `args`, constants first, by `compute`.
 
     The results of an equation are those of `compute`.
     """
@@ -26,7 +26,7 @@ def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
 
 
 def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Bind an equation's primitive with these parameters; return a list of results."""
+    """Apply an equation's primitive with these parameters; return a list of results."""
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
 
@@ -63,7 +63,7 @@ def constants(jaxpr: Any) -> list[Any]:
 
 
 def inner_jaxprs(eqn: Any, *, closed: bool = False) -> list[Any]:
-    """Return a list of an equation's jaxprs; those that are closed have constants."""
+    """Return a list of the jaxprs in an equation's parameters, open unless `closed`."""
     params = [*eqn.params.values()]
     values = jax.tree.leaves(params, is_leaf=lambda v: hasattr(v, "eqns"))
     found = [v for v in values if hasattr(v, "eqns")]

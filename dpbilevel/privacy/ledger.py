@@ -1,4 +1,4 @@
-"""The ledger: what a release says, and all releases of a run with their events."""
+"""The ledger: planned releases of a run, and the epsilon and delta that they cost."""
 
 import abc
 import collections
@@ -24,7 +24,7 @@ _NEGLIGIBLE = 1e-20  # smaller than any delta of a budget
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRelease(abc.ABC):
-    """`count` releases of one kind, and the events that each person is charged.
+    """`count` planned releases of one kind, and the events that each person is charged.
 
     Attributes:
         name: What is released, in the words of the algorithm.
@@ -61,7 +61,7 @@ class AbstractRelease(abc.ABC):
 
     @property
     def reads(self) -> tuple[Query, ...]:
-        """All queries that read records, also those of intermediate releases."""
+        """All queries that read records, a tuple; also of intermediate releases."""
         return self.queries
 
     @property
@@ -70,7 +70,7 @@ class AbstractRelease(abc.ABC):
         return sum(query.contribution for query in self.queries)
 
     def repeated(self, count: int) -> tuple[Self, ...]:
-        """Return a tuple of releases that stand for this one in `count` runs.
+        """Return a tuple of planned releases that stand for this one in `count` runs.
 
         Numbered batches begin anew in every run, so a record of the first batches is
         charged in each of them: such runs are not counted as one long run, unless each
@@ -88,7 +88,7 @@ class AbstractRelease(abc.ABC):
     @property
     @abc.abstractmethod
     def failure(self) -> float:
-        """Total variation distance of all releases from the charged ones."""
+        """Bound on the total variation distance of the releases from those charged."""
 
     @property
     def neighbours(self) -> Neighbours:
@@ -96,7 +96,7 @@ class AbstractRelease(abc.ABC):
         return self.mechanism.neighbours
 
     def check(self, budget: PrivacyBudget) -> None:
-        """Check that some noise meets the budget; by default check nothing."""
+        """Raise `ValueError` if no noise can meet the budget; by default do nothing."""
         del budget
 
     def row(self) -> LedgerRow:
@@ -124,7 +124,7 @@ class AbstractRelease(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    r"""All releases of a run, composed per kind of person.
+    """All planned releases of a run, whose costs are composed per kind of person.
 
     Args:
         releases: Every release, in the order of the algorithm.
@@ -160,16 +160,16 @@ class Ledger:
 
     @property
     def neighbours(self) -> Neighbours:
-        """Neighbouring relation of every release."""
+        """Neighbouring relation of every release; replace-one if there is none."""
         return next((r.neighbours for r in self.releases), Neighbours.REPLACE_ONE)
 
     @property
     def failure(self) -> float:
-        """Total variation distance of batches and draws from the charged ones."""
+        """Bound on the total variation distance of the run from what is charged."""
         return sum(release.failure for release in self.releases)
 
     def events(self) -> "dict[str, dp_accounting.DpEvent]":
-        """Return a dict of composed events by kind of person, under the relation."""
+        """Return a dict by kind of person: one composed event of all its releases."""
         charged = collections.defaultdict(list)
         for release in self.releases:
             for person, event in release.charges(self.people):
@@ -183,7 +183,7 @@ class Ledger:
         return functools.reduce(Basis.worse, bases, Basis.CLIPPED)
 
     def delta(self, epsilon: float) -> float:
-        r"""Return the smallest $\delta$ at `epsilon`, over all kinds of people.
+        r"""Return the least $\delta$ at `epsilon` that holds for every person.
 
         Args:
             epsilon: $\varepsilon \ge 0$.
@@ -195,7 +195,7 @@ class Ledger:
         return 1.0 if unproved else self.delta_if_proved(epsilon)
 
     def delta_if_proved(self, epsilon: float, *, rough: bool = False) -> float:
-        """Return the delta if every sampler met its target, for the choice of noise.
+        """Return the delta at `epsilon` as if every sampler met its target.
 
         A `rough` one is an estimate, off by some percent.
         """
@@ -248,7 +248,7 @@ class Ledger:
         return found
 
     def epsilon(self, delta: float) -> float:
-        r"""Return the smallest $\varepsilon$ at `delta`, over all kinds of people.
+        r"""Return the least $\varepsilon$ at `delta` that holds for every person.
 
         Args:
             delta: $\delta$ in (0, 1); Gaussian noise has no finite epsilon at zero.
@@ -288,7 +288,7 @@ class Ledger:
         return dataclasses.replace(self, releases=releases)
 
     def _full_batch_mu(self, event) -> float:
-        """Bound an event's cost by its mu on full batches; infinite if not bounded.
+        """Return a mu that bounds an event's cost by full batches, or infinity.
 
         The rows that a batch leaves out depend on no record. A full batch therefore
         also bounds the cost of batches that overflow, but not of draws that are off.

@@ -1,4 +1,4 @@
-"""Mechanisms: the only code that opens a bounded value."""
+"""Mechanisms: the only library code that opens a sealed value, to add noise to it."""
 
 import abc
 import dataclasses
@@ -59,7 +59,7 @@ class AbstractMechanism(_checks.Checked):
 
     @abc.abstractmethod
     def scaled(self, factor: Number) -> Self:
-        """Return the mechanism with `factor` times the noise."""
+        """Return a copy of the mechanism with `factor` times the noise."""
 
 
 class AbstractNoise(AbstractMechanism):
@@ -91,7 +91,7 @@ class AbstractNoise(AbstractMechanism):
 
     @abc.abstractmethod
     def part(self, share: float) -> "dp_accounting.DpEvent":
-        """Return the event of one of several releases that together amount to one.
+        """Return the event of a part `share` of a release; all parts amount to it.
 
         A person with a record in each role is charged one part a role. Independent
         releases with these events must be at least as revealing as one release of the
@@ -127,7 +127,7 @@ class AbstractNoise(AbstractMechanism):
 
 
 def check_release(mechanism: AbstractNoise, bounded: Bounded, key: PRNGKey) -> None:
-    """Check that a mechanism may open a value; every `release` begins with this.
+    """Raise an error if a mechanism may not open a value; every `release` begins so.
 
     Raises:
         ValueError: As `AbstractNoise.release`.
@@ -209,7 +209,7 @@ class Gaussian(AbstractNoise):
         return self.with_multiplier(factor * self.multiplier)
 
     def with_multiplier(self, noise_multiplier: Number) -> Self:
-        """Return the mechanism with this noise multiplier."""
+        """Return a copy of the mechanism with this noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     @property

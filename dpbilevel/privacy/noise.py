@@ -1,4 +1,4 @@
-"""Typed keys, derived once for each use, exponential values, and refusals of seeds."""
+"""Typed keys, each derived and used once; refusals of seeds; exponential draws."""
 
 import hashlib
 import hmac
@@ -65,7 +65,7 @@ def check_key(key: Any) -> PRNGKey:
 
 
 def check_shared(key: PRNGKey, value: PyTree) -> None:
-    """Check that all processes that hold parts of a value have the same key.
+    """Raise `ValueError` if processes that hold parts of a value have different keys.
 
     Each would add a noise of its own to one value, and the mean of what they publish
     has less noise than any. Inside `jax.jit` nothing is known, and nothing is refused.
@@ -135,7 +135,7 @@ def number_of(name: str) -> int:
 
 
 def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
-    """Return an array with one key per name; `key` is used up.
+    """Return an array of keys, one for each name in `domains`; `key` is used up.
 
     A key is either drawn from or derived from, once: all that is needed of it is
     derived in one call. `jax.debug_key_reuse(True)` sees any second use, which it would
@@ -171,7 +171,7 @@ def follows(key: PRNGKey, content: bytes) -> PRNGKey:
 
 
 def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
-    """Return the same keys behind an optimization barrier.
+    """Return the same keys behind an optimization barrier: XLA computes them once.
 
     Without it XLA computes a hash again in every operation that reads it, and takes
     seconds to compile a chain of hashes. The barrier is on the words of the keys,
@@ -244,7 +244,7 @@ _WHY = {
 
 
 def refuse(owner: str, given: Iterable[str]) -> None:
-    """Raise `TypeError`, with advice, if there is any argument of other estimators.
+    """Raise `TypeError`, with advice, for the first argument name in `given`, if any.
 
     Raises:
         TypeError: There is such an argument; the first one is named.
@@ -255,10 +255,10 @@ def refuse(owner: str, given: Iterable[str]) -> None:
 
 
 class Seedless:
-    """A mixin of estimators that answers to `random_state` with advice."""
+    """Mixin of estimators that refuses `random_state` by an error with advice."""
 
     def __new__(cls, *args: Any, **parameters: Any) -> Self:
-        """Make an estimator; refuse `random_state`.
+        """Make an estimator; raise `TypeError` if `random_state` is given.
 
         Raises:
             TypeError: `random_state` is given.
@@ -267,7 +267,7 @@ class Seedless:
         return super().__new__(cls)
 
     def set_params(self, **parameters: Any) -> Self:
-        """Set parameters by name and return the estimator, as scikit-learn does.
+        """Set parameters by name, refuse `random_state`, and return the estimator.
 
         Raises:
             TypeError: `random_state` is given.

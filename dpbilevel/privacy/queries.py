@@ -59,12 +59,12 @@ class Query:
         contribution: float | Float[Array, ""],
         sampling: AbstractSampling = FullBatch(),
     ) -> Self:
-        """Make the query of a clipped mean with this contribution of one record."""
+        """Make a query with the clip norm that gives one record this contribution."""
         return cls(role, size, contribution * sampling.denominator(size), sampling)
 
     @property
     def contribution(self) -> float:
-        r"""Largest change of the mean by one record: $C$ over the denominator."""
+        """Largest change of the mean by one record: clip norm over denominator."""
         return float(self.clip_norm) / self.sampling.denominator(self.size)
 
     def read(
@@ -108,7 +108,7 @@ class Costs(NamedTuple):
 
 
 class AbstractCertifiedQuery(abc.ABC):
-    """A read and its cost, which a proof bounds instead of clipping.
+    """A read of records and its cost, bounded by a proof and not by clipping.
 
     Its value is no sum over records. One proof bounds what a record of any role does to
     it, so that one object has the costs of all roles.
@@ -149,7 +149,7 @@ def of_role(data: PyTree, role: str) -> PyTree:
 
 
 def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) -> None:
-    """Check that a release for `size` planned records can read these rows.
+    """Raise `ValueError` if the number of rows does not fit a plan for `size` records.
 
     Only shapes are read. Under replace-one there are no more rows than planned; fewer
     are covered, because means are divided by the planned number. Under

@@ -1,4 +1,4 @@
-"""Releases: reads of records, their mechanism, and what each person is charged."""
+"""Planned releases of clipped means plus noise: how one is made, and what all cost."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ _LARGEST_SUM, _LARGEST_SHARE = 2.0**36, 2.0 ** (MOST_PLACES - 1)
 
 @dataclasses.dataclass(frozen=True)
 class AbstractNoisyRelease(AbstractRelease):
-    """A sum of clipped means plus noise.
+    """Base class of planned releases of a sum of clipped means plus noise.
 
     Args:
         mechanism: The noise, relative to the sum of the queries' sensitivities.
@@ -110,7 +110,7 @@ class AbstractNoisyRelease(AbstractRelease):
         return self.mechanism.release(bounded, key=key_noise)
 
     def keys(self, key: PRNGKey) -> tuple[PRNGKey | None, PRNGKey]:
-        """Return the keys of the batches, if any, and of the noise, of a release."""
+        """Return the batches' key, `None` if they need none, and the noise's key."""
         # Batches of all records use one to put them in rows at random.
         drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
         if drawn or any(q.randomized or q.sampling.needs_key for q in self.queries):
@@ -119,7 +119,7 @@ class AbstractNoisyRelease(AbstractRelease):
         return None, key
 
     def in_pass(self, data: PyTree, *, key: PRNGKey) -> Self:
-        """Return the release with the batches of one pass drawn.
+        """Return a copy of this planned release with the batches of one pass drawn.
 
         Takes the records and a typed key for this pass alone.
 
@@ -181,7 +181,7 @@ class AbstractNoisyRelease(AbstractRelease):
 
     @property
     def noise_multiplier(self) -> float:
-        """The noise over the sensitivity of one person with a record in every role."""
+        """Noise deviation over the sensitivity of a person who is in all roles."""
         return float(self.mechanism.multiplier)
 
     @property
@@ -233,7 +233,7 @@ class AbstractNoisyRelease(AbstractRelease):
 
 @dataclasses.dataclass(frozen=True)
 class Release(AbstractNoisyRelease):
-    r"""`count` releases of one kind: a sum of clipped means plus one draw of noise.
+    r"""`count` planned releases of one kind: summed clipped means plus a draw of noise.
 
     Args:
         name: What is released, in the words of the algorithm.
@@ -260,7 +260,7 @@ class Release(AbstractNoisyRelease):
 
     @property
     def failure(self) -> float:
-        """The probability that some batch of these releases overflows."""
+        """Bound on the probability that some batch of these releases overflows."""
         batches = self.queries[:1] if self.joint else self.queries  # or one for both
         chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
         return self.count * sum(chances)
@@ -272,7 +272,7 @@ class Release(AbstractNoisyRelease):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts on how often a record is charged, if not at every release."""
+        """Tuple of texts on how often a record is charged, if not at every release."""
         notes = (
             (query.sampling.per_epoch, query.sampling.charged(self.count, query.size))
             for query in self.queries
@@ -297,7 +297,7 @@ class Release(AbstractNoisyRelease):
     def _events(
         self, people: People
     ) -> "Iterator[tuple[str, Query, dp_accounting.DpEvent]]":
-        """Yield (person, query, event) of one release on a given batch."""
+        """Yield (kind of person, query, event) of one release on a given batch."""
         if self.joint:
             yield PERSON, self.queries[0], self.mechanism.event()  # one batch has both
             return
@@ -311,7 +311,7 @@ class Release(AbstractNoisyRelease):
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedRelease(Release):
-    """Releases of one certified query, from which all that they cost follows.
+    """Planned releases of one certified query, from which all that they cost follows.
 
     Args:
         name: What is released, in the words of the algorithm.

@@ -103,13 +103,13 @@ class PrivacyReport:
     source: Ledger | None = dataclasses.field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields; a ledger is kept if no release can hold functions."""
+        """Return a dict of fields; `source` only if no release can hold functions."""
         releases = () if self.source is None else self.source.releases
         is_plain = all(type(release) is Release for release in releases)
         return vars(self) | {"source": self.source if is_plain else None}
 
     def to_json(self) -> str:
-        """Return the report as JSON text; `from_json` restores it exactly."""
+        """Return the report, but for `source`, as JSON text that `from_json` reads."""
         plain = dataclasses.replace(self, source=None)
 
         def known(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class PrivacyReport:
             raise ValueError(message) from error
 
     def with_generator(self, generator: Hashable) -> Self:
-        """Return the report of runs whose keys are of this generator.
+        """Return a copy that names ChaCha20 if `generator` is that, else the report.
 
         A plan does not know the keys of its runs and assumes JAX's generators. The
         generator is given by its name, or as `jax.random.key_impl` of a key.
@@ -254,7 +254,7 @@ def describe(
 
 
 def _accountant(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, float | None]:
-    """Return how epsilon is computed, and the largest mu of a person if it is exact."""
+    """Return how epsilon is computed, and the worst person's mu, `None` if inexact."""
     events = ledger.events().values()
     mus = [mu for mu in map(profiles.gaussian_mu, events) if mu is not None]
     if len(mus) == len(events):
@@ -299,7 +299,7 @@ def _assumptions(
 
 
 def large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
-    """Return a tuple: a remark if delta is not below one over the number of records."""
+    """Return a tuple with a remark if delta is not below 1 / records, else empty."""
     sizes = [query.size for release in ledger.releases for query in release.reads]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()
@@ -323,7 +323,7 @@ def rounded_up(value: float, digits: int = 6) -> str:
 
 
 def _replaced(value: Any, table: dict[Any, Any]) -> Any:
-    """Return the value with all leaves that are keys of a table replaced."""
+    """Return nested dicts and lists with leaves that are keys of `table` replaced."""
     if isinstance(value, dict):
         return {k: _replaced(v, table) for k, v in value.items()}
     if isinstance(value, list | tuple):

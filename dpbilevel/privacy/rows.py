@@ -11,7 +11,7 @@ _SHORT = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class RoleRow:
-    """The part of a release that reads the records of one role.
+    """Part of a row of the report: which records of one role a release reads, and how.
 
     Attributes:
         records: Planned number of records.
@@ -27,7 +27,7 @@ class RoleRow:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerRow:
-    """One kind of release in the report.
+    """Row of the report on one kind of release: what is read, mechanism and noise.
 
     Attributes:
         release: Name of the release.
@@ -76,7 +76,7 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True)
 class ForecastRow:
-    """The noise of one kind of release beside its signal, or steps that are too long.
+    """Row of the report: noise of one kind of release beside its signal, or long steps.
 
     Attributes:
         release: Name of the release, or of the steps.
