@@ -127,7 +127,7 @@ def check_solver(solver: Any, owner: str) -> None:
 
 
 def _sampling(solver: AbstractSolver) -> list[AbstractSampling]:
-    """Return all sampling schemes in the fields of a solver and its inner solvers."""
+    """Return a list of all sampling schemes in a solver and its inner solvers."""
     parts = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, AbstractSampling))
     return [part for part in parts if isinstance(part, AbstractSampling)]
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:  # an extra
 
 # Assumptions that the library answers for; its documentation has the proofs.
 _OURS = {CRYPTOGRAPHIC, IDEALISED["grid"], IDEALISED["draw"]}
-# If S are the outcomes of a log ratio above e = epsilon + log(_SLACK), P(S) is at most
-# exp(epsilon) Q(S) + delta and Q(S) at most exp(-e) P(S), so P(S) is at most _TIMES
-# delta, and Q(S) at most exp(-e) times that. An exception is S, or S with P and Q
-# exchanged.
+# Let S be the outcomes with log(P/Q) > e = epsilon + log(_SLACK). Then P(S) <=
+# exp(epsilon) Q(S) + delta and Q(S) <= exp(-e) P(S), so P(S) <= _TIMES delta and
+# Q(S) <= exp(-e) _TIMES delta. The bound of `belief_of` can fail only on S, or on S
+# with P and Q exchanged.
 _SLACK, _TIMES = 1.1, 11
 _NORMAL = statistics.NormalDist()
 
@@ -104,9 +104,9 @@ class Certificate:
     def render(
         self, template: str, among: "Environment | None" = None, **more: Any
     ) -> str:
-        """Return the text of a template, by its name.
+        """Return the text of the template `template`, filled in for this certificate.
 
-        By default it is `among` those of certificates. It may read `more` values.
+        `among` is by default the certificates' environment; `more` are further values.
         """
         among = environment() if among is None else among
         found = {
@@ -118,7 +118,7 @@ class Certificate:
         return among.get_template(template).render(vars(self) | found | more)
 
     def _odds(self) -> dict[str, float]:
-        """Return the largest detection rate of any attack, by false alarm rate."""
+        """Return a dict by false alarm rate: a bound on any attack's detection rate."""
         e, d = self.report.epsilon, self.report.delta
         up, down = math.exp(min(e, 700)), math.exp(-e)
         bound = {a: min(up * a + d, 1 - down * (1 - a - d)) for a in FALSE_ALARMS}
@@ -166,7 +166,7 @@ def certificate(
 
 
 def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return the largest posterior of a prior belief 1/2, and its chance of failure.
+    """Return a bound on a belief that began at 1/2, and the chance that it is exceeded.
 
     Epsilon and delta are those of all releases together.
     """
@@ -175,7 +175,7 @@ def belief_of(epsilon: float, delta: float) -> tuple[float, float]:
 
 
 def _exact_powers(report: PrivacyReport) -> dict[str, float] | None:
-    """Return the exact detection rates of a report; `None` if it does not have them.
+    """Return a dict of exact detection rates by false alarm rate; `None` if unknown.
 
     A report keeps mu and ledger when `dataclasses.replace` changes its other fields,
     so both are compared with its epsilons.
@@ -197,7 +197,7 @@ def _covers(found: float, claimed: float) -> bool:
 
 
 def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
-    """Return whether a ledger is a report's: equal releases, epsilons not smaller."""
+    """Return whether a ledger has a report's releases and no smaller epsilons."""
     rows = tuple(release.row() for release in ledger.releases)
     said = rows, ledger.neighbours.value, report.people and ledger.people.value
     if said != (report.ledger, report.relation, report.people):
@@ -211,7 +211,7 @@ def _is_of(ledger: Ledger, report: PrivacyReport) -> bool:
 
 
 def _coefficients(estimator: Any) -> dict[str, Any]:
-    """Return the coefficients of a linear estimator, by name; none of others."""
+    """Return a dict of a linear estimator's coefficients by name; empty for others."""
     found = np.ravel(getattr(estimator, "coef_", ()))
     names = getattr(estimator, "feature_names_in_", ())
     if len(names) != len(found):
@@ -222,7 +222,7 @@ def _coefficients(estimator: Any) -> dict[str, Any]:
 
 
 def _shown(name: str, value: Any) -> tuple[str, ...]:
-    """Return the row of a released number, with its 95 % interval if it has one."""
+    """Return four texts on a released number: name, value, deviation, 95 % interval."""
     if not isinstance(value, tuple):
         return name, f"{value:.4f}", "", ""
     middle, std = value

@@ -126,7 +126,7 @@ class TradeOffCurve:
 
 
 def largest_powers(*ledgers: Ledger) -> dict[str, float]:
-    """Return the largest detection rate of any attack, by its rate of false alarms.
+    """Return a dict of any attack's largest detection rate, by rate of false alarms.
 
     Ledgers are of different people, and the worst-off person decides. The dict has the
     keys "0.01" and "0.05"; rates are by the exact trade-off curves.
@@ -199,7 +199,7 @@ _AT_ONCE = 10_000  # runs per batch, to bound memory
 
 
 def check_arguments(run: Any, claim: Any, runs: Any) -> None:
-    """Check that an audit can call `run` and `claim`, and has enough runs."""
+    """Raise an error unless `run` and `claim` are functions and there are 1000 runs."""
     _checks.function("trade_off", run=run)
     if not callable(claim):
         raise TypeError(
@@ -213,7 +213,7 @@ def check_arguments(run: Any, claim: Any, runs: Any) -> None:
 
 
 def check_pair(data: PyTree, neighbour: PyTree) -> None:
-    """Check that two datasets have equal structures and shapes, and differ."""
+    """Raise `ValueError` if two datasets differ in structure or shape, or are equal."""
     left, right = (str(jax.tree.structure(side)) for side in (data, neighbour))
     if left != right:
         raise ValueError("trade_off: data and neighbour have different structures.")

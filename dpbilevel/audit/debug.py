@@ -57,7 +57,7 @@ def lower_objective(
 def hyper_objective(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
 ) -> float:
-    r"""Return $F(x) = f(x, y^*(x))$ in float64. NON-PRIVATE.
+    """Return the upper objective at the lower solution of `x`, in float64. NON-PRIVATE.
 
     The solve for $y^*(x)$ starts at `y0`.
     """
@@ -75,7 +75,7 @@ def group_losses(
     *,
     group: Callable[[PyTree], jax.Array] = read_group,
 ) -> jax.Array:
-    """Return the mean loss of the records of each group. NON-PRIVATE.
+    """Return an array: mean loss of each group's records, NaN if none. NON-PRIVATE.
 
     The loss of a record is `loss(x, record)`, and its group is `group(record)`, below
     `num_groups`. The mean of a group without records is NaN.
@@ -100,7 +100,7 @@ def operator_norms(
 def lower_solution(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
 ) -> PyTree:
-    r"""Return $y^*(x)$ without a set, in float64, by L-BFGS on the host. NON-PRIVATE.
+    """Return the lower solution at `x`, in float64, by L-BFGS. NON-PRIVATE.
 
     It checks `dpbilevel.oracles.lower_solution`: another implementation, in float64
     for every setting of JAX, without derivatives and not inside `jax.jit`. It starts at
@@ -158,7 +158,7 @@ class ConstantsSearch:
 
     @property
     def violated(self) -> tuple[str, ...]:
-        """Names of the constants that do not hold."""
+        """Tuple of names of the constants that the search refuted."""
         return tuple(k for k, v in self.ratios.items() if not v <= 1 + _ROUNDING)
 
     @property
@@ -187,7 +187,7 @@ def refute_constants(
     key: PRNGKey,
     tries: int = 500,
 ) -> ConstantsSearch:
-    r"""Return a `ConstantsSearch` for violations of the constants. NON-PRIVATE.
+    """Return a `ConstantsSearch` for violations of a problem's constants. NON-PRIVATE.
 
     Derivatives up to second order are formed densely, in float64, at random $x$ of the
     set, $y$ of the ball of `solution_radius` and single records; those of third order
@@ -249,7 +249,7 @@ def _points(problem, w0, random, count: int, radius: float):
 
 
 def _drawn(level: PyTree, random, count: int) -> PyTree:
-    """Draw `count` records of a level, as a batched pytree."""
+    """Draw `count` records of a level, with replacement, as a batched pytree."""
     rows = random.integers(_checks.leading_axis("records", level), size=count)
     return jax.tree.map(lambda v: v[rows], level)
 
@@ -269,7 +269,7 @@ def _ratio(found: float, declared: float) -> float:
 
 
 def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
-    """Return the values that the constants bound, by name, an entry for each point.
+    """Return a dict of the values that constants bound, by name, an entry a point.
 
     Without `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
     its own pool and waits for them, on few cores for ever.
@@ -278,7 +278,7 @@ def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
 
 
 def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
-    """Return the values at a point, by constant; strong convexity is negated."""
+    """Return a dict by constant of the values at one point, convexity negated."""
     (x, y), (other_x, other_y) = w, w_other
     f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))
     g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))

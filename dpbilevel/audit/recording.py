@@ -32,7 +32,7 @@ Leaves = tuple[Float[np.ndarray, " d"], ...]
 
 
 def open_value(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
-    """Return the sealed value in float64, one flat array per leaf. NON-PRIVATE.
+    """Return the leaves of a sealed value, a list of flat float64 arrays. NON-PRIVATE.
 
     Takes a value of public or synthetic records, or a batch of such values.
     """
@@ -99,7 +99,7 @@ class Tape:
         self._thread = threading.get_ident()
 
     def take(self) -> list[Recorded]:
-        """Wait for running programs; return the releases so far and clear the tape."""
+        """Wait for running programs; return a list of the notes and clear the tape."""
         jax.effects_barrier()
         taken = self.notes[:]
         self.notes.clear()
@@ -206,7 +206,7 @@ def _called(note: Callable[..., PyTree], seen: PyTree, like: PyTree) -> PyTree:
 
 @functools.cache  # no import and no other run changes what JAX compiles
 def _context() -> Callable[[Tape], contextlib.AbstractContextManager[None]]:
-    """Make the JAX context that separates compiled programs by their tape.
+    """Make a function from a tape to a JAX context that keeps its programs apart.
 
     Programs compiled under one tape are never called without it, nor the other way
     round.
@@ -260,7 +260,7 @@ class Replay:
 
     @property
     def movements(self) -> Float[np.ndarray, " n"]:
-        """Distance of the noiseless values of each pair, in units of the sensitivity.
+        """Array: each pair's distance of noiseless values, in units of the sensitivity.
 
         Infinite if a value is NaN; NaN for a draw, whose scores are not opened.
         """
@@ -356,7 +356,7 @@ def replay(run: Callable[[Any], Any], data: PyTree, neighbour: PyTree) -> Replay
 
 
 def _bits(answer: PyTree) -> list[tuple[tuple[int, ...], bytes]]:
-    """Return the shapes and bits of all numbers in an answer, keys left out."""
+    """Return a list of shapes and bits of all numbers in an answer, without keys."""
     found = filter(eqx.is_array_like, jax.tree.leaves(answer))
     key = jax.dtypes.prng_key
     numbers = (v for v in found if not jnp.issubdtype(getattr(v, "dtype", float), key))

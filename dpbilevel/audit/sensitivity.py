@@ -66,7 +66,7 @@ def sensitivity_search(
     tries: int = 2000,
     rounds: int = 20,
 ) -> SensitivitySearch:
-    """Return a `SensitivitySearch` for neighbours beyond a bound. NON-PRIVATE.
+    """Return a `SensitivitySearch`: neighbours whose values differ most. NON-PRIVATE.
 
     Datasets are rows of `records` in which some numbers are replaced by extreme ones:
     zeros, denormals, values up to 3e38, NaN and infinities. The pair differs in the
@@ -129,7 +129,7 @@ def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
 
 
 def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
-    """Return a function that computes distance over sensitivity of many pairs."""
+    """Return a function from many pairs to an array of distances over sensitivity."""
 
     @jax.jit
     @jax.vmap
@@ -154,7 +154,7 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
 
 
 def _hostile_dataset(rows: PyTree, random: np.random.Generator) -> PyTree:
-    """Draw a dataset of hostile numbers like `rows`, and a row to replace the last."""
+    """Draw rows like `rows` with some extreme numbers, and one row more to replace."""
     tame = random.choice([0.0, 0.5, 1.0])  # fraction of numbers that are kept
 
     def leaf(column):
@@ -239,7 +239,7 @@ class NoiseReuse:
 def noise_reuse(
     solver: AbstractSolver, *, key: PRNGKey, x_in_records: bool | tuple[str, ...] = True
 ) -> NoiseReuse:
-    """Return a `NoiseReuse`: the largest correlation of two noises of one run.
+    """Return a `NoiseReuse`: the largest correlation of two noise vectors of one run.
 
     Noise that is used twice cancels in a difference and protects nothing. It looks
     right in every single release, so releases are compared. The run is made eagerly on

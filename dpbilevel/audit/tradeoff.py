@@ -1,4 +1,4 @@
-"""White-box trade-off audit: runs that distinguish neighbours beyond the claim."""
+"""White-box audit: confidence bounds on runs that tell neighbours apart."""
 
 import dataclasses
 from collections.abc import Callable
@@ -93,7 +93,7 @@ class Cut:
 
     @property
     def violated(self) -> bool:
-        """Whether the measured mu exceeds the claimed one."""
+        """Whether the measured mu exceeds the mu that the claim allows."""
         return self.measured_mu > self.claimed_mu
 
     @property
@@ -108,7 +108,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class TradeOff:
-    r"""Outcome of a trade-off audit.
+    """Outcome of a trade-off audit: how well runs on two neighbours were told apart.
 
     Attributes:
         name: Name of the mechanism.
@@ -128,7 +128,7 @@ class TradeOff:
 
     @property
     def violations(self) -> tuple[Cut, ...]:
-        """The `Cut`s at which more leaked than claimed."""
+        """Tuple of the `Cut`s whose measured mu exceeds the claimed one."""
         return tuple(cut for cut in self.cuts if cut.violated)
 
     @property
@@ -144,7 +144,7 @@ class TradeOff:
 
     @property
     def verdict(self) -> str:
-        """Outcome in a few words."""
+        """Outcome in a few words: a violation, none found, or inconclusive."""
         if not self.passed:
             return "VIOLATION"
         return f"{'' if self.conclusive else 'inconclusive: '}no violation found"
@@ -212,7 +212,7 @@ def trade_off(
     statistic: Statistic | None = None,
     name: str = "mechanism",
 ) -> TradeOff:
-    r"""Return a `TradeOff`: attempts to distinguish two neighbours. NON-PRIVATE.
+    r"""Return a `TradeOff`: how well runs tell two neighbours apart. NON-PRIVATE.
 
     Runs on either dataset give features; a statistic of them, fitted on the first fifth
     of the runs, is cut at up to six thresholds fixed on the same fifth. The other runs

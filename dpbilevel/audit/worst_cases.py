@@ -192,7 +192,7 @@ def _certified(size: int) -> BilevelProblem:
 
 @functools.cache
 def _bounded(size: int) -> BilevelProblem:
-    r"""Return the canary of objective $(\bar z_f + \bar z_g) \langle 1, x \rangle$.
+    """Return a canary `BilevelProblem` on the unit ball, with constants for draws.
 
     Draws take the range of a score from constants that hold on the set.
     """
