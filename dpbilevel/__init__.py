@@ -41,7 +41,7 @@ else:
 
 
 def _names() -> list[str]:
-    """Return the names that `from dpbilevel import *` binds."""
+    """Return the list of names that `from dpbilevel import *` binds."""
     from . import _public
 
     return ["PrivateSearch", "__version__", *_public.NAMES]

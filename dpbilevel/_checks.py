@@ -48,7 +48,7 @@ def at_least_single(value: float | jax.Array) -> float | jax.Array:
 
 
 def floats(value: Any) -> Any:
-    """Convert a tuple or list to a tuple in which floats replace integers.
+    """Return a tuple of floats for a tuple or list; return other values as they are.
 
     The sum of integers might overflow. Any other value is returned as it is, for the
     check of the field.
@@ -155,7 +155,7 @@ _part = _check_of_range("from 1e-30 to 1e30", lambda v: 1e-30 <= v <= 1e30)
 
 
 def budget_split(owner: str, value: object, *parts: str) -> None:
-    """Raise `ValueError` unless there is a number from 1e-30 to 1e30 for each part."""
+    """Raise `ValueError` unless a tuple has one float, 1e-30 to 1e30, for each part."""
     if not isinstance(value, tuple | list) or len(value) != len(parts):
         raise ValueError(
             f"{owner}: budget_split must be {len(parts)} positive numbers, for "
@@ -264,7 +264,7 @@ class AbstractStored(eqx.Module):
 
 
 def leading_axis(name: str, records: PyTree) -> int:
-    """Return the common length of the leading axes of records.
+    """Return the common leading length of arrays in memory; refuse other records.
 
     Raises:
         ValueError: They are no numeric arrays in memory, or their axes differ. The
@@ -378,7 +378,7 @@ class Checked(eqx.Module):
     """
 
     def __new__(cls, *args: Any, **options: Any):
-        """Refuse unknown keyword arguments; the error suggests a name that exists."""
+        """Make an instance; raise `TypeError` for an unknown argument, with advice."""
         names = [*_signature(cls.__init__).parameters][1:]
         for name in options:
             if name in names:

@@ -22,7 +22,7 @@ else:
 
 
 def public_names(names: dict[str, Any]) -> list[str]:
-    """Return the names that a package imports from its modules, by its `globals()`.
+    """Return a sorted list of the public names in a package's `globals()`.
 
     The modules themselves are left out, but `debug`.
     """

@@ -110,7 +110,7 @@ class Ball(AbstractSet):
         return inside if self.center is None else optax.tree.add(inside, self.center)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Return whether the distance to the center is at most the radius."""
+        """Return whether the distance to the center is at most radius + tolerance."""
         return optax.tree.norm(_minus(w, self.center)) <= self.radius + tolerance
 
     def support(self, g: PyTree) -> Float[Array, ""]:
@@ -174,7 +174,7 @@ class Box(AbstractSet):
 
     @property
     def reach(self) -> float:
-        """Upper bound of a member's norm, by both corners; raises as `diameter`."""
+        """Upper bound on a member's norm; raises `ValueError` if bounds are numbers."""
         squares = optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2
         return _checks.number(squares**0.5) + 0 * self.diameter  # raises its error
 
@@ -212,7 +212,7 @@ class NonNegative(AbstractUnboundedSet):
     r"""The non-negative orthant $\{w : w \ge 0\}$."""
 
     def project(self, w: PyTree) -> PyTree:
-        """Replace negative entries by zero."""
+        """Return `w` with negative entries replaced by zero."""
         return optax.projections.projection_non_negative(w)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
@@ -266,7 +266,7 @@ class Simplex(AbstractSet):
         return jax.tree.map(lambda v: factor.astype(v.dtype) * v, powers)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
-        """Return whether entries are non-negative and sum to `scale`."""
+        """Return whether entries are non-negative and sum to `scale`, nearly."""
         total = optax.tree.sum(w)
         return NonNegative().contains(w, tolerance) & (
             jnp.abs(total - self.scale) <= tolerance * max(1, optax.tree.size(w))
@@ -347,7 +347,7 @@ def _minus(w: PyTree, center: PyTree | None) -> PyTree:
 
 
 def _check_shapes(owner: str, name: str, part: PyTree, w: PyTree, numbers=False):
-    """Raise `ValueError` if a part would be broadcast: `diameter` would miss that."""
+    """Raise `ValueError` unless `part`, bounds or a center, has the shapes of `w`."""
     like: Any = jax.tree.structure(w)
     if jax.tree.structure(part) == like:
         shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (part, w)]
@@ -363,7 +363,7 @@ def _all(tree: PyTree) -> Bool[Array, ""]:
 
 
 def parts(w_set: Any) -> list[Any]:
-    """List the sets that a set is a product of."""
+    """Return a list of the sets in a product, nested ones too, or of the set alone."""
     if type(w_set) is not Product:
         return [w_set]
     sets = jax.tree.leaves(w_set.sets, is_leaf=lambda v: isinstance(v, AbstractSet))
@@ -371,7 +371,7 @@ def parts(w_set: Any) -> list[Any]:
 
 
 def corners(box: AbstractSet, w: PyTree) -> list[PyTree]:
-    """List both corners of a box, of boxes or of an orthant, as pytrees like `w`."""
+    """Return a list of both corners of a box, of boxes or of an orthant, like `w`."""
     # Each entry of infinity is projected to its end.
     return [box.project(optax.tree.full_like(w, v)) for v in (-jnp.inf, jnp.inf)]
 
