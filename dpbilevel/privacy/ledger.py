@@ -178,7 +178,7 @@ class Ledger:
 
     @property
     def basis(self) -> Basis:
-        """Basis of the guarantee: the worst basis of a release."""
+        """Basis of the guarantee: the weakest basis of a release."""
         bases = (release.basis for release in self.releases)
         return functools.reduce(Basis.worse, bases, Basis.CLIPPED)
 

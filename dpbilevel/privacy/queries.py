@@ -24,7 +24,7 @@ ROLES = (*LEVELS, RECORDS)
 
 @dataclasses.dataclass(frozen=True)
 class Query:
-    r"""The part of a release that reads one role's records: one clipped mean.
+    r"""Planned read of one role's records, as a part of a release: one clipped mean.
 
     What is read and what it costs are one object: `read` clips to the norm that the
     ledger charges, on a batch drawn as it accounts for.

@@ -111,7 +111,7 @@ class Composition:
 
 
 class _Law:
-    """The law of a sum of discretized losses, weighed by an exponential.
+    """Law of a sum of discretized losses, tilted exponentially, which bounds deltas.
 
     Attributes:
         low: The least epsilon at which it holds.

@@ -1,1 +1,1 @@
-"""Per-example gradients in factored form: norms, clipping, sums, micro-batches."""
+"""Per-example gradients: factored forms, norms, clipping, sums, micro-batches."""

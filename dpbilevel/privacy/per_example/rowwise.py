@@ -194,7 +194,7 @@ def _by_slices(params: dict[str, Any], source: Array, operand: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _convolution(items: tuple, lhs: Array, rhs: Array) -> Array:
-    """Return a convolution whose batches are never groups of one convolution.
+    """Return a convolution of two arrays, never made groups of one by `jax.vmap`.
 
     If both operands are batched, JAX makes one convolution with a group for each
     record. Backends may compute a group with zeros times the values of other groups.

@@ -165,7 +165,7 @@ class SinglePass(AbstractFixedBatch):
         return size // self.size
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Return batch `index`, modulo their number; the key is not used.
+        """Return the `Batch` of number `index` modulo `batches`; the key is not used.
 
         Raises:
             ValueError: No `index`: the solver does not number its batches.
@@ -258,7 +258,7 @@ class RandomAllocation(AbstractSampling):
         return dataclasses.replace(self, places=places)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Return batch `index`, modulo their number, of the pass that was drawn.
+        """Return the `Batch` of number `index` modulo `batches`, of the pass drawn.
 
         Raises:
             ValueError: No `index`, or no pass: the solver does not draw passes.
