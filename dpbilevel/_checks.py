@@ -48,10 +48,10 @@ def at_least_single(value: float | jax.Array) -> float | jax.Array:
 
 
 def floats(value: Any) -> Any:
-    """Return a tuple of floats for a tuple or list; return other values as they are.
+    """Return a tuple or list as a tuple, integers as floats; other values as they are.
 
-    The sum of integers might overflow. Any other value is returned as it is, for the
-    check of the field.
+    The sum of integers might overflow. The check of the field refuses values of other
+    types.
     """
     if not isinstance(value, tuple | list):
         return value
@@ -62,7 +62,7 @@ def floats(value: Any) -> Any:
 
 
 def split_field(*shares: float) -> Any:
-    """Declare an Equinox field for a budget split, by default into these fractions."""
+    """Return an Equinox field for a budget split, by default these fractions."""
     return eqx.field(default=shares, converter=floats)
 
 

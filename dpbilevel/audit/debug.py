@@ -278,7 +278,7 @@ def _measure(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
 
 
 def _measure_at(problem: BilevelProblem, w, w_other, z, z_other):
-    """Return a dict by constant of the values at one point, convexity negated."""
+    """Return a dict by constant of values at one point; strong convexity is negated."""
     (x, y), (other_x, other_y) = w, w_other
     f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))
     g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))

@@ -354,5 +354,5 @@ def _cuts(
 
 
 def _lower_bound(hits: int, runs: int, level: float) -> float:
-    """Return the Clopper-Pearson bound below a rate, wrong with chance `level`."""
+    """Return a Clopper-Pearson lower bound on a rate, wrong with chance `level`."""
     return float(scipy.stats.beta.ppf(level, hits, runs - hits + 1)) if hits else 0.0
