@@ -35,7 +35,7 @@ class AbstractBlocks(eqx.Module):
 
 
 class JointState(eqx.Module):
-    """State of an `AbstractJointSolver`; `w` and `memory` are of its `blocks`."""
+    """State of a joint solver: variables, output and update memories, step number."""
 
     w: Any  # the three variables, all released
     kept: PyTree  # memory of the output rule
@@ -103,7 +103,7 @@ class AbstractJointSolver(
     def curvature_limited(
         self, problem: BilevelProblem, q: Any, x: PyTree, y: PyTree
     ) -> Any:
-        """Return the blocks, the first two shortened if they overshoot the public term.
+        """Return the blocks `q`, two shortened if they overshoot the lower public term.
 
         Both variables must meet the Hessian of the lower public term at y.
         """
@@ -139,7 +139,7 @@ class AbstractJointSolver(
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return `ForecastRow`s if steps overshoot the public terms."""
+        """Return a tuple of `ForecastRow`s: steps that overshoot public terms."""
         *of_y, _ = vars(self.descents(problem)).items()
         # The level of the second variable is at least as curved as that of the first.
         penalty = getattr(self, "penalty", None)
@@ -147,7 +147,7 @@ class AbstractJointSolver(
         return (*rows_of_steps(problem, w0, dict(of_y), penalty), *in_x)
 
     def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
-        """Return the three clip norms $C_b$ of a lower record's blocks.
+        """Return the clip norms of a lower record's three blocks, defaults filled in.
 
         A second one that is not given is $C_f n_g / n_f$ with the records of a batch,
         or `clip_norm` if that is larger or there are no sizes. One upper record then
@@ -166,11 +166,11 @@ class AbstractJointSolver(
         return self.clip_norm, second, self.cross_clip_norm
 
     def upper_bounds(self) -> tuple[float | None, Number | None, float]:
-        """Return the three clip norms of an upper record; `None` for no such block."""
+        """Return an upper record's three clip norms; `None` for the empty block."""
         return None, self.upper_clip_norm, self.upper_clip_norm
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """Return the `Release` of all blocks at once, in their units."""
+        """Return a step's planned `Release` of all blocks; reads no data."""
         units = self._units(bool(problem.x_in_records), sizes)
 
         def clip_norm(role, bounds):
@@ -203,7 +203,7 @@ class AbstractJointSolver(
         like: PyTree,
         key: PRNGKey,
     ) -> Any:
-        """Return released `blocks` of directions; zeros like x if no loss reads x.
+        """Make one noisy release; return its blocks, zeros for x if none reads x.
 
         `upper` and `lower` return the blocks of such a loss, a function of (x, y).
 
@@ -231,7 +231,7 @@ class AbstractJointSolver(
     def with_public(
         self, problem: BilevelProblem, q: Any, upper: LossBlocks, lower: LossBlocks
     ) -> Any:
-        """Return `q` plus the public terms' directions; arguments as in `directions`.
+        """Return blocks `q` plus the public terms', a proximal one's first left out.
 
         The first block leaves out the term of a proximal step.
         """
@@ -244,7 +244,7 @@ class AbstractJointSolver(
         return q
 
     def _units(self, meets_x: bool, sizes: Sizes | None) -> Any:
-        """Return `blocks` of units: clip norms over roots of budget fractions."""
+        """Return the blocks' units: clip norms over roots of budget fractions."""
         split = self.budget_split
         total = sum(split) if meets_x else sum(split[:2])  # a public block is free
         first, second, x = (
@@ -259,7 +259,7 @@ def _entries(blocks: AbstractBlocks) -> list[Any]:
 
 
 def _name(units: AbstractBlocks) -> str:
-    """Return the release's name, which lists the unit of each direction."""
+    """Return the release's name, with every direction's unit if not traced."""
     named = {k: v for k, v in vars(units).items() if v is not None}
     if not all(map(_checks.concrete, named.values())):
         return "directions"  # inside of a compiled step, where nobody reads it

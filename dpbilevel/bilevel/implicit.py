@@ -113,7 +113,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         initial_gap: float,
         **fields: Any,
     ) -> Self:
-        r"""Return a solver with the parameters of the theorem.
+        r"""Return a solver with the number of steps and step size of the theorem.
 
         With $\beta_\Phi$ and $K$ of the constants and $\Delta$ the initial gap, $\eta =
         1 / (2 \beta_\Phi)$ and
@@ -161,7 +161,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     def bound(
         self, problem: BilevelProblem, w0: PyTree, *, initial_gap: float
     ) -> float:
-        r"""Return a bound on the hypergradient at the answer of a calibrated solver.
+        r"""Return a bound on the root mean square hypergradient at the answer.
 
         It bounds the root of the expected square, $(E \|\nabla \Phi\|^2)^{1/2}$, with
         the noise $\sigma$ of the plan and $b$ the largest error of a computed
@@ -243,12 +243,12 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return self.output.answer(state.kept, state.x), None
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """Return the hypergradient's `Release`; raise if no sensitivity is proved."""
+        """Return a step's planned hypergradient `Release`; raise without a proof."""
         query = certified.HypergradientQuery(problem, sizes, self.upper_clip_norm)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
 
     def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
-        """Return the assumptions of certificate and computation, as sentences."""
+        """Return a tuple of sentences: what certificate and computation assume."""
         certificate = certified.certificate_of(problem, self.upper_clip_norm)
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
@@ -263,5 +263,5 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return assumptions
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Return the size of x by the name of the hypergradient's release."""
+        """Return a dict: the size of x by the hypergradient release's name."""
         return {HYPERGRADIENT: optax.tree.size(w0[0])}

@@ -49,7 +49,7 @@ def levels_queries(
 
 
 def queries_of(reads: Reads) -> Queries:
-    """Return the function that makes a run's queries, for one level or both.
+    """Return a function from clip norm, sampling, sizes to (queries, same batch?).
 
     A run on both has one clip norm and weighs records equally: upper gradients
     are multiplied by `1 / equal_weights(sizes)` after they are clipped.
@@ -65,16 +65,16 @@ def queries_of(reads: Reads) -> Queries:
 
 
 def equal_weights(sizes: Sizes | None) -> float:
-    """Return the penalty n_g / n_f, which weighs all records of both levels equally."""
+    """Return the penalty that weighs all records alike: lower over upper count."""
     if sizes is None:
         raise ValueError("both levels need sizes; call solver.with_sizes(sizes).")
     return sizes.lower / sizes.upper
 
 
 def noise_std(solver: Any, queries: Queries, sizes: Any) -> Array:
-    """Return the standard deviation of one release's noise, also if traced.
+    """Return the noise standard deviation of one release of a one-level solver.
 
-    For a one-level solver of clipped means, with its noise.
+    For a solver of clipped means, with its noise; the number may be traced.
     """
     read, _ = queries(solver.clip_norm, solver.sampling, sizes)
     parts = sum(q.clip_norm / q.sampling.denominator(q.size) for q in read)
@@ -140,17 +140,17 @@ class Level(AbstractFiniteSum):
 
 
 def lower_level(problem: BilevelProblem, x: PyTree) -> Level:
-    r"""Return the `Level` $\min_y g(x, y)$, a one-level problem at a released x."""
+    """Return the lower level at a released x, as a one-level problem in y."""
     return Level(problem, queries_of("lower"), lower_objective(problem, x))
 
 
 def penalized_level(
     problem: BilevelProblem, x: PyTree, penalty: Number, upper_clip_norm: Number
 ) -> Level:
-    r"""Return the `Level` $\min_y g(x, y) + f(x, y) / \lambda$, at a released x.
+    r"""Return the one-level problem in y of the lower loss plus upper / penalty.
 
-    `penalty` is $\lambda$. The clip norm is that of $\nabla_y f(x, y; z)$, before $1 /
-    \lambda$.
+    It is $\min_y g(x, y) + f(x, y) / \lambda$ at a released x; `penalty` is $\lambda$.
+    `upper_clip_norm` is that of $\nabla_y f(x, y; z)$, before $1 / \lambda$.
     """
 
     def queries(clip_norm, sampling, sizes):
@@ -163,10 +163,10 @@ def penalized_level(
 def lower_objective(
     problem: BilevelProblem, x: PyTree, penalty: Number | None = None
 ) -> Objective:
-    r"""Return the `Objective` $g(x, \cdot)$, or $g + f / \lambda$ with a penalty.
+    r"""Return the lower `Objective` in y, plus upper / penalty if one is given.
 
-    The latter has the minimizer of $f + \lambda g$, and gradients of order one. `x` is
-    released.
+    The latter is $g + f / \lambda$: it has the minimizer of $f + \lambda g$, and
+    gradients of order one. `x` is released.
     """
 
     def upper(w, record):
@@ -188,7 +188,7 @@ def lower_objective(
 
 
 def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
-    r"""Return the `Objective` $f(\cdot, y)$, a function of x, at a released y."""
+    """Return the upper level's `Objective` as a function of x, at a released y."""
 
     def upper(w, record):
         return jax.grad(problem.upper)(w, y, record)
@@ -200,7 +200,7 @@ def upper_objective(problem: BilevelProblem, y: PyTree) -> Objective:
 
 
 def validation_objective(problem: BilevelProblem, x: PyTree) -> Objective:
-    r"""Return the `Objective` $f(x, \cdot)$, a function of y, at a released x."""
+    """Return the upper level's `Objective` as a function of y, at a released x."""
 
     def upper(w, record):
         return jax.grad(problem.upper, 1)(x, w, record)
@@ -220,7 +220,7 @@ def _public_gradient(term: Callable | None, argument: int, *pair: PyTree) -> PyT
 def penalty_gradients(
     problem: BilevelProblem, penalty: Number, x: PyTree, y: PyTree, z: PyTree
 ) -> dict[str, Callable[[PyTree], PyTree]]:
-    r"""Return, by level, a record's gradient function of $f + \lambda (g - g^*)$ in x.
+    r"""Return a dict by level that reads x: function from record to gradient in x.
 
     $\nabla_x f(x, z)$ of an upper record, $\lambda (\nabla_x g(x, z) - \nabla_x g(x,
     y))$ of a lower one, for the levels whose losses read x. Here $y$ is the solution of
@@ -241,7 +241,7 @@ def penalty_gradients(
 def public_penalty_gradient(
     problem: BilevelProblem, penalty: Number, x: PyTree, y: PyTree, z: PyTree
 ) -> PyTree:
-    r"""Return the public part of the gradient in x of $f + \lambda (g - g^*)$."""
+    """Return the public terms' part of the penalty method's gradient in x."""
     of_upper = _public_gradient(problem.upper_public, 0, x, z)
     at_z, at_y = (_public_gradient(problem.lower_public, 0, x, w) for w in (z, y))
     return jax.tree.map(lambda u, a, b: u + penalty * (a - b), of_upper, at_z, at_y)
@@ -250,7 +250,7 @@ def public_penalty_gradient(
 def shortened_in_x(
     problem: BilevelProblem, descent: Descent, gradient: PyTree, x: PyTree, y: PyTree
 ) -> PyTree:
-    """Return the direction of x, shortened if a step overshoots the upper public term.
+    """Return `gradient`, shortened if a step in x overshoots the upper public term.
 
     Privacy:
         Post-processing of released values, `y` among them: free.
@@ -267,7 +267,7 @@ def rows_of_steps(
     steps: Mapping[str, Any],
     penalty: Number | None = None,
 ) -> tuple[ForecastRow, ...]:
-    """Return `ForecastRow`s for steps in y that overshoot the public terms.
+    """Return at most two `ForecastRow`s: the steps in y that overshoot most, if any.
 
     `steps` are solvers of one level or `Descent`s, by name; those without a `step_size`
     have no row. The level is the penalized one, or the lower one without a penalty. As

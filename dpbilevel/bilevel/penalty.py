@@ -138,7 +138,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
 
     @property
     def inner_solvers(self) -> tuple[AbstractSolver, AbstractSolver]:
-        """Solvers of the lower and of the penalized problem, without noise."""
+        """Pair of lower and penalized problem's solvers, before calibration."""
         penalized = self.penalized_inner
         return self.inner, self.inner if penalized is None else penalized
 
@@ -199,7 +199,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
         return total.repeat(self.num_steps)
 
     def ledgers(self, problem: BilevelProblem, sizes: Sizes) -> tuple[Ledger, ...]:
-        """Return the ledgers of one step: both inner solves and the outer gradient."""
+        """Return a step's ledgers: lower solve, penalized solve, outer gradient."""
         of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, None)
         outer = () if noise is None else (self._outer(problem, noise, sizes),)
@@ -226,7 +226,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        r"""Return `ForecastRow`s with the inner solutions' noise in the hypergradient.
+        r"""Return `ForecastRow`s: noise of inner solutions, and overshooting steps.
 
         $K$ gradient steps with noise of standard deviations $s_y$ and $s_z$ per
         coordinate add about $\eta \sqrt{K d_y (s_y^2 + s_z^2)}$ to $z - y$. The term $f
@@ -270,7 +270,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
         return of_lower, of_penalized, part(outer) if meets_x else None
 
     def _levels(self, problem: BilevelProblem, x: PyTree) -> tuple[Level, Level]:
-        """Return the lower and the penalized `Level` at `x`.
+        """Return the pair of one-level problems in y at `x`: lower and penalized.
 
         The queries of neither depend on `x`.
         """
@@ -280,7 +280,7 @@ class PenaltyBilevel(PlannedPenalty, AbstractIterative[BilevelProblem, _State]):
     def _outer(
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
     ) -> Release:
-        """Return the `Release` of the outer gradient, made once a step."""
+        """Return a step's planned `Release` of the gradient in x; reads no data."""
         clip_norms = Levels(
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,

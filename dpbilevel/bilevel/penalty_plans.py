@@ -52,7 +52,7 @@ class PenaltyTheorem:
         initial_gap: float,
         population: bool,
     ) -> Self:
-        """Return a `PenaltyTheorem` for a problem, from checked arguments."""
+        """Check the arguments; return the `PenaltyTheorem` of the problem."""
         _checks.count(owner, dimension_x=dimension_x, dimension_y=dimension_y)
         _checks.positive(owner, initial_gap=initial_gap)
         constants: Any = problem.constants
@@ -67,16 +67,16 @@ class PenaltyTheorem:
 
     @property
     def smoothness(self) -> float:
-        r"""Smoothness $\ell \kappa^3$ of the penalized hyper-objective."""
+        """Smoothness of the penalized hyper-objective: ell times kappa cubed."""
         return self.constants.ell * self.constants.kappa**3
 
     @property
     def outer_lipschitz(self) -> float:
-        r"""Bound $\ell \kappa$ on one record's part of the outer gradient."""
+        """Bound on one record's part of the gradient in x: ell times kappa."""
         return self.constants.ell * self.constants.kappa
 
     def bound(self, solver: Any, problem: BilevelProblem) -> float:
-        r"""Return the proof's bound on the gradient mapping for any parameters.
+        r"""Return the theorem's bound on the gradient mapping for a solver's settings.
 
         $$\frac{\ell \kappa^3}{\lambda} + \sqrt{\frac{\Delta}{\eta T}} + \sigma
         \sqrt{d_x} + \lambda \kappa\, \sigma_{in} \sqrt{d_y} + \ell \kappa
@@ -106,7 +106,7 @@ class PenaltyTheorem:
     def noise_terms(
         self, solver: Any, problem: BilevelProblem
     ) -> tuple[float, float, float]:
-        """Return the bound's noise terms: lower, penalized and outer releases."""
+        """Return the bound's three noise terms: lower, penalized, outer releases."""
 
         def averaged_std(ledger: Ledger) -> float:
             releases: Any = ledger.releases
@@ -125,13 +125,13 @@ class PenaltyTheorem:
 
     @property
     def everywhere(self) -> float:
-        r"""Bound $L_0^f (1 + L_1^g / \mu_g)$ on the length of every hypergradient."""
+        """Bound on the norm of the hypergradient at every x, from the constants."""
         c = self.constants
         return c.upper_lipschitz * (1 + c.lower_smoothness / c.strong_convexity)
 
     @property
     def least_penalty(self) -> tuple[float, str]:
-        """Least penalty that the lemmas of the proof admit, and its name."""
+        """Pair: the least penalty that the proof admits, and its formula as text."""
         c = self.constants
         lipschitz = c.upper_lipschitz / c.lower_lipschitz
         smoothness = c.upper_smoothness / c.lower_smoothness
@@ -182,7 +182,7 @@ class PlannedPenalty:
         population: bool = False,
         **fields: Any,
     ) -> Self:
-        r"""Return a solver on full batches with the least `bound`.
+        r"""Return a full-batch solver whose parameters minimize the `bound`.
 
         The least bound is not the least error: steps are as short as the worst problem
         needs, and longer ones without a bound are often better.
@@ -243,7 +243,7 @@ class PlannedPenalty:
         initial_gap: float,
         population: bool = False,
     ) -> float:
-        r"""Return the theorems' bound on a calibrated solver's gradient mapping.
+        r"""Return the theorems' bound on the gradient mapping's norm at the answer.
 
         It bounds the norm of the gradient mapping at the answer, up to absolute
         constants and logarithms, with the noise of the plan. It takes for granted that
@@ -282,7 +282,7 @@ class PenaltyPlanner:
 
     @property
     def common(self) -> Fields:
-        """Fields of the planned solver that do not depend on the sizes."""
+        """Dict of the planned solver's fields that do not depend on the sizes."""
         return {
             "step_size": 1 / self.theorem.smoothness,  # eta
             "clip_norm": self.theorem.outer_lipschitz,
@@ -291,7 +291,7 @@ class PenaltyPlanner:
         }
 
     def kept(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
-        """Return the planned solver for the sizes; refuse one with a trivial bound."""
+        """Return the planned solver; raise unless its bound is below the trivial one."""
         _checks.instance(self.owner, PrivacyBudget, budget=self.budget)
         self.problem.check_sizes(self.owner, sizes)
         theorem, records = self.theorem, min(sizes.upper, sizes.lower)
@@ -318,7 +318,7 @@ class PenaltyPlanner:
         return planned
 
     def least(self, inner: Inner | None, sizes: Sizes, noise: Gaussian) -> Fields:
-        """Return the solver's fields with the least bound, as derived at `tuned`."""
+        """Return a dict of steps, penalty, split and inner: those of least bound."""
         theorem = self.theorem
         relation = noise.neighbours
         simple = NoisyGD(1, theorem.constants.lower_lipschitz, 1.0, neighbours=relation)
@@ -357,7 +357,7 @@ class PenaltyPlanner:
         return chosen
 
     def descent(self, penalty: float, error: float) -> NoisyGD:
-        """Return inner gradient descent whose bias adds at most `error` to the bound.
+        """Return the inner `NoisyGD`; its default steps leave a bias within `error`.
 
         It does so after half of its steps; the others are averaged against the noise.
         From anywhere in the set of solutions, on g + f / penalty, whose curvature is at
@@ -372,7 +372,7 @@ class PenaltyPlanner:
         return NoisyGD(*given, output=TailMean(0.5))
 
     def localized(self, sizes: Sizes, steps: int, penalty: float) -> Fields:
-        """Return the fields of both inner `LocalizedGD`.
+        """Return a dict of `inner` and `penalized_inner`, both `LocalizedGD`.
 
         The first outer step starts anywhere in the set of solutions. Later ones start
         within the last solve's error and the way that the solution has moved.

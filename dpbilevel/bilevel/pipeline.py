@@ -66,7 +66,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
     @property
     def parts(self) -> tuple[AbstractSolver, ...]:
-        """Solvers of the stages, bound to the sizes."""
+        """Tuple of the stages' solvers, each with the planned sizes."""
         parts = (getattr(self, name) for name in self.stages)
         return tuple(part.with_sizes(self.sizes) for part in parts)
 
@@ -97,7 +97,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return the `ForecastRow`s of the stages that solve the bilevel problem."""
+        """Return a tuple of `ForecastRow`s: those of the bilevel stages."""
         parts = (getattr(self, n).with_sizes(self.sizes) for n in self._bilevel_stages)
         rows = (part.forecast(problem, sizes, w0) for part in parts)
         return tuple(itertools.chain(*rows))
@@ -114,7 +114,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
 
 
 def with_prefix(name: str, dimensions: Mapping[str, int]) -> dict[str, int]:
-    """Return a stage's dimensions, with its name before those of releases."""
+    """Return the dict `dimensions` with "`name`: " in front of every key."""
     return {f"{name}: {release}": size for release, size in dimensions.items()}
 
 
@@ -145,7 +145,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
 
     @abc.abstractmethod
     def queries(self, name: str) -> Queries:
-        """Return the function that makes a stage's queries, before any stage ran."""
+        """Return a function from clip norm, sampling, sizes to a stage's queries."""
 
     @abc.abstractmethod
     def objective(
@@ -167,7 +167,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         """Return the pair (x, y) after a stage."""
 
     def stage_solver(self, name: str, outputs: Outputs) -> AbstractSolver:
-        """Return the solver of a stage."""
+        """Return a stage's solver, a numeric step size times `step_factor`."""
         solver = getattr(self, name).with_sizes(self.sizes)
         factor = self.step_factor(name, outputs)
         step_size: Any = getattr(solver, "step_size", None)
@@ -176,7 +176,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return dataclasses.replace(solver, step_size=factor * step_size)
 
     def step_factor(self, name: str, outputs: Outputs) -> Array | None:
-        """Return the factor of a stage's numeric step size, or `None`."""
+        """Return a factor for a stage's numeric step size; by default `None`."""
         return None
 
     @override
@@ -190,7 +190,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         """Refuse problems that the pipeline does not solve; by default none."""
 
     def _zeros(self, w0: PyTree) -> Outputs:
-        """Return zeros by stage, each of the shape of the stage's initial point."""
+        """Return a dict by stage of zeros shaped like the stage's initial point."""
         outputs = {}
         for name in self.stages:
             outputs[name] = optax.tree.zeros_like(self.start(name, w0, outputs))
@@ -218,7 +218,7 @@ class AbstractPipeline(AbstractStages[PipelineState]):
         return inner_solve(level, solver, data, start, key=keys[name])
 
     def for_stage(self, name: str) -> Self:
-        """Return the pipeline with the settings of one stage alone; by default itself.
+        """Return the pipeline with only one stage's settings; by default itself.
 
         A subclass may replace settings that the stage does not read, so that pipelines
         which differ in these alone share a compiled program.
@@ -308,7 +308,7 @@ class OneLevel(AbstractPipeline):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return `ForecastRow`s if steps overshoot the public terms at the given x."""
+        """Return the `ForecastRow`s of `model` on its objective at the given x."""
         objective = self.with_sizes(sizes).objective(MODEL, problem, w0, {})
         level = levels.Level(problem, levels.queries_of(self.reads), objective)
         return self.model.forecast(level, sizes, w0[1])

@@ -1,4 +1,4 @@
-"""Two-level problems and their data."""
+"""Bilevel problem: losses of both levels, sets, and checks of its data."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -109,7 +109,7 @@ class BilevelProblem(AbstractProblem):
         return dataclasses.replace(bare, constants=constants.on_records_of(bare))
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
-        """Return the problem with `x_in_records` decided by tracing its functions.
+        """Check the arguments; return a copy with `x_in_records` found by tracing.
 
         Raises:
             TypeError: As in `check`.
@@ -118,7 +118,7 @@ class BilevelProblem(AbstractProblem):
         return dataclasses.replace(self, x_in_records=self._checked(w0, data))
 
     def check(self, w0: PyTree, data: Levels) -> None:
-        """Check shapes, scalar losses and the claim about `x_in_records`.
+        """Raise unless shapes fit, losses are scalars, and reads of x are declared.
 
         Raises:
             TypeError: `data` is not `Levels`.
@@ -133,7 +133,7 @@ class BilevelProblem(AbstractProblem):
             )
 
     def _checked(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
-        """Check shapes; return the levels whose losses read x, by tracing."""
+        """Check shapes and losses; return a tuple of the levels that read x."""
         self.check_people(data, _natural_people(data))
         records = {}
         for role in LEVELS:  # an empty level is fine: its number may be private
@@ -154,7 +154,7 @@ class BilevelProblem(AbstractProblem):
         return tuple(k for k, loss in losses if reads_first(loss, *w0, records[k]))
 
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        """Return the `Sizes`; shared levels are `"shared"`, others `"overlapping"`.
+        """Return `Sizes`: records per level, and `people`, by default from the data.
 
         Raises:
             TypeError: `data` is not `Levels`.

@@ -97,12 +97,12 @@ class Refitted(AbstractStages[_State]):
         return _State(inner, y, SkippedUpdates(count), state.t + 1)
 
     def _penalty(self, sizes: Sizes | None) -> float | None:
-        """Return the penalty of the refit, or `None` for the lower level alone."""
+        """Return lower over upper record count, or `None` for a lower refit."""
         return levels.equal_weights(sizes) if self.refit_reads == "both" else None
 
     @override
     def released(self, state):
-        """Return the search's x, and y: that of the search until the refit's."""
+        """Return the pair of the search's x and the latest y, search or refit."""
         return self.search.released(state.search)[0], state.y
 
     @override
@@ -111,7 +111,7 @@ class Refitted(AbstractStages[_State]):
 
     @override
     def answer(self, problem, state):
-        """Return the x of the search, and the y of the refit."""
+        """Return the pair of the search's answer for x and the refit's y."""
         return self.search.answer(problem, state.search)[0], state.y
 
     @override
@@ -127,7 +127,7 @@ class Refitted(AbstractStages[_State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return `ForecastRow`s of the search, and of overshooting refit steps."""
+        """Return `ForecastRow`s of the search and of refit steps that overshoot."""
         steps, penalty = {REFIT: self.refit}, self._penalty(sizes)
         search = self.search.with_sizes(self.sizes).forecast(problem, sizes, w0)
         return (*search, *levels.rows_of_steps(problem, w0, steps, penalty))
@@ -186,7 +186,7 @@ class LowerFirst(AbstractPipeline):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return `ForecastRow`s if steps overshoot the public terms."""
+        """Return a tuple of `ForecastRow`s: steps that overshoot public terms."""
         of_lower = levels.rows_of_steps(problem, w0, {LOWER: self.lower})
         in_x = levels.row_in_x(problem, getattr(self.upper, "step_size", 0.0), w0)
         return (*of_lower, *in_x)
@@ -201,7 +201,7 @@ class LowerFirst(AbstractPipeline):
 
     @override
     def check_problem(self, problem, w0=None):
-        """Refuse lower levels that read x, by declaration and tracing.
+        """Raise `ValueError` if the lower level reads x; needs `w0` to trace it.
 
         Raises:
             ValueError: The solution of the lower level depends on x.
@@ -215,7 +215,7 @@ class LowerFirst(AbstractPipeline):
 
 
 def lower_ignores_x(problem: BilevelProblem, w0: PyTree) -> bool:
-    """Return whether the lower level reads no x, by declaration and tracing."""
+    """Return whether neither lower losses nor the lower public term read x."""
     public = problem.lower_public
     return not (
         problem.reads_x(LOWER) or (public is not None and reads_first(public, *w0))

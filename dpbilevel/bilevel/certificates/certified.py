@@ -111,7 +111,7 @@ class Adapted(AbstractCertificate):
 
 @dataclasses.dataclass(frozen=True)
 class HypergradientQuery(AbstractCertifiedQuery):
-    r"""The hypergradient, with the sensitivity that constants prove.
+    r"""Query of the hypergradient, with the sensitivity that constants prove.
 
     $$\bar\nabla F(x, y) = \nabla_x F - \nabla_{xy} G\, v, \qquad \nabla_{yy} G\, v
     \approx \nabla_y F, \qquad y \approx y^*(x),$$
@@ -124,12 +124,12 @@ class HypergradientQuery(AbstractCertifiedQuery):
     clipped; see `Adapted`. A contribution has the public term of the upper level.
 
     Privacy:
-        One query. Its sensitivity under replace-one is `hypergradient_sensitivity` at
-        the point, and on the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of
-        the smaller role's each. It rests on the certificate and, for rounding, on
-        per-record derivatives that are exact to 32 units of roundoff; with `clip_norm`
-        what upper records are charged rests on clipping alone. $y$ and $v$ are not
-        private and are not returned.
+        One query. Its sensitivity under replace-one is `hypergradient_sensitivity`.
+        Without a clip each role's grows by $\sqrt{d_x}$ grid steps on the grid; a step
+        is at most $2^{-24}$ of the smaller role's. It rests on the certificate and, for
+        rounding, on derivatives exact to 32 units of roundoff. With `clip_norm` what
+        upper records are charged rests on clipping alone. $y$ and $v$ are not private
+        and are not returned.
     """
 
     problem: BilevelProblem
@@ -159,7 +159,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 
     @override
     def read(self, point, data, *, precision, key, index=None) -> Bounded:
-        """Return the hypergradient at a point, a `Bounded` with its sensitivity there.
+        """Return a `Bounded`: the noiseless hypergradient at a point, its sensitivity.
 
         The point is the upper variable, released, and where the lower solve starts
         after projection onto the ball that holds all lower solutions: public or already
@@ -201,7 +201,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
 def _rounded(
     value: PyTree, shares: Levels, precision: Precision
 ) -> tuple[Bounded, Levels]:
-    """Return a hypergradient as a `Bounded`, and sensitivities with its rounding."""
+    """Return a hypergradient as `Bounded`, and sensitivities with its grid rounding."""
     if precision == "grid":
         least = jnp.minimum(shares.upper, shares.lower)
         rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
@@ -215,8 +215,8 @@ def _with_lower(
 ) -> tuple[Bounded, Levels]:
     r"""Return a clipped mean with the lower records' bound, and both sensitivities.
 
-    Lower records move what every upper record counts for, and so all roundings of a
-    grid: each of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
+    A lower record changes every upper record's contribution, so on the grid every one
+    may round differently: by at most $\sqrt{d_x} 2^{-24} C / n_f$ in each data set.
     """
     nothing = optax.tree.zeros_like(x)
     lower = shares.lower
@@ -230,9 +230,9 @@ def _with_lower(
 def certificate_of(
     problem: BilevelProblem, clip_norm: float | None = None
 ) -> AbstractCertificate:
-    """Return the problem's certificate, checked, and adapted to `clip_norm` if given.
+    """Return the problem's certificate, adapted to people and `clip_norm`, or raise.
 
-    Raises `ValueError` if there is none, it is for other functions, or y has a set.
+    A `ValueError` says that there is none, it does not fit, or y has a set.
     """
     if not isinstance(problem.constants, AbstractCertificate):
         none = problem.constants is None
@@ -264,7 +264,7 @@ class LowerLevel(NamedTuple):
     counts: sensitivities.StepCounts
 
     def hypergradient(self) -> PyTree:
-        """Return the hypergradient as a plain pytree, not sealed. NON-PRIVATE."""
+        """Return the hypergradient, cut to its bound, 0 if not finite. NON-PRIVATE."""
         means, y, solve = self._solved()
         direct, right = means.upper(self.x, y)  # the right-hand side of the system
         lower_x = functools.partial(means.lower_x, self.x)
@@ -275,7 +275,7 @@ class LowerLevel(NamedTuple):
         return Ball(self.bounds.gradient).project(value)  # the ball of the exact one
 
     def upper_contribution(self) -> Callable[[PyTree], PyTree]:
-        r"""Return a function: an upper record's part of the hypergradient. NON-PRIVATE.
+        r"""Return a function of an upper record: its hypergradient part. NON-PRIVATE.
 
         $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
         G$, the derivative of the lower solution. As Chebyshev's steps apply a
@@ -304,7 +304,7 @@ class LowerLevel(NamedTuple):
         return fun
 
     def _solved(self) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
-        """Return the `Means`, the lower solution, and a solver for its Hessian."""
+        """Return `Means`, lower solution, and its inverse Hessian as a function."""
         ball = Ball(self.bounds.solution_radius)
         spectrum = self.bounds.spectrum
         means = Means(self.problem, self.data, self.sizes)

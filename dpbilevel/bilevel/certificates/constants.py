@@ -51,12 +51,12 @@ class Constants:
 
     @property
     def ell(self) -> float:
-        r"""Largest constant $\ell$, the strong convexity left out."""
+        """Largest of the constants, the strong convexity left out."""
         return max(v for name, v in vars(self).items() if name != "strong_convexity")
 
     @property
     def kappa(self) -> float:
-        r"""The condition number $\kappa = \ell / \mu_g$."""
+        """Condition number: `ell` over `strong_convexity`."""
         return self.ell / self.strong_convexity
 
 
@@ -104,7 +104,7 @@ class AbstractCertificate(abc.ABC):
         """Raise `ValueError` if the certificate is visibly for another problem."""
 
     def on_records_of(self, problem: Any) -> "AbstractCertificate":
-        """Return the certificate for a problem's records: people, or rows again.
+        """Return the certificate for rows; by default raise for records of people.
 
         Args:
             problem: The problem, without a certificate.
@@ -127,7 +127,7 @@ class AbstractCertificate(abc.ABC):
     @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions, as sentences of the privacy report."""
+        """Tuple of sentences for the report: what the guarantee assumes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,12 +219,12 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def upper_total(self) -> float:
-        r"""$\bar L = L_{fx} + \beta_{gxy} L_{fy} / \mu_g \ge \|\nabla \Phi\|$."""
+        """Bound on the hypergradient's norm at every x, from the constants."""
         return self.upper_x + self.lower_xy * self.upper_y / self.strong_convexity
 
     @property
     def error_constant(self) -> float:
-        r"""Constant $C$: the hypergradient at $y$ is off by $C \|y - y^*\|$.
+        r"""Bound on the hypergradient's error per distance of y from the solution.
 
         $$C = \beta_{fxy} + \frac{\beta_{fyy} \beta_{gxy}}{\mu} + L_{fy} \Bigl(
         \frac{C_{gxy}}{\mu} + \frac{C_{gyy} \beta_{gxy}}{\mu^2} \Bigr).$$
@@ -238,7 +238,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def sensitivity_constant(self) -> float:
-        r"""$K$: the paper's sensitivity is $4 K / n$; ours at most $K / n$.
+        r"""Paper's $K$: its sensitivity for n records is 4 K / n; ours up to K / n.
 
         $$K = 2 \Bigl[ \frac{\beta_{fxy} L_{gy}}{\mu} + 2 \bar L + \frac{\beta_{gxy}
         \beta_{fyy} L_{gy}}{\mu^2} + \frac{L_{fy} C_{gxy} L_{gy}}{\mu^2} + \frac{L_{fy}
@@ -263,7 +263,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def smoothness(self) -> float:
-        r"""Lipschitz constant $\beta_\Phi$ of the hypergradient $\nabla \Phi$.
+        r"""Bound on the Lipschitz constant of the hypergradient in x.
 
         $$\beta_\Phi = \beta_{fxx} + \frac{2 \beta_{fxy} \beta_{gxy}}{\mu} +
         \frac{\beta_{gxy}^2 \beta_{fyy}}{\mu^2} + \frac{L_{fy} \beta_{gxy}}{\mu^2}
@@ -321,7 +321,7 @@ class SecondOrderConstants(AbstractCertificate):
         )
 
     def check(self, problem: Any) -> None:
-        """Refuse other functions than `terms`, and spreads without public terms.
+        """Raise unless functions are `terms` and spreads fit the public terms.
 
         A spread that is smaller than the whole needs `per_record` beside public terms.
         """
@@ -347,7 +347,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """One sentence that lists every declared constant."""
+        """Tuple of one sentence, which lists every declared constant."""
         declared = ", ".join(f"{k} = {v:.6g}" for k, v in self._numbers().items())
         also = ", of single records too" if self.per_record else ""
         start = "declared for every possible record and all x of the set"

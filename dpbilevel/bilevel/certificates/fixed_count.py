@@ -33,7 +33,7 @@ class Spectrum:
 
     @property
     def condition_number(self) -> Number:
-        r"""Condition number $\kappa = \beta / \mu$, rounded up to stay above 1."""
+        """Condition number: 1.001 times `largest` over `smallest`."""
         return _APART * self.largest / self.smallest
 
     def accelerated_gradient(
@@ -78,7 +78,7 @@ class Spectrum:
         return jax.lax.fori_loop(0, num_steps, step, (start, start, w))[1]
 
     def accelerated_error(self, distance: Number, num_steps: int) -> Number:
-        r"""Return a bound on the error $\|z_k - z^*\|$ of `accelerated_gradient`.
+        r"""Return a bound on the distance of `accelerated_gradient` from the minimizer.
 
         It is $D / \cosh((k + 1) \operatorname{artanh} \kappa^{-1/2})$, with
         `distance` $D \ge \|z_0 - z^*\|$ and `num_steps` $k \ge 1$.
@@ -106,9 +106,9 @@ class Spectrum:
     def chebyshev(
         self, matvec: Callable[[PyTree], PyTree], b: PyTree, num_steps: int
     ) -> PyTree:
-        r"""Solve $A v = b$ by a fixed number of steps of Chebyshev's iteration.
+        r"""Return an approximate $v$ with `matvec(v)` = `b`, by Chebyshev steps.
 
-        A fixed polynomial of the symmetric $A$ times $b$, the best one for a spectrum
+        A fixed polynomial of the symmetric matrix $A$, times $b$; best for a spectrum
         in $[\mu, \beta]$, by exactly $m$ products. $\|v - A^{-1} b\| \le$
         `chebyshev_error` $\cdot \|A^{-1} b\|$, in the Euclidean norm as in $\|v\|_A =
         \sqrt{v^T A v}$.
@@ -136,9 +136,9 @@ class Spectrum:
         return jax.lax.fori_loop(0, num_steps, step, state)[0]
 
     def chebyshev_error(self, num_steps: int) -> Number:
-        r"""Return the bound $2 q^m$ on the relative error of `chebyshev`.
+        r"""Return a bound on the relative error of `chebyshev` after its steps.
 
-        Here $q = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ and $m$ is `num_steps`.
+        It is $2 q^m$ with $q = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ and $m$ steps.
         """
         root = self.condition_number**0.5
         return 2 * ((root - 1) / (root + 1)) ** num_steps
@@ -190,13 +190,13 @@ class Bounds:
 
     @property
     def spectrum(self) -> Spectrum:
-        """`Spectrum` that holds the eigenvalues of $H$."""
+        """`Spectrum` that holds the eigenvalues of the lower Hessian."""
         return Spectrum(self.strong_convexity, self.smoothness)
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    r"""A public diagonal $M$ in which the lower level is better conditioned."""
+    """Public diagonal $M$, a scaling of y that improves the lower conditioning."""
 
     diagonal: PyTree  # positive, like y
     least: Any  # its least entry

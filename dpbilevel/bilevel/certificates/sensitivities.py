@@ -48,7 +48,7 @@ class StepCounts:
 
 @functools.lru_cache
 def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
-    r"""Return the least `StepCounts` with errors of at most 1 % of the sensitivities.
+    r"""Return `StepCounts` whose errors add at most 1 % to the sensitivities' sum.
 
     An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
     Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
@@ -82,7 +82,7 @@ def hypergradient_sensitivity(
     x: PyTree | None = None,
     dimensions: tuple[int, int] = (1, 1),
 ) -> Levels:
-    r"""Return how far one replaced record of each level moves the hypergradient.
+    r"""Return `Levels`: bounds on how far a replaced record moves the hypergradient.
 
     $S_r + 2 (C \alpha + c \tau + \omega)$ with $\alpha$ and $\tau$ what the fixed
     numbers of steps guarantee at this $x$, and $\omega$ a bound on floating-point
@@ -137,7 +137,7 @@ def check_dtype(
 def ledger_sensitivity(
     certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
 ) -> Levels:
-    r"""Return the sensitivities that a ledger lists: the largest ones over all x.
+    """Return `Levels` of the sensitivities that a ledger lists, the worst over x.
 
     Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and
     the dtype are known. If the sensitivities vary with $x$, each by its own factor,
@@ -156,7 +156,7 @@ def ledger_sensitivity(
 def multiple_of_ratios(
     certificate: AbstractCertificate, sizes: Sizes, shares: Levels
 ) -> tuple[Levels, Any]:
-    """Return the ratios of the levels' sensitivities, and their common factor.
+    """Return (ratios, factor to cover `shares`) for disjoint people, else (shares, 1).
 
     For disjoint people `role_ratios` and the least factor that makes them as large as
     the shares, what a record of each level changes at some $x$; the shares themselves
@@ -171,7 +171,7 @@ def multiple_of_ratios(
 
 
 def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
-    """Return `Levels` of the sensitivities, of which only the ratio is used."""
+    """Return `Levels` in the ratio of the sensitivities; equal if these vary in x."""
     bounds = certificate.bounds(sizes)
     error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
@@ -184,7 +184,7 @@ def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
 
 
 def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
-    """Return how far both inexact solves move the hypergradient."""
+    """Return a bound on how far both inexact solves move the hypergradient."""
     spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
     lower = spectrum.accelerated_error(radius, counts.lower)
     linear = spectrum.chebyshev_error(counts.linear) * bounds.upper_gradient
@@ -194,7 +194,7 @@ def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
 def hypergradient_error(
     certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
 ) -> Number:
-    """Return how far solves and rounding move a hypergradient that is not clipped."""
+    """Return a bound on an unclipped hypergradient's error: solves and rounding."""
     bounds, steps = certificate.bounds(sizes), step_counts(certificate, sizes)
     return solve_error(bounds, steps) + rounding_error(bounds, sizes, dtype)
 
@@ -202,7 +202,7 @@ def hypergradient_error(
 def rounding_error(
     bounds: Bounds, sizes: Sizes, dtype: DTypeLike, dimensions: tuple[int, int] = (1, 1)
 ) -> Number:
-    """Return how far rounding moves the hypergradient, to first order.
+    """Return a first-order bound on how far rounding moves the hypergradient.
 
     As derived at `hypergradient_sensitivity`.
     """
@@ -224,7 +224,7 @@ def rounding_error(
 
 
 def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
-    """Return how far rounding moves a computed lower solution, to first order."""
+    """Return a first-order bound on how far rounding moves the lower solution."""
     gradient = _mean_rounding(bounds, sizes, dtype) * bounds.lower_gradient
     gradient += 100 * unit_roundoff(dtype) * bounds.smoothness * bounds.solution_radius
     return 2 * gradient / bounds.strong_convexity
@@ -238,14 +238,14 @@ def _mean_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> float:
 
 
 def units_of(problem: AbstractProblem) -> int:
-    """Return the largest number of roundings assumed in one record's value."""
+    """Return the roundoff units granted to one record's value: 32 plus its rows."""
     return UNITS + (0 if problem.unit is None else problem.unit.most_rows)
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
-    """Return the one dtype of all variables `w`, which the bound on rounding refers to.
+    """Return the one dtype of all variables `w`; raise unless float32 or float64.
 
-    Several are refused, and half precision.
+    The bound on rounding refers to it.
     """
     dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves(w)}
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
@@ -272,7 +272,7 @@ class Means:
         return _plus(optax.tree.zeros_like(x), self.problem.lower_public, 0, x, y)
 
     def lower_yx(self, x: PyTree, y: PyTree, direction: PyTree) -> PyTree:
-        r"""Return the second derivative $\nabla_{yx} G$ times a direction of `x`."""
+        """Return how the lower gradient in y changes along a direction of x."""
         lower_y = functools.partial(self.lower_y, y=y)
         if not self.problem.reads_x("lower"):
             zeros = optax.tree.zeros_like(y)
@@ -291,7 +291,7 @@ class Means:
         return _plus(mean, self.problem.lower_public, argument, x, y)
 
     def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        r"""Return the upper objective's gradients $\nabla_x F$ and $\nabla_y F$."""
+        """Return the pair of the upper objective's gradients in x and in y."""
 
         def gradients(total):
             return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
@@ -308,7 +308,7 @@ def _plus(mean: PyTree, public, argument: int, x, y) -> PyTree:
 
 
 def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
-    """Return the mean of a derivative, summed over chunks of records.
+    """Return a derivative summed over chunks of records, over the planned `size`.
 
     `derivative` maps `total(loss, x, y)`, the sum of a loss over the records of a
     chunk, to the derivative of that sum.
