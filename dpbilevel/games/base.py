@@ -48,9 +48,9 @@ class TheoremConstants:
     def of(
         cls, problem: AbstractVariationalInequality, dimension: int, records: int
     ) -> Self:
-        """Return the `TheoremConstants` of a problem that declares them.
+        """Return `TheoremConstants`; raise unless declared and the set is bounded.
 
-        The set must be bounded and have more than a point.
+        The set must have more than a point, too.
         """
         diameter = float(problem.w_set.diameter)
         if not 0 < diameter < math.inf:
@@ -72,16 +72,16 @@ class TheoremConstants:
 
     @property
     def largest_step(self) -> float:
-        r"""Largest step size of the extragradient theorems, $1 / (\sqrt3 L)$."""
+        """Largest step size of the extragradient theorems; infinite if L is 0."""
         return 1 / (math.sqrt(3) * self.lipschitz) if self.lipschitz else math.inf
 
     @property
     def scale(self) -> float:
-        r"""Unit of proximal strengths, $\max(M / D, L)$."""
+        """Unit of proximal strengths: bound / diameter, or `lipschitz` if larger."""
         return max(self.bound / self.diameter, self.lipschitz)
 
     def extragradient_gap(self, steps, step_size, batch, std):
-        r"""Bound the strong gap of extragradient steps on fresh batches.
+        r"""Return a bound on the strong gap of extragradient steps on fresh batches.
 
         $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
         \qquad \gamma \le \frac{1}{\sqrt3 L}.$$
@@ -96,7 +96,7 @@ class TheoremConstants:
         return self.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
 
     def extragradient_stability(self, steps, step_size, std):
-        r"""Bound how far one replaced record moves the answer, in expectation.
+        r"""Return a bound on how far one record moves the extragradient answer.
 
         $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M
         L}{n} \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L
@@ -113,7 +113,7 @@ class TheoremConstants:
         return steps * a_step + (moved + 2 * pull) * step_size
 
     def proximal_gap(self, rounds, strength, batch, std, accuracy):
-        r"""Bound the strong gap of inexact proximal point steps on fresh batches.
+        r"""Return a bound on the strong gap of proximal point steps on fresh batches.
 
         $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} +
         \lambda d \sigma^2 + M \sigma \sqrt{d / R},$$
@@ -131,7 +131,7 @@ class TheoremConstants:
         return start + sampled + noise + average
 
     def proximal_stability(self, rounds, strength, distance):
-        r"""Bound how far one replaced record moves the answer, in expectation.
+        r"""Return a bound on how far one record moves the proximal point answer.
 
         $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the `distance` of every
         inner solution from the exact one.
@@ -143,9 +143,9 @@ class TheoremConstants:
         return rounds * (moved + 2 * distance)
 
     def picard_steps(self, strength):
-        r"""Return the Picard steps $N = \lceil \log(2 n) / \log(\lambda / L) \rceil$.
+        r"""Return the Picard steps of a round for each strength, an integer array.
 
-        For $\lambda > L$.
+        They are $N = \lceil \log(2 n) / \log(\lambda / L) \rceil$, for $\lambda > L$.
         """
         if self.lipschitz == 0:
             return np.ones_like(strength, int)
@@ -154,7 +154,7 @@ class TheoremConstants:
 
 
 def cheapest(gap: np.ndarray, cost: np.ndarray) -> int:
-    """Return the index of the cheapest candidate with a gap near the least."""
+    """Return the flat index of the cheapest candidate within 5 % of the least gap."""
     return int(np.argmin(np.where(gap <= 1.05 * np.min(gap), cost, np.inf)))
 
 
@@ -166,7 +166,7 @@ def integers(most: int, count: int) -> np.ndarray:
 def estimated_multiplier(
     rate: np.ndarray, count: np.ndarray | int, budget: PrivacyBudget
 ) -> np.ndarray:
-    r"""Estimate noise multipliers by a central limit, to compare candidates only.
+    r"""Return rough noise multipliers by a central limit, to compare candidates.
 
     $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$ for $k$ releases on a fraction $q$ of records.
     """
@@ -182,7 +182,7 @@ def estimated_multiplier(
 class AbstractSaddleSolver(
     AbstractNoisySolver[AbstractVariationalInequality, State], AbstractIterative
 ):
-    r"""Solver with explicit bounds, which choose its parameters before any data.
+    r"""Solver of saddle points with bounds that choose its parameters without data.
 
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
@@ -326,14 +326,14 @@ class AbstractSaddleSolver(
         batch: float,
         std: float,
     ) -> tuple[Any, Any]:
-        """Bound the strong gap, and how far one record moves the answer."""
+        """Return bounds on the strong gap and on one record's effect on the answer."""
 
     @override
     def remembered(self, memory, w, *, before, t) -> PyTree:
-        """Return the output rule's memory after a step; later steps begin a round."""
+        """Return the output rule's memory; step numbers restart after `num_steps`."""
         return super().remembered(memory, w, before=before, t=t % self.num_steps)
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
-        """Return the clip norm over the problem's bound, if one is declared."""
+        """Return the clip norm over the problem's bound, `None` if undeclared."""
         bound = problem.bound
         return None if bound is None else self.clip_norm / bound

@@ -63,7 +63,7 @@ class BilinearGame(AbstractSaddleProblem):
     )
 
     def coefficients(self, record: PyTree) -> Coefficients:
-        """Return the coefficients of one record's payoff."""
+        """Return a record's (matrix, x term, y term); an absent term is `None`."""
         x_term, y_term = (term and term(record) for term in (self.x_term, self.y_term))
         return self.matrix(record), x_term, y_term
 
@@ -73,7 +73,7 @@ class BilinearGame(AbstractSaddleProblem):
 
 
 def payoff(coefficients: Coefficients, x: Array, y: Array) -> Scalar:
-    r"""Return $x^\top A y + b^\top x + c^\top y$, in the dtype of $x$.
+    """Return the payoff of `x` against `y` by its coefficients, in the dtype of `x`.
 
     Raises:
         ValueError: The shapes of coefficients and variables do not fit.
@@ -231,7 +231,7 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
 
     @override
     def release(self, problem, sizes) -> Release:
-        """Return the `Release` of the mean coefficients.
+        """Return the planned `Release` of the mean coefficients; reads no records.
 
         Raises:
             ValueError: Neither `clip_norm` nor `coefficient_bound` is given, or no
@@ -253,7 +253,7 @@ class NoisyPayoff(AbstractNoisySolver[BilinearGame, _State]):
 def solved(
     problem: BilinearGame, mean: Coefficients, price: Number, w: PyTree, num_steps: int
 ) -> tuple[Array, Array]:
-    r"""Return a saddle point of a public game with prices on the players' norms.
+    """Return an approximate saddle point (x, y) of a public game, norms priced.
 
     Each norm is replaced by a multiple of its square near zero, on norms below those
     of the simplex. The steps are extragradient steps of one over the curvature, in

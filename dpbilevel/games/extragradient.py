@@ -149,7 +149,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return Release(self.release_name, 1, (query,), noise, clip_ratio=ratio)
 
     def _operator(self, problem, data, w, index, *, key: PRNGKey) -> PyTree:
-        """Release the operator at `w` on a batch of its own, and add the public one."""
+        """Return the noisy operator of a new batch at `w`, plus the public one."""
         funs = {RECORDS: lambda record: problem.record_operator(w, record)}
         release = self.release(problem, self.sizes)
         released = release.apply(funs, data, key=key, index=index)
@@ -166,7 +166,7 @@ def _fields(constants, steps, step_size, sampling: AbstractSampling) -> Fields:
 
 
 def _best_step(constants: TheoremConstants, steps: Any, batch: Any, std: Any) -> Any:
-    r"""Return the step size $\gamma$ with the least bound on the strong gap."""
+    """Return the step sizes with the least bounds on the strong gap."""
     noise = constants.spread**2 / batch + constants.dimension * std**2
     best = constants.diameter / np.sqrt(3.5 * steps * noise)
     return np.minimum(best, constants.largest_step)
@@ -184,7 +184,7 @@ def _best_weak_step(constants, steps, batch, std) -> tuple[np.ndarray, np.ndarra
 
 
 class _Regularized(AbstractVariationalInequality):
-    r"""Game with the public operator $P(w) + \Lambda w - v$."""
+    """Game whose public operator gains `weight` times w, minus `target`."""
 
     game: AbstractVariationalInequality
     w_set: AbstractSet

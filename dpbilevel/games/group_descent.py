@@ -114,7 +114,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     numbers_batches: ClassVar[bool] = True
 
     def init(self, problem, w0) -> _State:
-        """Return the state at `w0`: the model projected, the weights as a mixture."""
+        """Return the state at `w0`, model and weights projected onto their sets."""
         x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept, memory = self.output.init((x, y)), Descent(1.0, problem.x_set).init(x)
         none = SkippedUpdates()
@@ -145,11 +145,11 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return state.x, state.y
 
     def adversary_view(self, state) -> PyTree:
-        """Return the model, the weights of the groups, and their released losses."""
+        """Return the model, the scaled group weights, and the noisy group losses."""
         return state.x, state.y, state.losses
 
     def release(self, problem, sizes) -> Release:
-        """Return the `Release` of gradient and losses, in units of their bounds.
+        """Return a step's planned `Release` of gradient and losses; reads no data.
 
         Raises:
             ValueError: No bound on losses or no step size is given or declared.
@@ -168,7 +168,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
     def _release_terms(
         self, problem: GroupGame, data, x, factors: Weights, *, index, key: PRNGKey
     ) -> tuple[PyTree, Weights]:
-        """Release the weighted gradient of the model and the losses of the groups."""
+        """Return the model's noisy weighted gradient and the noisy group losses."""
         half = self._bound(problem) / 2
         units = self._units
         relative, largest = self._relative_weights(factors)
@@ -207,7 +207,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State], AbstractIterative):
         return entropic_step(y, rate * payoffs, shares / total, rate * price)
 
     def _step_length(self, problem: GroupGame, x, largest: Number) -> Number:
-        r"""Return the model's step size $\eta_t$, given a record's largest weight."""
+        """Return the model's step size: as given, or by noise and smoothness."""
         if self.step_size is not None:
             return self.step_size
         assert problem.smoothness is not None
@@ -243,7 +243,7 @@ def _shares(problem: GroupGame, like: Array) -> Weights:
 def entropic_step(
     y: Weights, gain: Weights, shares: Weights, price: Float[Array, ""]
 ) -> Weights:
-    r"""Return weights after mirror ascent by entropy, with a price on large ratios.
+    r"""Return weights after an entropic step that prices the largest weight / share.
 
     $$\arg\max_{v \in \Delta}\ \langle g, v \rangle - \mathrm{KL}(v \,\|\, y) - c
     \max_j \frac{v_j^2}{q_j^2}, \qquad v_j \propto q_j \min(r_j, m), \quad r_j =

@@ -1,6 +1,6 @@
 r"""Games of a model against groups: learning that is fair to them, or robust.
 
-Constants of the group games. Let $p$ be the declared shares, $s$ the scale of $y$,
+Constants of the group games. Let $p$ be the shares, $y$ here the variable, of sum $s$,
 $c = \max_g 1 / p_g$, rows at most $R$ long and $x$ in a ball of radius $r$, so that
 margins are at most $m = r R$; and on $|t| \le m$ let $|\varphi'| \le p_1$, $\varphi''
 \le p_2$ and $\varphi \le \ell = \varphi_0 + m p_1$. One record of group $g$ has
@@ -41,16 +41,16 @@ ReadGroup = Callable[[PyTree], Int[Array, ""]]
 
 
 class GroupGame(AbstractSaddleProblem):
-    r"""Game of a model $x$ against weights $s y$ of groups.
+    r"""Game of a model against groups, by a second variable of `scale` times weights.
 
     Args:
         loss: $\ell(x, z)$, the loss of the model on one record. Static.
         shares: $p$, the declared shares of the groups. Static.
-        factors: $1 / (s p)$, the weights of losses per unit of $s y$. Static.
+        factors: $1 / (s p)$, the weights of losses per unit of the variable. Static.
         group: A function that reads the group of a record. Static.
         x_set: The set of models.
         y_set: The simplex of scale $s$.
-        public: The public term of $(x, s y)$. Static.
+        public: The public term of $(x, s y)$, with a mixture $y$ of groups. Static.
         lipschitz, bound, public_lipschitz, public_bound: As in `SaddleProblem`. Static.
         smoothness: $\beta$, declared: a Lipschitz constant of $\nabla_x \ell$ for every
             possible record. Static.
@@ -69,11 +69,11 @@ class GroupGame(AbstractSaddleProblem):
 
     @property
     def scale(self) -> Any:
-        """Scale $s$, the sum of the second variable."""
+        """Scale: the sum of the second variable's entries."""
         return _checks.number(self.y_set.scale)
 
     def fun(self, x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
-        """Return the weighted loss of a record; zero if its group is not listed."""
+        """Return a record's weighted loss, 0 for other groups; `y` sums to `scale`."""
         if jnp.shape(y) != (len(self.shares),):
             k = len(self.shares)
             raise ValueError(
@@ -128,7 +128,7 @@ def group_fair(
     otherwise that times the ratio of true to declared fraction. At $y = p$ the first
     player sees the mean loss of all records, which makes it a good start.
 
-    The variable of the problem is $s y$ on the simplex of scale $s$: see
+    The argument `y` of functions is $s y$, on the simplex of scale $s$: see
     `group_weights`. Clipping and noise are joint over $(x, s y)$, in whose units a
     record's part for $y$ is $\ell / (s p_g)$: a larger scale leaves more of the clip
     norm to the model and makes the weights slower, by $s^2$, and noisier, by $s$.
@@ -233,7 +233,7 @@ def group_weights(problem: GroupGame, y: Float[Array, " k"]) -> Float[Array, " k
 
     Args:
         problem: A game of `group_fair` or `group_robust`.
-        y: The second variable, with any leading axes.
+        y: The second variable, $s y$ in the formulas, with any leading axes.
 
     Raises:
         TypeError: The problem is no group game, or `y` is no array of numbers.
@@ -250,7 +250,7 @@ def group_weights(problem: GroupGame, y: Float[Array, " k"]) -> Float[Array, " k
 def group_start(
     problem: GroupGame, x: PyTree, shares: Sequence[float]
 ) -> tuple[PyTree, Float[Array, " k"]]:
-    r"""Return the initial point $(x, s p)$, whose first step is one on the mean loss.
+    """Return the initial pair: `x`, and the shares as the second variable.
 
     Args:
         problem: A game of `group_fair` or `group_robust`.

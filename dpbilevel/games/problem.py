@@ -1,4 +1,4 @@
-"""Saddle points and variational inequalities of a mean operator over records."""
+"""Problem classes of saddle points and variational inequalities over records."""
 
 import abc
 from collections.abc import Callable
@@ -52,14 +52,14 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
 
     @abc.abstractmethod
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
-        """Return $F_i(w)$ of one record, a pytree like `w`."""
+        """Return one record's operator at `w`, a pytree like `w`."""
 
     @abc.abstractmethod
     def public_operator(self, w: PyTree) -> PyTree:
-        """Return $P(w)$ without noise or budget; zeros without a public term."""
+        """Return the public operator at `w`, no noise; zeros without a public term."""
 
     def saturated_operator(self, w: PyTree) -> Callable[[PyTree], PyTree]:
-        """Return a function from a record to $F_i(w)$, with finite values for infinity.
+        """Return a function from record to operator at `w`, infinities made finite.
 
         An operator that overflows then counts in its direction, as a large one does. A
         clipped contribution is nonexpansive in the operator. The point is released, or

@@ -36,7 +36,7 @@ from .resolvents import OWNER, Resolvent
 
 @dataclasses.dataclass(frozen=True)
 class ResolventQuery(AbstractCertifiedQuery):
-    r"""Approximate resolvent of a batch's operator, with its sensitivity.
+    """Query of the approximate resolvent of a batch's operator, and its sensitivity.
 
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
@@ -60,7 +60,7 @@ class ResolventQuery(AbstractCertifiedQuery):
         return Costs((query,), resolvent.basis, reach)
 
     def read(self, point, data, *, precision, key, index=None) -> clipping.Bounded:
-        """Compute the resolvent at a released point of the set, as a `Bounded`.
+        """Return a `Bounded`: a batch's resolvent at a released point, no noise yet.
 
         Records are read in the dtype of the point; one with an entry that is not finite
         contributes zero.
@@ -93,7 +93,7 @@ def approximate_resolvent(
     centre: PyTree,
     precision: clipping.Precision = "float",
 ) -> PyTree:
-    """Return a batch's approximate resolvent, not sealed. NON-PRIVATE."""
+    """Return a batch's resolvent, or `centre` if it is not finite. NON-PRIVATE."""
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)
@@ -123,7 +123,7 @@ def _public(problem, u: PyTree) -> PyTree:
 
 
 def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
-    r"""Iterate $u^{j+1} = \Pi_W(v - (F_B(u^j) + P(u^j)) / \lambda)$ from $u^0 = v$."""
+    """Return the point after the fixed number of Picard steps from `centre`."""
     project = resolvent.problem.w_set.project
 
     def step(_, u):
@@ -258,7 +258,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return Basis.CLIPPED if self.inner_steps == 1 else Basis.CONSTANTS
 
     def init(self, problem, w0) -> _State:
-        """Return the state at `w0`, projected; refuse one coarser than planned."""
+        """Return the state at `w0`, projected; refuse a dtype coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
@@ -287,14 +287,14 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         )
 
     def release(self, problem, sizes) -> Release:
-        """Return the `CertifiedRelease` of a resolvent of proved sensitivity."""
+        """Return a step's planned release of a resolvent; reads no records."""
         query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
         parts = self.release_name, 1, self.release_noise
         ratio = self.clip_ratio(problem)
         return CertifiedRelease(*parts, query=query, clip_ratio=ratio)
 
     def with_counts(self, problem, sizes=None) -> Self:
-        """Return a copy bound to the default floating-point dtype."""
+        """Return a copy whose `dtype` is JAX's default for floats."""
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
 
     @override

@@ -31,7 +31,7 @@ _SETS = (Ball, Box, Simplex)
 
 @dataclasses.dataclass(frozen=True)
 class Resolvent:
-    """Resolvent by Picard's iteration, with its sensitivity and other public bounds."""
+    """Plan of a resolvent by Picard's iteration: its sensitivity and public bounds."""
 
     problem: AbstractVariationalInequality  # with its constants
     clip_norm: Number  # C, of one record's operator
@@ -48,7 +48,7 @@ class Resolvent:
 
     @property
     def _fullest(self) -> float:
-        """Largest number of records of a batch, over the denominator of its sum."""
+        """Most records of a batch over the denominator of its sum, at least 1."""
         return max(1.0, self.rows / self.denominator)
 
     @property
@@ -59,11 +59,11 @@ class Resolvent:
 
     @property
     def contraction(self) -> Number:
-        r"""Contraction $q = L / \lambda$ of a step."""
+        """Contraction factor of a step: `lipschitz` over `strength`."""
         return self.lipschitz / self.strength
 
     def contribution(self, dtype: DTypeLike, precision: Precision) -> Number:
-        r"""Return half of how far replacing one record moves the computed resolvent.
+        r"""Return half a bound on how far a replaced record moves the resolvent.
 
         With $\omega$ a bound on the rounding of a step to first order in the unit
         roundoff, $N$ steps have
@@ -87,17 +87,17 @@ class Resolvent:
 
     @property
     def distance(self) -> Number:
-        r"""Bound $q^N M / \lambda$ on the distance from the exact resolvent."""
+        """Bound on the distance of the last iterate from the exact resolvent."""
         return self.contraction**self.steps * self._largest / self.strength
 
     @property
     def accuracy(self) -> Number:
-        r"""Accuracy $\nu$ of the last step: its inequality holds up to $\nu$."""
+        """Bound on how far the last iterate violates the resolvent's inequality."""
         diameter = self.problem.w_set.diameter
         return self._largest * diameter * self.contraction**self.steps
 
     def step_rounding(self, dtype: DTypeLike) -> Number:
-        r"""Return $\omega$, the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
+        """Return a bound on the rounding error of one step of the iteration.
 
         To first order in the unit roundoff it bounds how far one computed step is from
         the exact one. It counts the operators of records, exact to 32 units, the margin
