@@ -75,11 +75,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def density(
         self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
-        r"""Return the draw's mechanism, and the score's strong convexity $\mu$."""
+        """Return the draw's mechanism and the regularized score's strong convexity."""
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        """Return sentences on the declarations besides the score's assumptions."""
+        """Return sentences as a tuple: declarations besides the score's assumptions."""
 
     @property
     @override
@@ -126,7 +126,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return (state.x, None) if state.levels == 2 else state.x
 
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
-        """Return the `DrawPlan`: score, mechanism and cost, computed on the host.
+        """Return the `DrawPlan` of score, mechanism and rate, on the host, or raise.
 
         Refuses a problem that lacks constants, a solver that is not calibrated, and
         a default floating-point dtype that is too coarse.
@@ -196,7 +196,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(self, mechanism=mechanism)
 
     def with_counts(self, problem, sizes=None) -> Self:
-        """Return a copy with the sampler's counts, for scores of the default dtype."""
+        """Return a copy with dtype and sampler counts set, for JAX's default dtype."""
         solver = dataclasses.replace(self, dtype=jnp.result_type(float).name)
         sizes = self.sizes if sizes is None else sizes
         potential = solver.plan(problem, sizes).potential
@@ -208,7 +208,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
-        """Return the number of coordinates, from the candidates or as declared.
+        """Return the number of coordinates of x, of the candidates or as declared.
 
         Raises:
             ValueError: It is not declared.

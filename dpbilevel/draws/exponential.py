@@ -144,7 +144,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         return tuple(text for text, applies in texts.items() if applies)
 
     def score_of(self, problem, sizes) -> AbstractScore:
-        """Return the score; refuse `"gradient_norm"` on one level."""
+        """Return the `AbstractScore`; refuse `"gradient_norm"` on one level."""
         one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
             if one_level:
@@ -159,7 +159,7 @@ class ExponentialMechanism(AbstractDrawSolver):
 
 
 class RegularizedExponentialMechanism(AbstractDrawSolver):
-    r"""Regularized draw: $x \propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+    r"""Draw by score plus quadratic, $\exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
     For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
     or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
@@ -338,7 +338,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return noise + mu / 2 * distance**2 + error
 
     def bound_terms(self, problem: DrawProblem) -> tuple[float, float, float]:
-        r"""Return $d / k$, $\mu_0$ and $t L D$, terms of `bound`; refuse as it does."""
+        """Return terms of `bound`: noise, quadratic coefficient, sampling error."""
         plan, draw = self.planned(problem)
         diameter = float(feasible_set(problem).diameter)
         error = draw.failure * plan.regularity.lipschitz * diameter
@@ -351,7 +351,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return self.strong_convexity
 
     def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
-        r"""Return the mechanism, its rate at most `largest_rate`, and $\mu$."""
+        """Return the mechanism, its rate cut to `largest_rate`, and the convexity."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
         if regularizer is None:

@@ -30,7 +30,7 @@ _COMPUTED = (
 
 @dataclasses.dataclass(frozen=True)
 class HyperObjective(AbstractScore):
-    r"""Hyper-objective $\Phi(x) = F(x, y^*(x))$, with $y^*$ from a number of steps.
+    r"""Score $\Phi(x) = F(x, y^*(x))$: the upper objective at the lower solution.
 
     One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$
     and by $2 B / n_f$, where one loss changes by at most $B$ between two points, by
@@ -89,7 +89,7 @@ class HyperObjective(AbstractScore):
         return _Objective(*parts, self.clip_range is None, self._target(dtype), steps)
 
     def _error(self, dtype: DTypeLike) -> Number:
-        """Bound the error of a computed score."""
+        """Return a bound on the error of a computed score."""
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
             largest += 2 * self._change()
@@ -105,7 +105,7 @@ class HyperObjective(AbstractScore):
         return self._certificate().bounds(self.sizes)
 
     def spreads(self) -> tuple[Any, Any]:
-        """Bound the change of score differences by one upper, one lower record."""
+        """Return bounds on an upper, a lower record's effect on score differences."""
         bounds = self._bounds()
         # This holds for clipped losses, too: clipping moves no two values apart.
         n = self.sizes.upper
@@ -122,7 +122,7 @@ class HyperObjective(AbstractScore):
         return self._change() if self.clip_range is None else self.clip_range / 2
 
     def _change(self, *, of_spread: bool = False) -> Number:
-        """Bound a loss's change between points; half that of a difference of losses."""
+        """Return a bound on a loss's change over the set, or half a difference's."""
         second = self._certificate().second_order
         slope_x: Any = second.upper_x_spread if of_spread else second.upper_x
         slope_y: Any = second.upper_y_spread if of_spread else second.upper_y
@@ -166,7 +166,7 @@ def _least(first: Any, second: Any) -> Number:
 
 
 def _hypergradient(potential: "_Objective | _Norm", x: PyTree) -> PyTree:
-    """Return the hypergradient; the lower level is solved anew, from `y0`."""
+    """Return the hypergradient at `x`, by a new lower solve from `potential.y0`."""
     problem, sizes = potential.problem, potential.sizes
     certificate = certified.certificate_of(problem)
     bounds = certificate.bounds(sizes, x)
@@ -220,7 +220,7 @@ class _Objective(AbstractPotential):
         return self(x), _hypergradient(self, x)
 
     def _solution(self, x: PyTree) -> PyTree:
-        """Solve the lower level from zero, in the certificate's metric."""
+        """Return the lower solution, from zero on, in the certificate's metric."""
         metric = self._metric(x)
         means = sensitivities.Means(self.problem, self.data, self.sizes)
         roots = jax.tree.map(jnp.sqrt, metric.diagonal)
@@ -254,9 +254,9 @@ def _steps(metric: Metric, target: float) -> Number:
 
 @dataclasses.dataclass(frozen=True)
 class GradientNorm(AbstractScore):
-    r"""Gradient mapping $\|x - \Pi_X(x - \nabla \Phi(x))\|$, zero at stationary points.
+    r"""Score $\|x - \Pi_X(x - \nabla \Phi(x))\|$, the norm of the gradient mapping.
 
-    In the interior, as far as a unit step does not leave the set, that is the norm of
+    It is zero at stationary points. Where a unit step stays in the set, it is that of
     the hypergradient; it is smaller if the set's boundary holds a step back. A
     record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
     setting points further apart, the score by as much, and the differences between two
@@ -284,14 +284,14 @@ class GradientNorm(AbstractScore):
         return self._certificate().assumptions
 
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
-        """Return a potential that computes the hypergradient anew at every point."""
+        """Return the score as a potential, by a new hypergradient at every point."""
         return _Norm(self.problem, data, start[1], self.sizes)
 
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
 
     def _rounding(self, dtype: DTypeLike) -> Number:
-        """Bound the rounding error of projecting a step that leaves the set."""
+        """Return a bound on the rounding of projecting a step; 0 without a set."""
         if isinstance(self.problem.x_set, Euclidean):
             return 0.0
         reach = self.problem.x_set.reach

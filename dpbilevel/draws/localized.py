@@ -90,7 +90,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         *,
         num_rounds: int = 5,
     ) -> Self:
-        r"""Return `LocalizedDraws` whose radii shrink from $D / 2$ as noise allows.
+        r"""Return `LocalizedDraws` whose radii shrink from half the set's diameter.
 
         Every round has twice the squared budget of the one before. The last round has
         $\mu = 3 G / (D \sqrt d)$, as if the slope in one direction, about $G / \sqrt
@@ -137,7 +137,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
 
     @property
     def rounds(self) -> tuple[RegularizedExponentialMechanism, ...]:
-        """Solver of each round's draw, with its radius and noise, bound to the sizes.
+        """Tuple of every round's solver, with its radius, noise, sampler and sizes.
 
         Raises:
             ValueError: The solver is not calibrated.
@@ -201,7 +201,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         return bound
 
     def released(self, state) -> PyTree:
-        """Return the center of the next round."""
+        """Return the last drawn point, the center of the next round."""
         return state.x
 
     def ledger(self, problem, sizes) -> Ledger:
@@ -213,11 +213,11 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         return sum(others, first)
 
     def with_noise(self, scale: Number) -> Self:
-        """Return a copy whose rounds together have the noise `scale`."""
+        """Return a copy whose rounds together have the noise multiplier `scale`."""
         return dataclasses.replace(self, draw=self.draw.with_noise(scale))
 
     def with_counts(self, problem, sizes=None) -> Self:
-        """Return a copy with all samplers' counts, for scores of the default dtype."""
+        """Return a copy with dtype and all samplers set, for JAX's default dtype."""
         sizes = self.sizes if sizes is None else sizes
         rounds = [solver.with_counts(problem, sizes) for solver in self.rounds]
         draw = dataclasses.replace(self.draw, dtype=rounds[0].dtype)

@@ -54,7 +54,7 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """Return by role the contribution of one record, as in `BoundedScore`.
+        """Return a dict by role of one record's contribution, as in `BoundedScore`.
 
         A spread counts the errors of scores that are computed in `dtype`; one that is
         too coarse is refused.
@@ -67,7 +67,7 @@ class AbstractScore(abc.ABC):
     @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions of the guarantee, in the words of the report."""
+        """Tuple of sentences for the report: what the guarantee assumes."""
 
     @abc.abstractmethod
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
@@ -85,7 +85,7 @@ class AbstractScore(abc.ABC):
 
 
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
-    """Check that four score errors are at most 6 % of the change by one record."""
+    """Refuse a score whose error, times four, exceeds 6 % of a record's effect."""
     owner, what = "ExponentialMechanism", "errors of computed scores"
     limit: Any = {"allowed": SOLVES + ROUNDING, "remedy": remedy}
     check_rounding(owner, what, 4 * error, spread, dtype, **limit)
@@ -111,7 +111,7 @@ class MeanLoss(AbstractScore):
     clip_range: Any = None  # B, or `None`
 
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """Return a record's contribution: $B / n$ or $G D / n$; a slope's $G^d / n$."""
+        """Return a dict of a record's contribution, by clip range or constants."""
         reach = self._reach()
         if self.measure == "slope":
             return {RECORDS: self._slope() / self.sizes}
@@ -172,7 +172,7 @@ class MeanLoss(AbstractScore):
         return self.measure == "spread" and self.clip_range is not None
 
     def _reach(self) -> Number:
-        """Return the largest change of a record's loss between points of the set."""
+        """Return a bound on a loss's change over the set: clip range or constants."""
         if self._clipped:
             return self.clip_range
         if self.measure == "slope" and self.problem.public is not None:
@@ -186,7 +186,7 @@ class MeanLoss(AbstractScore):
         return declared * diameter
 
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
-        """Return the potential: a clipped mean if measured by spread, else a sum."""
+        """Return the unsealed mean loss: clipped for a spread, else a sum of terms."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
         check_loss_dtype(self.problem.loss, (start,), batch.records)
         reach = self._reach()
@@ -212,7 +212,7 @@ class MeanLoss(AbstractScore):
 
 
 def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, Any]:
-    """Return a record's contribution to a clipped mean, and its rounding error.
+    """Return (a record's contribution to a clipped mean, the mean's own error).
 
     Losses are clipped to an interval of length `reach`; `public` is whether the mean
     has a public term, by `public_part`. A dtype that is too coarse is refused.
@@ -299,10 +299,10 @@ class _Terms(AbstractSumPotential):
         return _sum(losses) / self.num_terms
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        """Return value and slope of a tangent below the mean, for any gradients.
+        """Return value and gradient of a tangent below the mean loss, both finite.
 
-        Such a record has no slope, and a value lower by the most that its loss may
-        fall.
+        A record whose gradient is not finite has no slope, and a value lower by the
+        most that its loss may fall.
         """
 
         def tangent(record):

@@ -80,7 +80,7 @@ class AbstractDrawMechanism(AbstractMechanism):
         convexity: Number = 0.0,
         key: PRNGKey,
     ) -> PyTree:
-        r"""Open `score`, sealed with the mechanism's measure, and draw a point by it.
+        r"""Return a point drawn by `score`; refuse one with another kind of bound.
 
         The counts of the sampler are set, `start` is a public point of the set,
         `regularizer` the coefficient $\mu_0 \ge 0$ of a quadratic term about it, and
@@ -109,7 +109,7 @@ class AbstractDrawMechanism(AbstractMechanism):
 
     @abc.abstractmethod
     def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
-        r"""Return $k$, the factor of the score in the exponent.
+        r"""Return the factor of the score in the exponent of the density.
 
         The sensitivity is under the mechanism's relation, and the convexity $\mu =
         \mu_0 + \mu_1$ that of the regularized score.
@@ -174,15 +174,15 @@ class Exponential(AbstractDrawMechanism):
     parameter: ClassVar[str] = "epsilon"
 
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""Return $k = \varepsilon / o$ for the spread $o$, whatever the convexity."""
+        """Return the score's factor in the exponent: epsilon over sensitivity."""
         return self.calibrated() / sensitivity
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
-        r"""Return a $(s \varepsilon + 2 \xi)$-DP event, with sampler error $\xi$."""
+        """Return the pure-DP event of `fraction` times epsilon plus 2 `log_ratio`."""
         return pure_event(fraction * float(self.calibrated()) + 2 * log_ratio)
 
     def with_multiplier(self, multiplier: Number) -> Self:
-        r"""Return a copy with $\varepsilon = 2 / m$, equal as zero-concentrated DP."""
+        """Return a copy of epsilon 2 / `multiplier`, equal as zero-concentrated DP."""
         return dataclasses.replace(self, epsilon=2 / multiplier)
 
     @override
@@ -192,7 +192,7 @@ class Exponential(AbstractDrawMechanism):
 
 
 class RegularizedExponential(AbstractDrawMechanism):
-    r"""Density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
+    r"""Draws by score plus quadratic, $\exp(-k (\Phi(x) + \frac\mu2 \|x - c\|^2))$.
 
     The center $c$ is public. For a convex score on a convex set the distributions on
     two neighbours are no easier to tell apart than two unit Gaussians whose means are
@@ -219,7 +219,7 @@ class RegularizedExponential(AbstractDrawMechanism):
     parameter: ClassVar[str] = "noise_multiplier"
 
     def rate(self, sensitivity, convexity=0.0) -> Number:
-        r"""Return the score's factor $k = \mu / (m S)^2$ in the exponent."""
+        """Return the score's factor: convexity / (multiplier * sensitivity)^2."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
@@ -244,7 +244,7 @@ class RegularizedExponential(AbstractDrawMechanism):
 
 @dataclasses.dataclass(frozen=True)
 class Draw(AbstractRelease):
-    r"""Release of an answer drawn by a score.
+    """Planned release of answers drawn by a score, for a ledger; draws nothing.
 
     Args:
         name: The name in the ledger.
@@ -283,7 +283,7 @@ class Draw(AbstractRelease):
 
     @property
     def failure(self) -> float:
-        """Total variation distance from the charged draws, or the sampler's aim."""
+        """Total variation distance of all draws together; the aim's if unproved."""
         guarantee = self.guarantee
         distance = guarantee.distance if guarantee.proved else guarantee.aim
         return self.count * (distance + self.inexact)
@@ -295,7 +295,7 @@ class Draw(AbstractRelease):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes of the sampler, and the distance in total variation."""
+        """Tuple of sentences: the sampler's notes, and a proved distance."""
         if not self.failure or not self.guarantee.proved:
             return self.guarantee.notes
         distance = (

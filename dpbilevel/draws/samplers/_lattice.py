@@ -31,9 +31,9 @@ FLATNESS = 0.5 + 1 / math.sqrt(12)  # of a cell against its faces, by its diagon
 
 
 class AbstractFrame(eqx.Module):
-    r"""Set $X$ in coordinates $z \in A = b + \prod_i [0, w_i]$.
+    r"""Coordinates of a set in a surrounding box, with center, radii and gauge.
 
-    Distances, Lipschitz constants and radii are those of the space of $x$; `stretch`
+    Coordinates are $z$; distances and radii are those of the space of $x$. `stretch`
     bounds $\|x - x'\|_2 / \|z - z'\|_2$.
     """
 
@@ -47,15 +47,15 @@ class AbstractFrame(eqx.Module):
 
     @abc.abstractmethod
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        r"""Return the gauge $\psi(z)$, which is at most 1 exactly on $X$."""
+        """Return the gauge at coordinates `z`: at most 1 exactly on the set."""
 
     @abc.abstractmethod
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """Return the flattened $x$ at the coordinates $z$."""
+        """Return the flattened point that has the coordinates `z`."""
 
 
 class BoxFrame(AbstractFrame):
-    """Frame of a box: $A = X$, in the coordinates of $x$."""
+    """Frame of a box: the surrounding box is the set itself."""
 
     def __init__(self, lower, upper):
         self.corner, self.sides = lower, upper - lower
@@ -73,7 +73,7 @@ class BoxFrame(AbstractFrame):
 
 
 class BallFrame(AbstractFrame):
-    """Frame of a ball: $A$ is the smallest cube around it."""
+    """Frame of a ball: the surrounding box is the smallest cube around it."""
 
     def __init__(self, center, radius):
         self.corner, self.sides = center - radius, 2 * radius + 0 * center
@@ -90,7 +90,7 @@ class BallFrame(AbstractFrame):
 
 
 class SimplexFrame(AbstractFrame):
-    """Simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
+    """Frame of a simplex: all entries but the last, in a cube of its scale."""
 
     scale: Any
 
@@ -103,12 +103,12 @@ class SimplexFrame(AbstractFrame):
         self.reach, self.stretch = float(n**2), math.sqrt(dimension)
 
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        """Return the gauge of a point in the simplex's frame, by its smallest entry."""
+        """Return the gauge at `z` by the smallest entry: at most 1 on the simplex."""
         smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
         return 1 - (len(z) + 1) * smallest / self.scale
 
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """Return all $d$ entries; the last is what the others leave, never negative."""
+        """Return all entries at `z`; the last is what others leave, never negative."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
 
 
@@ -134,7 +134,7 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
 
 
 class Extended(eqx.Module):
-    r"""Potential on $X$ extended to all of $A$, at the coordinates of a frame.
+    r"""Potential extended from a set to its surrounding box, in frame coordinates.
 
     With $\psi_+ = \max(1, \psi(z))$ and $y = c + (z - c) / \psi_+ \in X$,
 
@@ -157,13 +157,13 @@ class Extended(eqx.Module):
     penalty: float | Float[Array, ""]  # K
 
     def reference(self) -> Float[Array, ""]:
-        """Return the potential at the centre, $U(c)$, which `many` needs."""
+        """Return the potential at the frame's centre, which `many` needs."""
         return self._values(self.frame.center[None])[0]
 
     def many(
         self, zs: Float[Array, "m n"], reference: Float[Array, ""]
     ) -> Float[Array, " m"]:
-        """Return the extended potential $h$ at rows of points, given $U(c)$."""
+        """Return the extended potential at every row of `zs`, given `reference()`."""
         outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
         center = self.frame.center[None]
         values = self._values(center + (zs - center) / outside[:, None])
@@ -206,7 +206,7 @@ def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
 
 
 def from_table(energy, cells, tries, *, key):
-    """Draw cells exactly from a table of all; return indices and energies."""
+    """Draw `tries` cells exactly, from a table of all; return indices, energies."""
     index = np.stack(np.unravel_index(np.arange(math.prod(cells)), cells), axis=-1)
     table = energy(jnp.asarray(index, jnp.int32))
 
@@ -290,17 +290,17 @@ class WalkBounds:
 
     @property
     def rise(self) -> float:
-        """Largest distance of the potential from its value at the centre: L R."""
+        """Bound on how far the potential is from its value at the centre."""
         return self.regularity.lipschitz * float(self.frame.radius)
 
     @property
     def error(self) -> float:
-        """Largest error of the extension of the computed potential."""
+        """Bound on the error of the extended potential as computed."""
         return (2 * self.frame.reach - 1) * self.regularity.error
 
     @property
     def lipschitz(self) -> float:
-        """Lipschitz constant of h, in the coordinates of the lattice."""
+        """Lipschitz constant of the extended potential in lattice coordinates."""
         slope = self.regularity.lipschitz
         if self.frame.reach > 1:
             radial = self.penalty + (0 if self.convex else 2 * self.rise)
@@ -309,18 +309,18 @@ class WalkBounds:
 
     @property
     def change(self) -> float:
-        """Lipschitz constant of h times the diagonal of a cell."""
+        """Bound on the extended potential's change across a cell's diagonal."""
         widths = zip(self.frame.sides, self.cells, strict=True)
         return self.lipschitz * math.hypot(*(float(w) / count for w, count in widths))
 
     @property
     def needed_slack(self) -> float:
-        """Largest change of the computed h from the middle of a cell to its points."""
+        """Bound on the extended potential's change in a cell, from its middle."""
         return self.change / 2 + 2 * self.error
 
     @property
     def oscillation(self) -> float:
-        """Largest difference of the computed h between any two cells."""
+        """Bound on the difference of the extended potential at two cells."""
         reach = self.frame.reach
         return (1 + reach) * self.rise + self.penalty * (reach - 1) + 2 * self.error
 
@@ -340,22 +340,22 @@ class WalkBounds:
         return self.oscillation + sum(map(math.log, self.cells))
 
     def steps(self, mixing: float) -> float:
-        """Return the number of steps, a float, for a relative error `mixing`."""
+        """Return how many walk steps, a float, leave a relative error of `mixing`."""
         gap = self.gap  # (1 - gap)^T <= exp(-gap T)
         return (self.rarity - math.log(mixing)) / gap if gap else math.inf
 
     def mixing(self, steps: int) -> float:
-        """Return the relative error of the cell's distribution after so many steps."""
+        """Return a bound on the relative error of the last cell's distribution."""
         return math.exp(min(self.rarity - self.gap * steps, 0.0))
 
     def tries(self, mixing: float, exhausted: float) -> float:
-        """Return the tries after which running out errs by at most `exhausted`."""
+        """Return how many tries, a float, err by at most `exhausted` in running out."""
         misses = self._misses(mixing)
         excess = self._last_resort() - math.log(exhausted)
         return 1 + excess / misses if misses else math.inf
 
     def exhausted(self, mixing: float, tries: int) -> float:
-        """Return the largest relative error that running out of tries causes."""
+        """Return a bound on the relative error that running out of tries causes."""
         excess = self._last_resort() - self._misses(mixing) * (tries - 1)
         return math.exp(min(excess, 0.0))
 
@@ -372,7 +372,7 @@ class WalkBounds:
         return -math.log1p(-(1 - mixing) * math.exp(inside))
 
     def _last_resort(self) -> float:
-        r"""Return $\log B$: the largest log ratio of densities if all tries fail."""
+        """Return a bound on the log ratio of densities if all tries fail."""
         folded = 2 * len(self.cells) * math.log(self.frame.reach) + 2 * self.error
         folded = float(np.logaddexp(0.0, folded)) if self.frame.reach > 1 else 0.0
         return 2 * self.slack + folded
@@ -386,7 +386,7 @@ def queries(cells: tuple[int, ...], steps: float | None, tries: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit that fits."""
+    """Return seconds as text in the largest unit that fits, such as 3 hours."""
     units = {"years": 3.2e7, "days": 86400, "hours": 3600, "seconds": 1}
     unit = next((u for u, length in units.items() if seconds >= length), "seconds")
     return f"{seconds / units[unit]:.3g} {unit}"

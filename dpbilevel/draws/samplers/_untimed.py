@@ -86,7 +86,7 @@ def draw(
     *,
     key: PRNGKey,
 ) -> PyTree:
-    """Draw one point; `target.step_size` is the least step size."""
+    """Return one drawn point; `target.step_size` is the least step size tried."""
     key_pilot, key_walk = derive(key, "search", "walk")
     quick = target._replace(potential=_Quick(target.potential))
     center = minimizer(quick, target.feasible.project(jax.tree.map(jnp.asarray, start)))

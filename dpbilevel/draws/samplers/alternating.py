@@ -95,9 +95,9 @@ class AlternatingSampler(AbstractSampler):
     of `ConvexEnvelope` have their distribution at every $\eta$ and $c$. With
     `running_time="unprotected"` the records choose: descent finds a start, and a few
     tries there find the step worth its tries, never below the planned one; $T$ follows
-    from it, and every step takes as many tries as it needs. Given the step size the
-    distribution is within the bound, and so it is on average; mixing has all of
-    `distance`, and nothing runs out. How long a draw takes depends on the records.
+    from it, and every step takes as many tries as it needs. For every step size that
+    may be chosen the distribution is within the bound, hence also their mixture. All of
+    `distance` goes to mixing, as tries cannot run out. The time depends on the records.
 
     Args:
         oracle: `StochasticRejection` or `ConvexEnvelope`.
@@ -135,20 +135,20 @@ class AlternatingSampler(AbstractSampler):
     mixing: proximal.Mixing | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
-        if self._untimed and (self.num_steps or self.tries):
+        if self._time_unprotected and (self.num_steps or self.tries):
             raise ValueError(
                 "AlternatingSampler: leave out num_steps and tries: records set them "
                 'if running_time="unprotected".'
             )
 
     @property
-    def _untimed(self) -> bool:
+    def _time_unprotected(self) -> bool:
         return self.running_time == "unprotected"
 
     @property
     @override
     def assumptions(self) -> tuple[str, ...]:
-        if not self._untimed:
+        if not self._time_unprotected:
             return self.oracle.assumptions
         return (
             *self.oracle.assumptions,
@@ -169,7 +169,7 @@ class AlternatingSampler(AbstractSampler):
         open_plan = self._plan(regularity, feasible, step_size=largest)
         step_size = self.step_size or self._step_size(open_plan)
         plan = self._plan(regularity, feasible, step_size=step_size)
-        if self._untimed:
+        if self._time_unprotected:
             # The least step size; records choose the one in use.
             while self._steps(plan) > _MOST_STEPS:  # any step size will do
                 plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
@@ -213,8 +213,8 @@ class AlternatingSampler(AbstractSampler):
             ValueError: Some counts are open, and `with_counts` refuses.
         """
         _check(regularity, feasible)
-        if self._untimed:
-            return self._untimed_guarantee(regularity, feasible)
+        if self._time_unprotected:
+            return self._unprotected_guarantee(regularity, feasible)
         counts = {name: getattr(self, name) for name in _COUNTS}
         if all(count is None for count in counts.values()):
             return SamplerGuarantee(0, math.inf, distance=self.distance)
@@ -246,8 +246,8 @@ class AlternatingSampler(AbstractSampler):
         return SamplerGuarantee(*found, self.distance, notes)
 
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """Return the point of the last step; `start` is projected onto the set."""
-        if self._untimed:
+        """Return a drawn point: the last step's, begun at `start` on the set."""
+        if self._time_unprotected:
             check_key(key)
             if self.step_size is None or self.mixing is None:
                 raise ValueError(_NOT_PLANNED)
@@ -307,11 +307,11 @@ class AlternatingSampler(AbstractSampler):
 
     def _steps(self, plan: proximal.ProximalPlan) -> int:
         """Return the fewest steps that make the initial point's effect small enough."""
-        distance = (1 if self._untimed else _MIXING) * self.distance
+        distance = (1 if self._time_unprotected else _MIXING) * self.distance
         return int(proximal.Mixing.of(plan).num_steps(float(plan.step_size), distance))
 
-    def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
-        """Return the untimed draw's `SamplerGuarantee`: `distance`, or not proved."""
+    def _unprotected_guarantee(self, regularity, feasible) -> SamplerGuarantee:
+        """Return the unprotected draw's `SamplerGuarantee`, proved or not."""
         notes: tuple[str, ...] = (_CONVEX.format(regularity.strong_convexity),)
         step_size, proved, steps = self.step_size, True, 0
         if self.mixing is not None and step_size is not None:

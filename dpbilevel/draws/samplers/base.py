@@ -56,9 +56,9 @@ class Regularity:
     def of_potential(
         self, rate: float, regularizer: float, reach: float
     ) -> "Regularity":
-        r"""Return the `Regularity` of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
+        """Return the `Regularity` of `rate` times (this score plus a quadratic).
 
-        On a set of points at most `reach` from $c$.
+        The quadratic is `regularizer` / 2 times the squared distance, within `reach`.
         """
         quadratic, convexity = rate * regularizer, self.strong_convexity
         names = "lipschitz", "smoothness", "error", "gradient_error", "rounding"
@@ -107,7 +107,7 @@ class AbstractPotential(eqx.Module):
 
 
 class AbstractSumPotential(AbstractPotential):
-    r"""Potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
+    r"""Potential that is a mean of terms $u_i(x)$ plus $\frac{m}{2} \|x - c\|^2$.
 
     The center $c$ is a point of the set that is drawn from, or zero.
     """
@@ -117,12 +117,12 @@ class AbstractSumPotential(AbstractPotential):
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
-        """Return the term $u_i(x)$ of the index $i$ in $[0, n)$."""
+        """Return the value at `x` of one term; `index` is in [0, num_terms)."""
 
     def middle(self, y: PyTree, step_size: Number) -> PyTree:
-        r"""Return $\arg\min_x \frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$.
+        """Return the minimizer of the quadratic term plus |x - y|^2 / (2 step_size).
 
-        Here $c = 0$; a potential with another center overrides this method.
+        The term has its center at 0; with another one override this method.
         """
         return scaled(1 / (1 + self.quadratic * step_size), y)
 
@@ -130,9 +130,9 @@ class AbstractSumPotential(AbstractPotential):
 def scaled_potential(
     score: AbstractPotential, rate: Number, regularizer: Number, center: PyTree = None
 ) -> AbstractPotential:
-    r"""Return a potential, $U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$.
+    """Return the potential rate * (score + regularizer / 2 * |x - center|^2).
 
-    The center $c$ is zero by default. For a sum of terms the result is a sum, too.
+    The center is zero by default. For a sum of terms the result is a sum, too.
     """
     if isinstance(score, AbstractSumPotential):
         return _ScaledSum(score, rate, rate * regularizer, center, score.num_terms)
@@ -237,7 +237,7 @@ class AbstractSampler(Checked):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        r"""Draw one point, with a density close to one $\propto e^{-U}$ on the set.
+        r"""Return one point, drawn by about the density $\propto e^{-U}$ on the set.
 
         Args:
             potential: $U$.

@@ -29,7 +29,7 @@ class _Tangent(eqx.Module):
 
 
 class ConvexEnvelope(proximal.AbstractExactOracle):
-    r"""Oracle that proposes from the Gaussian under a quadratic that supports $U$.
+    r"""Oracle that proposes from the Gaussian of a quadratic below the potential $U$.
 
     At any point $c$ of the set, with $g = \nabla U(c)$, strong convexity gives $U(x)
     \ge U(c) + \langle g, x - c \rangle + \frac{\alpha}{2} \|x - c\|^2$. A try draws $x$
@@ -91,7 +91,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
     )
 
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Return $\eta$, the larger of $1/(\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
+        """Return a step size by smoothness or slope, at most the squared diameter."""
         d, steepest = regularity.dimension, regularity.lipschitz
         if not steepest < math.inf:
             raise ValueError("ConvexEnvelope: needs a finite Lipschitz constant.")
@@ -107,10 +107,10 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return dataclasses.replace(self, **counts, **_numbers(plan))
 
     def without_counts(self, plan: proximal.ProximalPlan) -> Self:
-        """Return a copy without gradient steps by default: they rarely help.
+        """Return a copy for the plan, by default with 0 gradient steps, few tries.
 
-        A try is rejected if no draw of its proposal is accepted, so that few are
-        enough.
+        Gradient steps rarely help. A try is rejected if no draw of its proposal is
+        accepted, so that few are enough.
         """
         counts: Any = {"gradient_steps": self.gradient_steps or 0}
         counts["draw_tries"] = self.draw_tries or _FEW_DRAWS
@@ -129,7 +129,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return _acceptance(plan, self._best_steps(plan))
 
     def gaussian(self, plan: proximal.ProximalPlan) -> tuple[float, float, float]:
-        r"""Return scale, $w$ and $b$ of $N((\alpha c + y / \eta - g) / P, 1 / P)$."""
+        """Return proposals' deviation; w, b: mean within w dist(y) + b of the set."""
         weight = 1 / (1 + plan.convexity * plan.step_size)  # 1 / (eta P)
         steepest = plan.regularity.lipschitz + _gradient_error(plan)
         shift = weight * plan.step_size * steepest
@@ -141,7 +141,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return float(count), count
 
     def prepare(self, target: proximal.ProximalTarget, y: PyTree) -> PyTree:
-        """Return the `_Tangent` at $c_J$, after $J$ gradient steps from $y$."""
+        """Return the `_Tangent` after `gradient_steps` projected steps from `y`."""
 
         def move(_, point):
             gradient = self._tangent(target, point).gradient
@@ -154,7 +154,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return self._tangent(target, point)
 
     def move(self, target, y, common) -> PyTree:
-        r"""Return a tighter `_Tangent`: a mean of `common` and the one at its middle.
+        r"""Return a tighter `_Tangent`: a weighted mean of `common` and a new one.
 
         A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
         at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
@@ -203,7 +203,7 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
         return x, jnp.where(accepted, above, jnp.inf)
 
     def _tangent(self, target: proximal.ProximalTarget, point: PyTree) -> _Tangent:
-        """Return the `_Tangent` at a point; constant if no gradient is finite."""
+        """Return the `_Tangent` at a point; if no slope is finite, a lower constant."""
         value, gradient = target.potential.value_and_gradient(point)
         finite = all_finite(gradient)
         gradient = jax.tree.map(lambda v: jnp.where(finite, v, 0), gradient)
@@ -213,13 +213,13 @@ class ConvexEnvelope(proximal.AbstractExactOracle):
     def _middle(
         self, target: proximal.ProximalTarget, y: PyTree, tangent: _Tangent
     ) -> PyTree:
-        r"""Return the mean of proposals, $(\alpha c + y / \eta - g) / P$."""
+        """Return the mean of the Gaussian proposals at `y` under `tangent`."""
         mean = add_scaled(y, -target.step_size, tangent.gradient)
         mean = add_scaled(mean, target.step_size * self.curvature, tangent.point)
         return scaled(1 / (1 + self.curvature * target.step_size), mean)
 
     def _best_steps(self, plan: proximal.ProximalPlan) -> int:
-        """Return the number J of gradient steps, by default the most efficient."""
+        """Return the number of gradient steps, by default the most efficient."""
         if self.gradient_steps is not None:
             return self.gradient_steps
         most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0
@@ -249,7 +249,7 @@ def _acceptance(plan: proximal.ProximalPlan, gradient_steps: int) -> float:
 
 
 def _slack(plan: proximal.ProximalPlan) -> float:
-    r"""Return the slack $\kappa$ for the errors of values and gradients."""
+    """Return the slack of acceptance that covers errors of values and gradients."""
     value_error = plan.regularity.error + plan.regularity.rounding
     return 2 * value_error + _gradient_error(plan) * plan.width
 

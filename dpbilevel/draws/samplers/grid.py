@@ -89,7 +89,7 @@ class Grid(AbstractSampler):
         return SamplerGuarantee(1, count, notes=notes)
 
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """Draw one of the candidates, in the dtype of `start`.
+        """Return one of the candidates, drawn exactly, in the dtype of `start`.
 
         Bounds on a potential hold on the set, so that candidates are projected onto it.
         A potential that is not finite counts as the largest finite number.

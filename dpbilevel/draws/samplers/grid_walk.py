@@ -195,7 +195,7 @@ class GridWalk(AbstractSampler):
         return SamplerGuarantee(*found, proved=proved, notes=(note,))
 
     def draw(self, potential, feasible, start, *, key) -> PyTree:
-        """Draw one point; only the shape of `start` is read.
+        """Return one drawn point of the set; only the shape of `start` is read.
 
         Raises:
             ValueError: The counts are open, or for points of another dimension.

@@ -62,7 +62,7 @@ class Mixing(eqx.Module):
         return cls(plan.width, plan.convexity * math.exp(-2 * error))
 
     def remaining(self, step_size: float, num_steps: int) -> float:
-        """Return the total variation distance left by the initial point."""
+        """Return a bound on the total variation distance after `num_steps` steps."""
         rate = math.log1p(self.convexity * step_size)
         start = self.width / (2 * math.sqrt(step_size))
         return start * math.exp(-(num_steps - 1) * rate)
@@ -78,7 +78,7 @@ class Mixing(eqx.Module):
 
 
 class ProximalTarget(NamedTuple):
-    r"""Densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set."""
+    """Potential, set and step size of the densities that oracles draw from."""
 
     potential: AbstractPotential  # U
     feasible: AbstractSet
@@ -105,7 +105,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Return the largest step size $\eta$ worth considering.
+        """Return the largest step size worth considering.
 
         Raises:
             ValueError: The oracle does not serve such a potential.
@@ -125,7 +125,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def bias(self, plan: ProximalPlan) -> float:
-        """Return the total variation between an accepted try and its target."""
+        """Return a bound on the total variation from an accepted try to its target."""
 
     @abc.abstractmethod
     def acceptance(self, plan: ProximalPlan) -> float:
@@ -133,7 +133,7 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""Return deviation, weight and offset of the Gaussian proposals.
+        r"""Return proposals' deviation; w, b: mean within w dist(y) + b of the set.
 
         Returns:
             The standard deviation, and $w$ and $b$ such that the mean is at most $w
@@ -178,7 +178,7 @@ class AbstractProximalOracle(eqx.Module):
         return max(1, int(count))
 
     def draw_failure(self, plan: ProximalPlan) -> float:
-        r"""Return the chance that any draw of a proposal runs out of its tries.
+        """Return a bound on the chance that any draw of a proposal runs out of tries.
 
         It adds the chance that some $y$ is farther from the set than a reach, which is
         half of `plan.failure`, and that of rejecting all tries of a draw within it.
@@ -215,7 +215,7 @@ class AbstractExactOracle(AbstractProximalOracle):
     def proposal(
         self, target: ProximalTarget, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> tuple[PyTree, Float[Array, ""]]:
-        """Return the proposal, and $r$ with the chance $e^{-r}$ to accept it."""
+        """Return a proposal, and minus the log of the chance to accept it."""
 
     @abc.abstractmethod
     def move(self, target: ProximalTarget, y: PyTree, common: PyTree) -> PyTree:
@@ -243,5 +243,5 @@ def _far(plan: ProximalPlan) -> float:
 
 
 def finite_part(tree: PyTree) -> PyTree:
-    """Replace NaN and infinite values by zero."""
+    """Return a pytree with NaN and infinite values replaced by zero."""
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), tree)

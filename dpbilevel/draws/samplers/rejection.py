@@ -77,7 +77,7 @@ class StochasticRejection(AbstractProximalOracle):
     draws: ClassVar[int] = 2
 
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Return the step size with $\sigma^2 = 1/8$, at most the squared diameter."""
+        """Return a step size by the terms' slope, at most the squared diameter."""
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
@@ -95,7 +95,7 @@ class StochasticRejection(AbstractProximalOracle):
         return most
 
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """Return a copy with stages cut at a cost of at most `plan.failure` / 4."""
+        """Return a copy with stages (cut within `failure` / 4) and draw tries set."""
         stages, allowed = self.stages or 1, plan.failure / 4
         if self.stages is None:
             while plan.num_steps * _cut(stages) > allowed and stages < _MOST_STAGES:
@@ -110,7 +110,7 @@ class StochasticRejection(AbstractProximalOracle):
         return None not in terms and potential.error == 0
 
     def bias(self, plan: ProximalPlan) -> float:
-        """Bound the total variation distance that clipping and cutting cause."""
+        """Return a bound on the total variation by clipping and cutting."""
         deviation, _, _ = self.gaussian(plan)
         variance = 2 * (deviation * (plan.regularity.term_lipschitz or 0.0)) ** 2
         cut = 0.0 if self.stages is None else _cut(self.stages)
@@ -127,7 +127,7 @@ class StochasticRejection(AbstractProximalOracle):
         return 0.5
 
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
-        r"""Return scale, $w$ and $b$ of $N(y / (1 + m \eta), \eta / (1 + m \eta))$."""
+        """Return proposals' deviation; w, b: mean within w dist(y) + b of the set."""
         weight = 1 / (1 + plan.regularity.quadratic * plan.step_size)
         away, feasible = 0.0, plan.feasible  # how far zero is from a ball
         if isinstance(feasible, Ball) and feasible.center is not None:
@@ -136,11 +136,11 @@ class StochasticRejection(AbstractProximalOracle):
         return math.sqrt(plan.step_size * weight), weight, (1 - weight) * away
 
     def evaluations(self) -> tuple[float, int]:
-        """Return mean and maximum of values per try: $2 (e - 1)$, twice the stages."""
+        """Return the mean and the largest number of term values per try."""
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
     def prepare(self, target: ProximalTarget, y: PyTree) -> PyTree:
-        r"""Return the mean of $\gamma$, the Gaussian of the proposals.
+        """Return the mean of the Gaussian proposals at `y`.
 
         Raises:
             TypeError: The potential is no sum.
@@ -150,7 +150,7 @@ class StochasticRejection(AbstractProximalOracle):
         return target.potential.middle(y, target.step_size)
 
     def attempt(self, target, y, common, *, key) -> Attempt:
-        """Make one try at $y$, all stages at once: point, acceptance, evaluations."""
+        """Make one try at `y`; return point, whether accepted, and values needed."""
         (potential, feasible, step_size), stages = target, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
@@ -172,7 +172,7 @@ class StochasticRejection(AbstractProximalOracle):
 
 
 def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
-    """Draw a mask of the stages reached: past stage $a$ by chance $1/(1 + a)$."""
+    """Draw the reached stages as a mask: stage a is passed with chance 1 / (1 + a)."""
     # P(E > log(1 + a)) = 1 / (1 + a) for an exponential E.
     bars = jnp.log1p(jnp.arange(1, stages + 1).astype(dtype))
     onward = standard_exponential((stages,), dtype, key=key) > bars
@@ -180,6 +180,6 @@ def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
 
 
 def _cut(stages: int) -> float:
-    """Return the largest effect of the stages beyond the last on the mean of rho."""
+    """Return a bound on what the stages left out change in the mean estimate."""
     first = math.exp((stages + 1) * math.log(_CLIP) - math.lgamma(stages + 2))
     return first / (1 - _CLIP / (stages + 2))

@@ -36,7 +36,7 @@ def restricted_normal(
     *,
     key: PRNGKey,
 ) -> PyTree:
-    r"""Draw one point with density $\propto e^{-\|x - a\|^2 / (2 s^2)}$ on the set.
+    """Return a normal point conditioned on a set; the mean projected if tries fail.
 
     The set is a box (or a product of boxes), which needs one try, a ball, or a simplex,
     on which the density refers to the volume of its hyperplane. The mean $a$ may be
@@ -105,7 +105,7 @@ def diameter(feasible: AbstractSet, dimension: int) -> float:
 def acceptance(
     feasible: AbstractSet, dimension: int, deviation: float, reach: float
 ) -> float:
-    r"""Bound the chance that one try of `restricted_normal` is accepted, from below.
+    r"""Return a lower bound on the chance that a `restricted_normal` try is accepted.
 
     1 on boxes. On the simplex, with $d$ coordinates and scale $S$, whatever the mean,
 
@@ -140,7 +140,7 @@ def acceptance(
 def reach(
     feasible: AbstractSet, dimension: int, deviation: float, probability: float
 ) -> float:
-    r"""Bound how far $\mathcal N(0, \sigma^2 I)$ noise takes a point from a ball.
+    r"""Return how far from a ball noise takes points, but for `probability`; else 0.
 
     Farther with at most the given probability: with the ball at zero, $\|x + \sigma
     \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$, and each of the two is
@@ -157,7 +157,7 @@ def reach(
 
 
 def _ball(offset, radius, tries, key):
-    r"""Return points tried in a ball of radius $r$ at 0, and which are accepted.
+    r"""Return points tried in a ball of radius $r$ about 0, and an accepted mask.
 
     With $A = \|a\|$, $u = a / A$ and $x = x_1 u + w$, $w \perp u$, $Q = \|w\|^2$: the
     marginal density of $w$ is proportional to $e^{-Q/2 + \psi(Q)}$ with $\psi(Q) =
@@ -189,7 +189,7 @@ def _ball(offset, radius, tries, key):
 
 
 def _tangent(length, radius, size):
-    r"""Solve $q = (d - 1) / (1 + 2 \theta(q))$; return $q$ and $\theta(q)$."""
+    r"""Return (q, theta) of `_ball`, solving $q = (d - 1) / (1 + 2 \theta(q))$."""
 
     def slope_at(q):
         half = jnp.sqrt(radius**2 - q)
@@ -217,7 +217,7 @@ def _tangent(length, radius, size):
 
 
 def _simplex(mean, deviation, scale, tries, key):
-    r"""Return points tried on $\{w \ge 0, \sum_i w_i = S\}$, and which are accepted.
+    r"""Return points tried on the simplex of sum $S$, and a mask of those accepted.
 
     A common shift $\lambda$ of the mean leaves the distribution as it is. All
     coordinates but that of the largest mean, $j$, are proposed as normal values
@@ -261,7 +261,7 @@ def _simplex(mean, deviation, scale, tries, key):
 
 
 def _ball_acceptance(dimension: int, radius: float, reach: float) -> float:
-    r"""Return the least acceptance on a ball, over means at most `reach` outside of it.
+    r"""Return a lower bound on a ball's acceptance, for means at most `reach` outside.
 
     Let $Z(A)$ be the probability of the ball and $B(A) = \min_\theta
     \sup_Q (\psi_A(Q) + \theta Q) - \frac{d-1}{2} \log(1 + 2 \theta)$ the logarithm of

@@ -33,10 +33,10 @@ def truncated_normal(
     *,
     key: PRNGKey,
 ) -> Float[Array, " n"]:
-    r"""Draw independent $\mathcal N(a_i, s^2)$ values, conditioned on $[l_i, u_i]$.
+    r"""Return independent normal values, each conditioned on [lower, upper].
 
-    Ends may be infinite, and an interval may be a point: the value is in $[l_i, u_i]$.
-    By inversion: an interval that holds the mean is split there and a side chosen by
+    Ends may be infinite, and an interval may be a point. With $s$ the deviation, and
+    by inversion: an interval that holds the mean is split there and a side chosen by
     its probability; on one side the distance $t$ from the end that is nearer to the
     mean solves $\Lambda_z(t) = E$ with an exponential $E$ conditioned on $E \le
     \Lambda_z(w)$, $w$ being the width. Newton's method decreases to the solution, since
@@ -63,9 +63,9 @@ def truncated_normal(
 
 
 def tail_distance(near: Values, width: Values, exponential: Values) -> Values:
-    r"""Return $t \in [0, w]$ with $\Lambda_z(t) = E'$: a draw from the tail beyond $z$.
+    r"""Return the distance from `near` of a normal draw in the next `width` outwards.
 
-    From the end $z \ge 0$ that is `near`; the width $w \ge 0$ may be infinite. For
+    It solves $\Lambda_z(t) = E'$ for the end $z \ge 0$ and a width $w \le \infty$. For
     standard exponential $E$, $E' = -\log(1 - (1 - e^{-E})(1 - e^{-\Lambda_z(w)}))$ has
     their distribution conditioned on $E \le \Lambda_z(w)$.
     """
@@ -87,14 +87,14 @@ def tail_distance(near: Values, width: Values, exponential: Values) -> Values:
 
 
 def tail_exponent(near: Values, distance: Values) -> Values:
-    r"""Return $\Lambda_z(t) = -\log(S(z + t) / S(z))$; at least 2048 for $t > 64$."""
+    """Return -log P(Z > near + distance | Z > near), Z normal; distance cut at 64."""
     t = jnp.minimum(distance, _WIDEST)
     ratio = mills_ratio(near + t) / mills_ratio(near)
     return near * t + t**2 / 2 - jnp.log(ratio)
 
 
 def log_probability(mean: Values, half_width: Values) -> Values:
-    r"""Return $\log P(|Z + a| \le h)$ of a normal $Z$, with $a \ge 0, h > 0$."""
+    """Return log P(|Z + mean| <= half_width) of a standard normal Z, mean >= 0."""
     near = jnp.maximum(mean - half_width, 0)
     scale = jnp.log(mills_ratio(near)) - near**2 / 2 - 0.5 * math.log(2 * math.pi)
     beside = scale + jnp.log(-jnp.expm1(-tail_exponent(near, 2 * half_width)))
@@ -104,7 +104,7 @@ def log_probability(mean: Values, half_width: Values) -> Values:
 
 
 def mills_ratio(x: Values) -> Values:
-    r"""Return $R(x) = S(x) / \varphi(x)$ for $x \ge 0$.
+    r"""Return the normal tail probability beyond `x` >= 0 over the density at `x`.
 
     By the continued fraction $1 / (x + 1 / (x + 2 / (x + \dots)))$ from 5 on.
     """
