@@ -23,7 +23,7 @@ def implicit_hypergradient(
     v0: PyTree = None,
     tolerance: float | None = objectives.CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
-    r"""NON-PRIVATE. Return the implicit gradient of $F$, and its `LinearSolution`.
+    r"""NON-PRIVATE. Return the implicit hypergradient, and its `LinearSolution`.
 
     It is $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v = \nabla_y f$. At
     another $y$ the error is at most $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside
@@ -89,7 +89,7 @@ def penalty_hypergradient(
     solver: AbstractLowerSolver,
     y0: PyTree,
 ) -> PyTree:
-    r"""NON-PRIVATE. Return the gradient of $\min_y f + \lambda g - \lambda \min_y g$.
+    r"""NON-PRIVATE. Return the penalty method's approximate hypergradient.
 
     $\nabla_x f(x, y_\lambda) + \lambda (\nabla_x g(x, y_\lambda) - \nabla_x g(x,
     y^*))$ with $y_\lambda$ minimizing $f + \lambda g$: first derivatives only, of an
@@ -138,7 +138,7 @@ def unrolled_hypergradient(
     solver: AcceleratedGradient,
     y0: PyTree,
 ) -> PyTree:
-    r"""NON-PRIVATE. Return the gradient of $f(x, y_T(x))$ through a solver's steps.
+    r"""NON-PRIVATE. Return the upper loss's gradient in x through a solver's steps.
 
     Memory: $y_0, \dots, y_T$ and one step's intermediate values; each step is computed
     again on the way back.

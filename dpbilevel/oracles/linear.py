@@ -34,7 +34,7 @@ class _Conjugate(NamedTuple):
 
 
 class LinearSolution(NamedTuple):
-    r"""Answer of a linear solver.
+    r"""Solution of a linear system, its residual norm, and the products it took.
 
     Attributes:
         value: $v$, a pytree like $b$.
@@ -55,7 +55,7 @@ class AbstractLinearSolver(Checked):
     def solve(
         self, matvec: Matvec, b: PyTree, x0: PyTree | None = None
     ) -> LinearSolution:
-        r"""Solve $A v = b$ and return a `LinearSolution`.
+        r"""Return a `LinearSolution` of the system `matvec(v)` = `b`.
 
         Args:
             matvec: $v \mapsto A v$.
@@ -97,7 +97,7 @@ class ConjugateGradient(AbstractLinearSolver):
     tolerance: Annotated[float | Scalar, positive] | None = 1e-5
 
     def solve(self, matvec, b, x0=None):
-        """Return a `LinearSolution`; `num_products` shows an early stop."""
+        """Return a `LinearSolution`; NaN if positive definiteness fails."""
         start, scale = _start(matvec, b, x0)
         unit = _unit_square(b, scale)
         value, products, solves = self._iterated(matvec, start, unit, b)
@@ -107,7 +107,7 @@ class ConjugateGradient(AbstractLinearSolver):
         return LinearSolution(value, _residual_norm(matvec, value, b), products)
 
     def truncated(self, matvec: Matvec, b: PyTree) -> PyTree:
-        """Return the last iterate before a direction without curvature.
+        """Return the last iterate for a unit `b`, up to one without curvature.
 
         The right-hand side has the length one.
         """
@@ -119,7 +119,7 @@ class ConjugateGradient(AbstractLinearSolver):
     def _iterated(
         self, matvec: Matvec, state: _Conjugate, unit: Scalar, b: PyTree
     ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
-        """Return the last iterate, the number of steps, and whether $A v = b$ holds."""
+        """Return last iterate, number of steps, whether curvature stayed positive."""
         first, tolerance = state.square, self.tolerance
         wanted = jnp.asarray(0.0 if tolerance is None else tolerance, unit.dtype)
         rounding = 0.01 * _epsilon(b, min)  # the residual below is rounding alone
@@ -147,7 +147,7 @@ class ConjugateGradient(AbstractLinearSolver):
 
 
 class Neumann(AbstractLinearSolver):
-    r"""Solver by the truncated Neumann series $\eta \sum_k (I - \eta A)^k b$.
+    r"""Solver of $A v = b$ by truncated Neumann series $\eta \sum_k (I - \eta A)^k b$.
 
     Args:
         num_steps: The number of terms: as many products, one less without `x0`.
@@ -173,10 +173,10 @@ class Neumann(AbstractLinearSolver):
 
 
 class Cholesky(AbstractLinearSolver):
-    """Solver by a factorization of $A$, formed by one product per coordinate.
+    """Solver that forms the matrix, one product per coordinate, and factors it.
 
     For few coordinates $d$, in leaves of one dtype: takes $d^2$ numbers of memory and
-    of the order of $d^3$ operations. NaN if $A$ is not positive definite.
+    of the order of $d^3$ operations. NaN if it is not positive definite.
     """
 
     def solve(self, matvec, b, x0=None):
@@ -194,9 +194,9 @@ class Cholesky(AbstractLinearSolver):
 
 
 def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:
-    r"""Extrapolate past solutions to the initial point of the next system.
+    r"""Return the next system's initial point, extrapolated; `None` without solutions.
 
-    The value at the next step of the polynomial through the last $k$ of them,
+    The value at the next step of the polynomial through the $k$ past solutions,
 
     $$\sum_{j=1}^k (-1)^{j-1} \binom{k}{j} v_{t+1-j}.$$
 
@@ -230,10 +230,10 @@ def extrapolate(solutions: Sequence[PyTree]) -> PyTree | None:
 def differentiable_solve(
     solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
 ) -> LinearSolution:
-    """Return a `LinearSolution` of $A v = b$ with the exact solution's derivatives.
+    """Return a `LinearSolution` whose value has the exact solution's derivatives.
 
     Forward and reverse mode, to any order: a derivative of $v$ is the solution of
-    another system with $A$, by the same solver. Only `value` has one. `matvec` may
+    another system with `matvec`, by the same solver. Only `value` has one. `matvec` may
     close over what is differentiated.
     """
 

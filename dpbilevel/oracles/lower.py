@@ -51,7 +51,7 @@ def select(free: PyTree | None, tree: PyTree, other: PyTree) -> PyTree:
 
 
 def linearized(problem, objective: Objective, x, y, linear_solver) -> tuple:
-    r"""Return the `linearize` of the lower objective in the free entries alone.
+    """Return lower value, gradient or stand-in norm, Hessian product on free entries.
 
     The Hessian is the identity at the other entries. The gradient is replaced by how
     far a proximal gradient step of size 1 moves y, or the point after one Newton step
@@ -95,7 +95,7 @@ def lower_solution(
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
     tolerance: float | None = objectives.CONVERGED,
 ) -> PyTree:
-    r"""NON-PRIVATE. Return $y^*(x) = \arg\min_y g(x, y)$, with implicit derivatives.
+    r"""NON-PRIVATE. Return the lower solution at `x`, with implicit derivatives.
 
     The derivative is the implicit one, $dy^* = -[\nabla^2_{yy} g]^{-1} d(\nabla_y
     g)$, in forward and reverse mode, to any order, under `jax.jit` and `jax.vmap`; in
@@ -247,7 +247,7 @@ def check_arguments(
     v0: PyTree = None,
     **solvers: object,
 ) -> tuple[PyTree, PyTree]:
-    """Check all arguments; return the arrays of floats of `y`, and the rest of it.
+    """Check all arguments; return two pytrees: float arrays of `y`, other leaves.
 
     In errors `name` is the owner's name of `y`. Only the levels of `roles` are checked.
 

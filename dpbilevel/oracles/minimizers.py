@@ -39,7 +39,7 @@ class LowerInfo(NamedTuple):
 
 
 class AbstractLowerSolver(Checked):
-    r"""Solver that minimizes $g(x, \cdot)$ for a fixed $x$."""
+    """Solver that minimizes an objective over y at a fixed x."""
 
     @abc.abstractmethod
     def minimize(
@@ -100,7 +100,7 @@ class AcceleratedGradient(AbstractLowerSolver):
     def from_constants(
         cls, num_steps: int, *, smoothness: float, strong_convexity: float
     ) -> Self:
-        r"""Return a solver with steps planned by the constants of $g(x, \cdot)$.
+        r"""Return a solver with a fixed number of steps, sized by the constants.
 
         They have $s = 1/L$ and $\beta = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ with
         $\kappa = L / \mu$. From an initial point at distance $D$: $g(y_k) - g(y^*) \le
@@ -124,7 +124,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         return cls(num_steps, 1 / smoothness, (root - 1) / (root + 1), None)
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Return the last iterate from the projection of `y0` on, and a `LowerInfo`."""
+        """Return the last iterate, started at `y0` projected, and a `LowerInfo`."""
         y0 = y_set.project(y0)  # a feasible start
         dtype = jnp.result_type(*jax.tree.leaves(y0))
         first = 1.0 if self.step_size is None else self.step_size
@@ -231,7 +231,7 @@ class _Accelerated(NamedTuple):
 
 
 def check_no_set(owner: str, y_set: AbstractSet, objective: AbstractObjective) -> None:
-    """Check that there is neither a set to keep y in nor a proximal term."""
+    """Raise `ValueError` if there is a set to keep y in, or a proximal term."""
     if objective.prox is not None or not isinstance(y_set, Euclidean):
         raise ValueError(
             f"{owner}: cannot keep y in a set or make proximal steps. Pass "

@@ -62,16 +62,16 @@ class AbstractObjective(abc.ABC):
         """Return the value and the gradient in y, in one pass."""
 
     def subsample(self) -> "AbstractObjective | None":
-        """Return the objective on some records, with a similar but cheaper Hessian.
+        """Return the objective on a subsample, or `None`, the default.
 
-        `None` if that would gain nothing.
+        Its Hessian is similar but cheaper. `None` if that would gain nothing.
         """
         return None
 
     def linearize(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree, Callable]:
-        r"""Return $h$, $\nabla_y h$ and $v \mapsto \nabla^2_{yy} h\, v$ at a point.
+        """Return the value, gradient in y, and Hessian product in y as a function.
 
-        All that does not depend on $v$ is computed here, once, in one pass.
+        All that does not depend on the vector is computed here, once, in one pass.
         """
 
         def gradient(y):
@@ -84,7 +84,7 @@ class AbstractObjective(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Objective(AbstractObjective):
-    r"""NON-PRIVATE. $h(x, y) = \frac{1}{n} \sum_i \ell(x, y; z_i) + r(x, y)$.
+    r"""NON-PRIVATE. Mean of a loss over records, plus a public term of (x, y).
 
     Differentiable to any order, in forward and reverse mode. Products of matrices are
     in full precision on every backend. Long records are read in pieces: beyond them,
@@ -134,7 +134,7 @@ class Objective(AbstractObjective):
         return jax.tree.map(jnp.add, pair, jax.value_and_grad(self._public, 1)(x, y))
 
     def cross_product(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        r"""Return $\nabla^2_{xy} h\, v$, a pytree like $x$."""
+        """Return how the gradient in x changes along `v` in y, a pytree like `x`."""
         return jax.jvp(lambda y: self.gradient(x, y, "x"), (y,), (v,))[1]
 
     def subsample(self) -> "Objective | None":
@@ -159,7 +159,7 @@ class Objective(AbstractObjective):
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum(AbstractObjective):
-    """NON-PRIVATE. The weighted sum $h_1 + w h_2$ of two objectives."""
+    """NON-PRIVATE. Objective `first` plus `weight` times objective `second`."""
 
     first: AbstractObjective
     second: AbstractObjective
@@ -197,7 +197,7 @@ def lower_objective(
 
 
 def split(y: PyTree) -> tuple[PyTree, PyTree]:
-    """Separate the arrays of floats of `y`, a model for instance, from the rest.
+    """Return a pair: the float arrays of `y`, and all of its other leaves.
 
     Both pytrees have the structure of `y`, with `None` for each leaf of the other.
     """
@@ -208,7 +208,7 @@ def split(y: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def merge(y: PyTree, rest: PyTree) -> PyTree:
-    """Undo `split`; without a `rest`, `y` is complete already."""
+    """Return `y` with the leaves of `rest` put back, undoing `split`."""
     return y if rest is None else eqx.combine(y, rest)
 
 
@@ -226,7 +226,7 @@ def if_converged(
     linearization: tuple[Scalar, PyTree, Callable],
     tolerance: float | None,
 ) -> PyTree:
-    r"""Return `tree`, or NaN if `y` does not minimize the objective.
+    r"""Return `tree`; if `y` is no minimizer raise, or return NaN in `jax.jit`.
 
     `y` does so if $\|\nabla_y g\|$ is at most `tolerance` times the larger of 1 and
     $\|\nabla^2_{yy} g\, y\|$; `None` skips the check. The `linearization` is that of
@@ -329,7 +329,7 @@ def lay_out(linear: Callable[[PyTree], PyTree], example: PyTree) -> Callable:
 
 
 def _contracts_rows(eqn) -> bool:
-    """Return whether an equation is $A^T B$ of two matrices."""
+    """Return whether a jaxpr equation is the product A^T B of two matrices."""
     return (
         eqn.primitive is jax.lax.dot_general_p
         and eqn.params["dimension_numbers"] == _ROWS_BY_ROWS
