@@ -13,7 +13,7 @@ from ..privacy.noise import PRNGKey
 
 
 class LowRankLinear(eqx.Module):
-    r"""A linear layer with a low-rank adapter (LoRA): $W x + b + s B (A x)$.
+    """Linear layer plus a trainable low-rank adapter (LoRA): $W x + b + s B (A x)$.
 
     `low_rank` puts it in place of linear layers; `adapters` selects $A$ and $B$ as what
     is trained. $B$ is zero at the start, so that the layer computes what `linear` does.
@@ -60,11 +60,11 @@ class LowRankLinear(eqx.Module):
 
     @property
     def delta(self) -> Float[Array, "outputs inputs"]:
-        """The change of the weight, $s B A$."""
+        """Change of the weight by the adapter, of shape (out, in)."""
         return self.scale * (self.up @ self.down)
 
     def merged(self) -> eqx.nn.Linear:
-        """Return a plain layer with the weight $W + s B A$."""
+        """Return a plain linear layer whose weight includes the adapter."""
         weight = self.linear.weight + self.delta
         return eqx.tree_at(lambda layer: layer.weight, self.linear, weight)
 
@@ -77,7 +77,7 @@ def low_rank(
     scale: float = 1.0,
     key: PRNGKey,
 ) -> Any:
-    """Return a model with a `LowRankLinear` in place of linear layers.
+    """Return a copy of a model with a `LowRankLinear` for every chosen linear layer.
 
     Args:
         model: The model, such as an Equinox module.

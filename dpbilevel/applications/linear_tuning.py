@@ -194,7 +194,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def metric(self, problem, sizes, x, y) -> Metric:
-        r"""Return a `Metric` with Hessian eigenvalues in $[1, 1 + p_2 R^2 / \mu]$."""
+        """Return the penalties' `Metric` at `x`; without `x` the worst, no diagonal."""
         diagonal, mu = None, np.exp(np.float64(self.low))
         if x is not None:
             assert problem.lower_public is not None
@@ -244,7 +244,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """A sentence on the proved constants and the facts that they follow from."""
+        """Tuple of one sentence: the proved constants, and what they rest on."""
         mu, model = math.exp(self.low), self.model
         slope, radius, _ = self._solution(np.float64(mu))
         return (
@@ -257,7 +257,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
-        r"""Return bounds on the loss's slope, $\|y^*\|$ and $\|\Lambda^{1/2} y^*\|$."""
+        """Return bounds on the loss's slope, the solution's norm, its weighted norm."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
         radius = module.inf + 0 * mu  # of the dtype of mu
         slope = self.model.slope(radius)

@@ -39,7 +39,7 @@ _ITERATIONS = 15
 
 
 class Mixture(eqx.Module):
-    r"""Mixture of models $y_0 + \sum_s c_s d_s + \sum_j u_j b_j$, a function of $u$.
+    r"""Mixture of models by coordinates $u$: $y_0 + \sum_s c_s d_s + \sum_j u_j b_j$.
 
     The $b_j$ span the same space as the differences $d_s = y_s - y_0$ of the models
     from their initial point. They are the rows of $(Y Y^\top + \ell \|Y Y^\top\|
@@ -92,7 +92,7 @@ def _scaled(matrix: Array) -> tuple[Array, Array]:
 def roots(
     matrix: Float[Array, "k k"], least: float = 0.0
 ) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
-    r"""Return the square root of $A + \ell \|A\| I$, and the inverse of this root.
+    r"""Return the root of `matrix` + `least` |`matrix`| I, and the inverse root.
 
     The coupled iteration of Newton and Schulz has products of matrices only, which run
     in batches on every backend.
@@ -116,9 +116,9 @@ def roots(
 
 
 def moments_objective(problem: SourceWeighting, mixture: Mixture) -> Objective:
-    r"""Return the `Objective` that one step of size 1 solves for the moments $M$.
+    r"""Return the `Objective` that a unit step from 0 solves for the moment matrix.
 
-    $M$ is the mean of $g g^\top / \|g\|^2$ over the training records, with $g$ the
+    It is the mean of $g g^\top / \|g\|^2$ over the training records, with $g$ the
     gradient in the coordinates of a mixture at its start. A record is a matrix of norm
     1, or the matrix 0 if its gradient is 0 or not finite, or its source is unknown.
     """

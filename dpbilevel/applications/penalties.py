@@ -242,9 +242,9 @@ class ScaledGroups(AbstractPipeline):
         return x, problem.y_set.project(y)
 
     def scales(self, problem: PenaltyTuning, outputs: Outputs) -> Float[Array, " k"]:
-        """Return the scale of each group, in [0, 1].
+        """Return the scale of each group, in [0, 1]; all 1 if noise hides all groups.
 
-        All scales are 1 if the energy of no group exceeds the noise.
+        It hides a group whose energy does not exceed the noise.
         """
         q, k = jax.tree.leaves(outputs[SCREEN]), problem.num_groups
         groups = jax.tree.leaves(problem.groups)
@@ -267,7 +267,7 @@ class ScaledGroups(AbstractPipeline):
         return jnp.where(top > 0, jnp.minimum(energy / safe, 1), 1)
 
     def _penalties(self, problem: PenaltyTuning, x: PyTree, scales) -> PyTree:
-        r"""Return the log-penalties $x - 2 \log s$ for scales $s$, within bounds."""
+        """Return log-penalties: `x` minus 2 log `scales`, projected on the set."""
         x = x - 2 * jnp.log(jnp.maximum(scales, 1e-15)).astype(x.dtype)
         return problem.x_set.project(x)
 
@@ -275,7 +275,7 @@ class ScaledGroups(AbstractPipeline):
 def _in_coordinates(
     whole: levels.Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
 ) -> levels.Objective:
-    """Return the `Objective` of y as a function of the coordinates u of `model`.
+    """Return `whole` as an `Objective` of the coordinates u that `model` takes.
 
     Gradients in u are multiplied by the scales before they are clipped.
     """
@@ -293,7 +293,7 @@ def _in_coordinates(
 
 
 def _model(y0: PyTree, spread: PyTree, u: PyTree) -> PyTree:
-    r"""Return the model $y_0 + s \circ u$ at the coordinates $u$."""
+    """Return the model: `y0` plus `spread` times `u`, entry by entry."""
     return optax.tree.add(y0, optax.tree.mul(spread, u))
 
 

@@ -34,7 +34,7 @@ _LONGEST = 1.8
 
 
 class _Span(eqx.Module):
-    r"""Models $y + \sum_j u_j b_j$, with a ridge $\rho \|u\|^2 / 2$.
+    r"""Models $y + \sum_j u_j b_j$ by coordinates $u$, with a ridge $\rho \|u\|^2 / 2$.
 
     Args:
         x: The upper variable; released.
@@ -49,7 +49,7 @@ class _Span(eqx.Module):
     ridge: float | Float[Array, ""] = 0.0
 
     def at(self, u: Float[Array, " k"]) -> Array:
-        r"""Return the model $y + \sum_j u_j b_j$ of the span."""
+        """Return the model of the span that has the coordinates `u`."""
         return self.y + jnp.tensordot(u, self.directions, 1).astype(self.y.dtype)
 
 
@@ -100,7 +100,7 @@ def is_array(y: PyTree) -> bool:
 
 
 def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
-    """Return unit vectors like y along the constant feature's coefficients, stacked.
+    """Return stacked unit vectors like y along the intercept; 0 of them for `None`.
 
     A `ValueError` refuses models that are not one array, or have no such feature.
     """

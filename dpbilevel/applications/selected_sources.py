@@ -1,4 +1,4 @@
-"""Pipelines that score data sources, and one private model of those that are kept."""
+"""Pipelines that score data sources and fit one private model to the kept ones."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -73,7 +73,7 @@ class AbstractSourcePipeline(AbstractPipeline):
         return jnp.clip(jnp.sum(kept * fractions), _LEAST_SIZE / len(kept), 1.0)
 
     def fit_weight(self, outputs: Outputs) -> Float[Array, ""]:
-        """Return the number of records of the fit over the number of lower records."""
+        """Return the fit's number of records over the number of lower records."""
         penalty = self.fit_penalty
         return self.kept_fraction(outputs) + (0.0 if penalty is None else 1 / penalty)
 
@@ -91,7 +91,7 @@ class AbstractSourcePipeline(AbstractPipeline):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return `ForecastRow`s if steps of the fit overshoot the public terms."""
+        """Return a tuple of `ForecastRow`s: overshooting steps of the fit, if any."""
         return levels.rows_of_steps(problem, w0, {FIT: self.fit})
 
     def fit_objective(self, problem: SourceWeighting, w0, outputs) -> levels.Objective:
@@ -163,13 +163,13 @@ def score_objective(
 def signs_and_fractions(
     released: Float[Array, "2 k"],
 ) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
-    """Return each source's mean sign and its fraction of records."""
+    """Return two arrays by source: the mean sign, and the fraction of records."""
     signs, fractions = released
     return signs / _OF_SIGN, fractions / _OF_FRACTION
 
 
 def dtype_of(model: PyTree) -> jnp.dtype:
-    """Return the dtype of a model's first leaf, used for all that is released of it."""
+    """Return the dtype of a model's first leaf."""
     return jax.tree.leaves(model)[0].dtype
 
 

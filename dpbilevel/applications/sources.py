@@ -219,7 +219,7 @@ def mixing_start(model: PyTree, num_sources: int) -> tuple[Float[Array, " k"], P
 
 
 def mixed_model(x: Float[Array, " k"], y: PyTree) -> PyTree:
-    r"""Return the model $\sum_s x_s y_s$ of `source_mixing`.
+    """Return the sum of the models `y`, weighted by `x`, as in `source_mixing`.
 
     Args:
         x: The coefficients.
@@ -254,7 +254,7 @@ def _known_source(
 def source_weights(
     x: Float[Array, " k"], parametrization: Literal["logits", "simplex"] = "logits"
 ) -> Float[Array, " k"]:
-    """Return the weights of the sources, which sum to 1.
+    """Return the sources' weights, of sum 1: softmax of `x`, or `x` on the simplex.
 
     Args:
         x: The upper variable of `source_weighting`.
