@@ -275,7 +275,7 @@ class ScaledGroups(AbstractPipeline):
 def _in_coordinates(
     whole: levels.Objective, model: Callable[[PyTree], PyTree], scales: PyTree = None
 ) -> levels.Objective:
-    """Return `whole` as an `Objective` of the coordinates u that `model` takes.
+    """Return the objective `whole` of y as one of u, with y = `model(u)`.
 
     Gradients in u are multiplied by the scales before they are clipped.
     """

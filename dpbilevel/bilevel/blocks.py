@@ -244,7 +244,7 @@ class AbstractJointSolver(
         return q
 
     def _units(self, meets_x: bool, sizes: Sizes | None) -> Any:
-        """Return the blocks' units: clip norms over roots of budget fractions."""
+        """Return units: clip norms over roots of budget fractions; x may be `None`."""
         split = self.budget_split
         total = sum(split) if meets_x else sum(split[:2])  # a public block is free
         first, second, x = (

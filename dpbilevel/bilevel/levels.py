@@ -140,14 +140,14 @@ class Level(AbstractFiniteSum):
 
 
 def lower_level(problem: BilevelProblem, x: PyTree) -> Level:
-    """Return the lower level at a released x, as a one-level problem in y."""
+    """Return the `Level` in y of the lower level at a released x."""
     return Level(problem, queries_of("lower"), lower_objective(problem, x))
 
 
 def penalized_level(
     problem: BilevelProblem, x: PyTree, penalty: Number, upper_clip_norm: Number
 ) -> Level:
-    r"""Return the one-level problem in y of the lower loss plus upper / penalty.
+    r"""Return the `Level` in y of lower plus upper / penalty, at a released x.
 
     It is $\min_y g(x, y) + f(x, y) / \lambda$ at a released x; `penalty` is $\lambda$.
     `upper_clip_norm` is that of $\nabla_y f(x, y; z)$, before $1 / \lambda$.

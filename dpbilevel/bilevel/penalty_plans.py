@@ -291,7 +291,7 @@ class PenaltyPlanner:
         }
 
     def kept(self, inner: Inner | None, sizes: Sizes, fields: Fields) -> Any:
-        """Return the planned solver; raise unless its bound is below the trivial one."""
+        """Return the planned solver; raise unless its bound beats the trivial one."""
         _checks.instance(self.owner, PrivacyBudget, budget=self.budget)
         self.problem.check_sizes(self.owner, sizes)
         theorem, records = self.theorem, min(sizes.upper, sizes.lower)

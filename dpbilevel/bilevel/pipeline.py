@@ -32,7 +32,7 @@ from .problem import BilevelProblem, Sizes
 
 
 class AbstractStages(AbstractSolver[BilevelProblem, State]):
-    """Solver of several stages: it runs the solvers in the fields `stages` in turn."""
+    """Base of solvers that run the solvers in the fields named in `stages` in turn."""
 
     stages: ClassVar[Mapping[str, type]]  # the problems that these must solve
     budget_split: AbstractVar[tuple[float, ...]]  # of the squared budget

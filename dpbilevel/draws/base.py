@@ -42,7 +42,7 @@ class DrawState(eqx.Module):
 
 
 class DrawPlan(NamedTuple):
-    """Numbers that decide a draw and its cost, computed before any data is seen."""
+    """Score, mechanism, rate and regularity of a draw, planned without any data."""
 
     score: AbstractScore
     contributions: dict[str, Any]  # of one record per role, as in BoundedScore

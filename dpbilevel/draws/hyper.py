@@ -148,7 +148,7 @@ class HyperObjective(AbstractScore):
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
     def _most_steps(self, dtype: DTypeLike) -> int:
-        """Return the number of lower-level steps at the worst point. On the host."""
+        """Return the lower-level steps at the worst point, or raise. On the host."""
         metric = self._certificate().metric(self.problem, self.sizes, None, None)
         count = _steps(metric, self._target(dtype))
         if not count <= sensitivities.MOST_STEPS:
@@ -256,8 +256,8 @@ def _steps(metric: Metric, target: float) -> Number:
 class GradientNorm(AbstractScore):
     r"""Score $\|x - \Pi_X(x - \nabla \Phi(x))\|$, the norm of the gradient mapping.
 
-    It is zero at stationary points. Where a unit step stays in the set, it is that of
-    the hypergradient; it is smaller if the set's boundary holds a step back. A
+    It is zero at stationary points, and the norm of the hypergradient where a unit step
+    stays in the set; it is smaller if the set's boundary holds a step back. A
     record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
     setting points further apart, the score by as much, and the differences between two
     points by $2 S_r$; the errors of the inner solves are part of $S_r$.

@@ -223,7 +223,7 @@ class RegularizedExponential(AbstractDrawMechanism):
         return convexity / (self.calibrated() * sensitivity) ** 2
 
     def event(self, fraction=1.0, log_ratio=0.0) -> "dp_accounting.DpEvent":
-        """Return a `GaussianDpEvent` of one draw.
+        """Return a draw's `GaussianDpEvent`; raise if `log_ratio` is not 0.
 
         Raises:
             ValueError: The sampler is exact in the logarithm only, which a Gaussian

@@ -72,7 +72,7 @@ class TheoremConstants:
 
     @property
     def largest_step(self) -> float:
-        """Largest step size of the extragradient theorems; infinite if L is 0."""
+        """Largest step size of extragradient theorems; infinite if `lipschitz` is 0."""
         return 1 / (math.sqrt(3) * self.lipschitz) if self.lipschitz else math.inf
 
     @property
@@ -207,7 +207,7 @@ class AbstractSaddleSolver(
         most_steps: int | None = None,
         **fields: Any,
     ) -> Self:
-        r"""Return the solver with the least `bound`, of at most `most_steps` steps.
+        r"""Return an uncalibrated solver of least `bound`, within `most_steps` steps.
 
         Exact noise multipliers decide for a single pass. For several, candidates are
         compared by a central limit theorem and the one with the fewest operator values

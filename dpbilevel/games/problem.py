@@ -76,7 +76,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
         return operator
 
     def constant(self, name: str) -> float:
-        """Return a declared constant by its name, such as `public_bound`, as a float.
+        """Return the constant of this name as a float; raise if it is not declared.
 
         The public ones are zero without a public term.
 

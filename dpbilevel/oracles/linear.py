@@ -107,7 +107,7 @@ class ConjugateGradient(AbstractLinearSolver):
         return LinearSolution(value, _residual_norm(matvec, value, b), products)
 
     def truncated(self, matvec: Matvec, b: PyTree) -> PyTree:
-        """Return the last iterate for a unit `b`, up to one without curvature.
+        """Return the last iterate for a unit `b`, before a direction lacks curvature.
 
         The right-hand side has the length one.
         """

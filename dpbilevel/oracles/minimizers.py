@@ -22,7 +22,7 @@ Scalar = Float[Array, ""]
 
 
 class LowerInfo(NamedTuple):
-    r"""Outcome of a lower-level solve.
+    r"""Outcome of a lower-level solve: gradient norm, steps, and whether converged.
 
     Attributes:
         gradient_norm: $\|\nabla_y g(x, y)\|_2$ at the answer; with a set or a

@@ -122,7 +122,7 @@ class AbstractCertificate(abc.ABC):
     @property
     @abc.abstractmethod
     def second_order(self) -> "SecondOrderConstants":
-        """Constants for all x and records, for theorems and `refute_constants`."""
+        """`SecondOrderConstants` for all x and records, which theorems need."""
 
     @property
     @abc.abstractmethod

@@ -196,7 +196,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """Public diagonal $M$, a scaling of y that improves the lower conditioning."""
+    """Public diagonal $M$, a scaling of y that conditions the lower level better."""
 
     diagonal: PyTree  # positive, like y
     least: Any  # its least entry

@@ -108,7 +108,7 @@ class SimplexFrame(AbstractFrame):
         return 1 - (len(z) + 1) * smallest / self.scale
 
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """Return all entries at `z`; the last is what others leave, never negative."""
+        """Return all entries of the simplex at `z`; the last is the rest, or 0."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
 
 

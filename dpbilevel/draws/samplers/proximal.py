@@ -45,7 +45,7 @@ class ProximalPlan:
 
     @property
     def convexity(self) -> float:
-        r"""Strong convexity $\alpha$; 0 if none is known."""
+        """Strong convexity of the potential; 0 if none is known."""
         return float(self.regularity.strong_convexity or 0.0)
 
 
@@ -86,7 +86,7 @@ class ProximalTarget(NamedTuple):
 
 
 class AbstractProximalOracle(eqx.Module):
-    r"""Tries to draw $x \propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
+    r"""Oracle that tries to draw $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
 
     Each try is accepted with a probability that is bounded from below before any data
     is seen, so that a fixed number of tries serves all steps of a sampler. Methods take

@@ -22,7 +22,7 @@ _MOST_STAGES = 63
 
 
 class StochasticRejection(AbstractProximalOracle):
-    r"""Oracle that accepts by an unbiased estimate from a few random terms.
+    r"""Proximal oracle that accepts by a few random terms of the potential's sum.
 
     For $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x - c\|^2$, a try draws $x, z$ from
     $\gamma \propto e^{-m \|x - c\|^2 / 2 - \|x - y\|^2 / (2 \eta)}$ on the set, random
@@ -95,7 +95,7 @@ class StochasticRejection(AbstractProximalOracle):
         return most
 
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """Return a copy with stages (cut within `failure` / 4) and draw tries set."""
+        """Return a copy with `stages` and `draw_tries` set by the plan's `failure`."""
         stages, allowed = self.stages or 1, plan.failure / 4
         if self.stages is None:
             while plan.num_steps * _cut(stages) > allowed and stages < _MOST_STAGES:

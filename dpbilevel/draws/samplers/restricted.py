@@ -142,7 +142,7 @@ def reach(
 ) -> float:
     r"""Return how far from a ball noise takes points, but for `probability`; else 0.
 
-    Farther with at most the given probability: with the ball at zero, $\|x + \sigma
+    It is exceeded with at most that probability: with the ball at zero, $\|x + \sigma
     \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$, and each of the two is
     beyond its quantile with half the probability.
     0 on other sets, whose `acceptance` does not depend on it.

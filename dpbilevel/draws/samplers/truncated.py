@@ -35,8 +35,8 @@ def truncated_normal(
 ) -> Float[Array, " n"]:
     r"""Return independent normal values, each conditioned on [lower, upper].
 
-    Ends may be infinite, and an interval may be a point. With $s$ the deviation, and
-    by inversion: an interval that holds the mean is split there and a side chosen by
+    Ends may be infinite, and an interval may be a point. Values come by inversion, with
+    $s$ the deviation: an interval that holds the mean is split there, a side chosen by
     its probability; on one side the distance $t$ from the end that is nearer to the
     mean solves $\Lambda_z(t) = E$ with an exponential $E$ conditioned on $E \le
     \Lambda_z(w)$, $w$ being the width. Newton's method decreases to the solution, since
