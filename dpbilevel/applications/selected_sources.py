@@ -189,7 +189,7 @@ class ScoringModel(eqx.Module):
 
 
 class SelectedSources(AbstractSourcePipeline):
-    r"""Keeps the sources that a model of the validation records fits.
+    r"""Fits one model to the sources that a model of the validation records fits.
 
     1. `model` fits $y_1$ on the validation records.
     2. `score` releases, for each source $s$, the means of $\pm 1_{s_i = s}$ and of

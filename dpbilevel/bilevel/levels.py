@@ -220,7 +220,7 @@ def _public_gradient(term: Callable | None, argument: int, *pair: PyTree) -> PyT
 def penalty_gradients(
     problem: BilevelProblem, penalty: Number, x: PyTree, y: PyTree, z: PyTree
 ) -> dict[str, Callable[[PyTree], PyTree]]:
-    r"""Return a dict by level that reads x: function from record to gradient in x.
+    r"""Return a dict by level reading x: function from record to penalty gradient in x.
 
     $\nabla_x f(x, z)$ of an upper record, $\lambda (\nabla_x g(x, z) - \nabla_x g(x,
     y))$ of a lower one, for the levels whose losses read x. Here $y$ is the solution of

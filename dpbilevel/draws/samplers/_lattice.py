@@ -349,7 +349,7 @@ class WalkBounds:
         return math.exp(min(self.rarity - self.gap * steps, 0.0))
 
     def tries(self, mixing: float, exhausted: float) -> float:
-        """Return how many tries, a float, err by at most `exhausted` in running out."""
+        """Return the tries, a float, whose running out errs by at most `exhausted`."""
         misses = self._misses(mixing)
         excess = self._last_resort() - math.log(exhausted)
         return 1 + excess / misses if misses else math.inf
