@@ -40,19 +40,19 @@ class GradientPosterior(eqx.Module):
     root: Float[Array, "m m"]  # L
     explained: Float[Array, "m d"]  # L^-1 G^T
     ones: Float[Array, " m"]  # L^-1 1
-    total: Float[Array, "d d"]  # the covariance before any evaluation
+    prior: Float[Array, "d d"]  # the covariance before any evaluation
 
     @property
     def prior_trace(self) -> Scalar:
         """Trace of the gradient's covariance before any evaluation."""
-        return jnp.trace(self.total)
+        return jnp.trace(self.prior)
 
     @property
     def covariance(self) -> Float[Array, "d d"]:
         """Posterior covariance of the gradient."""
         cross, variance = self._correction
         known = self.explained.T @ self.explained
-        return self.total - known + cross[:, None] * cross[None] / variance
+        return self.prior - known + cross[:, None] * cross[None] / variance
 
     @property
     def trace(self) -> Scalar:
