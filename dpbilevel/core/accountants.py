@@ -1,4 +1,4 @@
-"""Accountants in one line, and the number of records that a plan needs."""
+"""Epsilon, delta and noise of DP-SGD in one call, and the records that a plan needs."""
 
 import math
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ def epsilon(
     delta: float,
     neighbours: Neighbours | str = Neighbours.REPLACE_ONE,
 ) -> float:
-    r"""Return the least $\varepsilon$ of DP-SGD: sums of clipped vectors with noise.
+    r"""Return the least $\varepsilon$ of DP-SGD at $\delta$, for noise, rate and steps.
 
     Each of `steps` releases is a sum of vectors, clipped to $C$ in $\ell_2$, over a
     Poisson batch of the records, plus $\mathcal N(0, (\sigma C)^2 I)$. The unit of
@@ -67,7 +67,7 @@ def delta(
     epsilon: float,
     neighbours: Neighbours | str = Neighbours.REPLACE_ONE,
 ) -> float:
-    r"""Return the least $\delta$ of DP-SGD at an $\varepsilon$.
+    r"""Return the least $\delta$ of DP-SGD at $\varepsilon$, for noise, rate and steps.
 
     Args:
         noise_multiplier: $\sigma$, the noise's standard deviation over the clip norm,
@@ -95,7 +95,7 @@ def noise_multiplier(
     steps: int,
     neighbours: Neighbours | str = Neighbours.REPLACE_ONE,
 ) -> float:
-    r"""Return the least noise multiplier at which DP-SGD meets a budget.
+    r"""Return DP-SGD's least noise multiplier for a budget, in units of the clip norm.
 
     Its unit is the clip norm, as in Opacus and dp-accounting. A solver's own
     `noise_multiplier` is in units of the sensitivity: half of this one under
@@ -137,7 +137,7 @@ def records_needed(
     w0: PyTree,
     sizes: Counts | None = None,
 ) -> Counts:
-    """Return the least number of records at which a plan's noise is small enough.
+    """Return the least multiple of `sizes` whose noise is at most `ratio` clip norms.
 
     The noise is that of the forecast in a plan's report: the expected norm of a
     release's noise over the clip norm, which is the largest possible signal. The
@@ -203,7 +203,7 @@ def records_needed(
 
 
 def _times(sizes: Any, factor: float) -> Any:
-    """Return sizes times a factor, rounded up."""
+    """Return an integer or `Sizes` times a factor, rounded up to at least 1."""
     if isinstance(sizes, Sizes):
         upper, lower = _times(sizes.upper, factor), _times(sizes.lower, factor)
         return Sizes(upper, lower, sizes.people)
@@ -213,7 +213,7 @@ def _times(sizes: Any, factor: float) -> Any:
 def _ledger(
     owner: str, noise_multiplier: float, rate: float, steps: int, neighbours: Any
 ) -> Ledger:
-    """Return the `Ledger` of the releases, their noise in units of the sensitivity."""
+    """Return a `Ledger` of `steps` Gaussian releases; noise is given in clip norms."""
     _checks.positive(owner, noise_multiplier=noise_multiplier)
     _checks.count(owner, steps=steps)
     sampling, relation = _sampling(owner, rate), _relation(owner, neighbours)

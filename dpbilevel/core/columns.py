@@ -29,7 +29,7 @@ _OF_NUMPY |= {"O": "objects"}
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Entries of a column.
+    """Entries of one column as an array, and their kind: numbers, texts or objects.
 
     Attributes:
         entries: The array as given if NumPy has its type, else an array of objects.
@@ -75,7 +75,7 @@ class Column:
 
 
 def elements(values: Any) -> list[Any] | None:
-    """Return a list of a sequence's elements, unchanged; `None` for arrays and texts.
+    """Return a sequence's elements as a list; `None` for arrays, tables and texts.
 
     NumPy would read all of them together, and raise an error if one has another shape.
     `None` stands for data frames and single values, too.
@@ -103,7 +103,7 @@ def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
 
 
 def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
-    """Return a 2-D object array of the cells of rows; `None` if rows have no cells.
+    """Return rows as a 2-D object array, or `None`; rows of rare width are `None`s.
 
     Each row is read alone. The width is the most frequent one. A row of another width
     is a row of `None`, which is no number. Privacy: the width counts as public, like
@@ -122,7 +122,7 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
 
 
 def numbers(table: Any, name: str = "X") -> Any:
-    """Return a table as an array of numbers; NaN for objects that are none.
+    """Return a table as a 2-D float64 array, NaN for non-numbers; refuse texts.
 
     Sparse matrices are returned as they are.
 
@@ -163,7 +163,7 @@ def as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
 
 
 def _refuse_types(table: Any, of: str) -> None:
-    """Refuse columns that stand for no numbers, by their types."""
+    """Raise `ValueError` if a column's type is text, category, date or not known."""
     schema = getattr(table, "schema", None)
     types = getattr(table, "dtypes", getattr(schema, "types", ()))
     names = getattr(table, "column_names", getattr(table, "columns", ()))
@@ -186,7 +186,7 @@ def _refuse_types(table: Any, of: str) -> None:
 
 
 def _cells(row: Any) -> list[Any] | None:
-    """Return a list of the cells of a row; `None` if the object is no row."""
+    """Return the entries of a row as a list; `None` for text, dict, set, scalar."""
     try:
         if isinstance(row, str | bytes | dict | set | frozenset) or len(row) < 0:
             return None
@@ -196,7 +196,7 @@ def _cells(row: Any) -> list[Any] | None:
 
 
 def _entry(value: Any) -> Any:
-    """Return the value itself, or the only element of a list or array of one."""
+    """Return a value, or the one element of a list or array of one; masked: `None`."""
     try:
         if value is np.ma.masked:
             return None
@@ -208,7 +208,7 @@ def _entry(value: Any) -> Any:
 
 
 def kind_of(dtype: Any) -> str:
-    """Return the meaning of a type: "numbers", "texts", or "objects".
+    """Return the kind of a dtype, "numbers", "texts" or "objects"; refuse others.
 
     The type is one of NumPy, pandas, polars or pyarrow. Others, such as dates, raise a
     `ValueError`.

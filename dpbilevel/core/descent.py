@@ -31,7 +31,7 @@ def as_rule(value: Any) -> Any:
 
 
 def check_step_sizes(owner: str, **values: Any) -> None:
-    """Check that every value is a positive number or an optax optimizer."""
+    """Raise `ValueError` unless each value is a positive number or an optax `Rule`."""
     for name, value in values.items():
         if isinstance(value, Rule):
             continue
@@ -74,7 +74,7 @@ def rejected_updates(state: PyTree) -> Int[Array, ""]:
 
 
 class Memory(eqx.Module):
-    """State of one variable's updates: the optax rule's, and skipped updates."""
+    """State of one variable's updates: the optax state, the number of skipped ones."""
 
     rule: optax.OptState  # the state of the optax rule
     rejections: SkippedUpdates
@@ -120,7 +120,7 @@ class Descent(eqx.Module):
     def update(
         self, gradient: PyTree, memory: Memory, w: PyTree
     ) -> tuple[PyTree, Memory]:
-        """Return $w_{t+1}$ and the `Memory` after a step along the gradient $q_t$.
+        """Return the iterate after a step, the old one if not finite, and the `Memory`.
 
         If the result is not finite, variable and rule stay as they were, and the
         skipped update is counted.
@@ -166,7 +166,7 @@ class Descent(eqx.Module):
 
 
 class LastStep(eqx.Module):
-    r"""Last step of a descent, which the next gradient may show to be too long.
+    r"""Last move of a descent, its slope and step factor, to detect a step too long.
 
     Attributes:
         move: $\Delta_t = w_t - w_{t-1}$.
@@ -179,7 +179,7 @@ class LastStep(eqx.Module):
     factor: Float[Array, ""]
 
     def excess(self, gradient: PyTree, deviation: Any) -> Float[Array, ""]:
-        r"""Return how many times too long the last step was for the curvature along it.
+        r"""Return the factor by which the last step was too long, at least 2, else 1.
 
         With $r = \langle q_t, \Delta_t \rangle / a_t$ it is $\max(2, 1 + r)$ if $r >
         \tfrac12 + 3 s \|\Delta_t\| / a_t$, and else 1.
@@ -290,7 +290,7 @@ def overshooting_row(
 
 
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
-    """Estimate the largest eigenvalue of a Hessian from below, by power iteration.
+    """Estimate the largest eigenvalue of a Hessian from below; infinity if not finite.
 
     The result is infinity if the derivative of the gradient is not finite at `w`.
     """

@@ -1,4 +1,4 @@
-"""Records of two levels, and their numbers."""
+"""Records of two levels (`Levels`), their numbers (`Sizes`), and checks for overlap."""
 
 import dataclasses
 import itertools
@@ -82,7 +82,7 @@ class Sizes:
 
 
 def check_disjoint(data: Levels) -> None:
-    """Raise `ValueError` if levels hold the same records, as arrays and files tell.
+    """Raise `ValueError` if both levels hold one array, shared memory or one file.
 
     Arrays are compared by identity and memory, never by values: one array in both
     levels, or two views of one NumPy array that have an entry in common. Arguments of a
@@ -107,7 +107,7 @@ def check_disjoint(data: Levels) -> None:
 
 
 def check_disjoint_ids(first: Any, second: Any, message: str) -> None:
-    """Raise `ValueError` if an id of a person is in both lists; `None` is no list.
+    """Raise `ValueError` with `message` if two lists share an id; not if one is `None`.
 
     Privacy:
         Declared unprotected: that somebody is in both. The text of the error is the
@@ -121,7 +121,7 @@ def check_disjoint_ids(first: Any, second: Any, message: str) -> None:
 
 
 def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
-    """Describe the file, or copies of a file, that both levels read; "" if none."""
+    """Return text: the file, or copies of one, that both levels read; "" if none."""
     if set(upper.identities) & set(lower.identities):
         return "one file"
     for group in copies({*upper.tables, *lower.tables}):
@@ -132,7 +132,7 @@ def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
 
 
 def _arrays(level: PyTree) -> list[tuple[Any, Any]]:
-    """List (path, array) of a level's nonempty arrays, also those behind `OnDisk`."""
+    """Return a list of (path, array): a level's nonempty arrays, also in `OnDisk`."""
     records = level.store.arrays if isinstance(level, OnDisk) else level
     leaves = jax.tree_util.tree_leaves_with_path(records)
     kinds = np.ndarray | jax.Array

@@ -1,4 +1,4 @@
-"""The one loop that runs every solver."""
+"""`solve`: the one loop that runs every solver, and the checks before it."""
 
 import functools
 import typing
@@ -151,7 +151,7 @@ def check_run(owner: str, problem, solver, data, w0, key) -> AbstractSolver:
 
 
 def check_device(owner: str) -> None:
-    """Check that the default device computes products well and keeps records apart.
+    """Check the device's matrix products; with an untested JAX also rows, and warn.
 
     The latter is tested if JAX is newer than the tested releases; a warning then says
     so, once in a process. Errors are those of `check_products` and `check_rows`.
@@ -173,7 +173,7 @@ def _warn() -> None:
 
 
 def run_checked(problem, solver, data, w0, *, key, trajectory=False) -> Solution[None]:
-    """Run `solve` with a solver bound to the data's sizes, without its checks."""
+    """Return the `Solution` of a bound solver, as `solve` does, without its checks."""
     if isinstance(trajectory, Tracer):
         raise TypeError(
             "solve: trajectory must be a Python bool. Under jax.jit give "
@@ -232,7 +232,7 @@ def inner_solve(problem, solver, data, start, *, key) -> tuple[PyTree, Count]:
 def bound_to(
     problem: AbstractProblem, solver: Solver, data: PyTree, owner: str = "solve"
 ) -> Solver:
-    """Return the solver bound to its planned sizes or, without a plan, to the data's.
+    """Return the solver bound to planned sizes, else the data's; refuse a mismatch.
 
     Only shapes are read. A `ValueError` names `owner` if, under add-or-remove-one, no
     plan has public sizes, or is that of `check_planned`.
@@ -286,7 +286,7 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
 
 
 def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
-    """Pad the records of one level to the rows of a plan for `size` records."""
+    """Return one level's records padded to the rows of a plan; refuse more records."""
     rows = padded_rows(size)
     if _checks.leading_axis(name, shapes_of(records)) > rows:
         raise ValueError(
@@ -326,7 +326,7 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
 
 
 def _check_proximal(owner: str, solver: AbstractSolver) -> None:
-    """Refuse a solver without proximal steps of constant size, such as optax rules."""
+    """Raise `ValueError` unless a solver makes proximal steps of one constant size."""
     text = f"{owner}: {type(solver).__name__}"
     if solver.proximal is None:
         raise ValueError(f"{text} makes no proximal steps. Use NoisyGD or F2SA.")
@@ -339,7 +339,7 @@ def _check_proximal(owner: str, solver: AbstractSolver) -> None:
 
 
 def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
-    """Raise `ValueError` if an initial point is coarser than `dtype`, of the plan."""
+    """Raise `ValueError` if `w0` has a coarser float type than `dtype`, the planned."""
     found = jnp.result_type(*jax.tree.leaves(w0))
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
         return

@@ -64,7 +64,7 @@ class AbstractOutput(Checked):
 
 
 class Last(AbstractOutput):
-    """The last iterate."""
+    """Output rule: the last iterate."""
 
     @override
     def init(self, w):
@@ -80,7 +80,7 @@ class Last(AbstractOutput):
 
 
 class AbstractMean(AbstractOutput):
-    """An average of iterates."""
+    """Output rule: an average of iterates."""
 
     def first(self, num_steps: int) -> int:
         """Return the number of the step at which the average begins, by default 0."""
@@ -96,11 +96,11 @@ class AbstractMean(AbstractOutput):
 
 
 class Mean(AbstractMean):
-    """The average of all iterates, whose noise is less than that of one of them."""
+    """Output rule: the average of all iterates, with less noise than one of them."""
 
 
 class TailMean(AbstractMean):
-    """The average of the last iterates, which forgets the initial point.
+    """Output rule: the average of the last iterates, which forgets the initial point.
 
     Args:
         fraction: The part of the run that is averaged, between 0 and 1; rounded to a
@@ -115,7 +115,7 @@ class TailMean(AbstractMean):
 
 
 class SmallestStep(AbstractOutput):
-    r"""The $w_t$ after which the run moved least: the smallest $\|w_{t+1} - w_t\|$.
+    r"""Output rule: the $w_t$ before the smallest step $\|w_{t+1} - w_t\|$.
 
     It needs steps that are accurate from the first one on. If inner solves are short
     and start at the same point, the first step is small although the gradient is not.
@@ -142,7 +142,7 @@ class SmallestStep(AbstractOutput):
 
 
 class UniformIterate(AbstractOutput):
-    r"""One of the points that steps start from, $w_0, \dots, w_{T-1}$, at random.
+    r"""Output rule: one of $w_0, \dots, w_{T-1}$, where steps start, at random.
 
     Each has the same probability. Bounds on the mean of $\|\nabla F(w_t)\|^2$ add up
     the progress of every step, so they are about the points where gradients are taken.
@@ -169,7 +169,7 @@ class UniformIterate(AbstractOutput):
 
 
 def check_output(owner: str, output: AbstractOutput) -> None:
-    """Check that `output` is an output rule that needs no key.
+    """Raise `TypeError` or `ValueError` unless `output` is a rule that needs no key.
 
     Raises:
         TypeError: It is no output rule.

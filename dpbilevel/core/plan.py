@@ -158,7 +158,7 @@ def least_multiplier(
     budget: PrivacyBudget,
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> float:
-    """Return the noise multiplier of `count` releases, as `calibrate` finds it.
+    """Return the least noise multiplier at which `count` releases stay in a budget.
 
     Each is a Gaussian release from a batch of `size` records. Raises `ValueError` if no
     noise reaches the budget.
@@ -168,7 +168,7 @@ def least_multiplier(
 
 
 def gaussian_ledger(sampling, count: int, size: int, multiplier, neighbours) -> Ledger:
-    """Return the `Ledger` of `count` Gaussian releases, each from a batch."""
+    """Return a `Ledger` of `count` planned Gaussian releases, each on a batch."""
     query, noise = Query(RECORDS, size, 1.0, sampling), Gaussian(multiplier, neighbours)
     return Ledger((Release("query", count, (query,), noise),))
 
@@ -180,7 +180,7 @@ def check_promise(
     records: int,
     most: int = 10**12,
 ) -> None:
-    """Check that a planner's bound is below `trivial`, the bound of any answer.
+    """Raise `ValueError` unless a bound is below `trivial`; say how many records do.
 
     `bound` maps a number of records to the bound of their plan, or raises `ValueError`
     if there is none; at most `most` records are tried.
@@ -214,7 +214,7 @@ def check_promise(
 
 
 def _check_pure(ledger: Ledger, name: str) -> None:
-    """Refuse a plan for delta = 0 whose releases are not pure."""
+    """Raise `ValueError` if a ledger for delta = 0 has releases that are not pure."""
     if not all(map(profiles.pure_epsilons, ledger.events().values())):
         raise ValueError(
             f"calibrate: {name} has no noise for delta = 0. Use a delta well below "
@@ -227,7 +227,7 @@ def _check_pure(ledger: Ledger, name: str) -> None:
 
 
 def _check_accuracy(inexact: float, budget: PrivacyBudget, name: str) -> None:
-    """Refuse a plan whose noise mainly hides the errors of computed scores."""
+    """Raise `ValueError` if score errors cost more than half of the budget's delta."""
     cost = profiles.total_variation_delta(budget.epsilon, inexact)  # of all draws
     check_rounding(
         "calibrate",
@@ -256,7 +256,7 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
 
 
 def least_safe(delta, allowed, start, tolerance: float, step: float = 2.0) -> float:
-    """Return the least argument, to a tolerance, with `delta` at most `allowed`."""
+    """Return the least scale with `delta(scale) <= allowed`; raise if there is none."""
     delta = functools.cache(delta)  # with sampled batches one takes a second
 
     def unsafe(scale: float) -> bool:

@@ -76,14 +76,14 @@ class AbstractProblem(eqx.Module):
         return dataclasses.replace(self, unit=unit, **functions)
 
     def of_record(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Return a function of a row turned into one of a record, its last argument.
+        """Return `fun` of one row, or the `PerPerson` that combines a person's rows.
 
         For a problem on people the values of their rows are combined.
         """
         return fun if self.unit is None else PerPerson(fun, self.unit)
 
     def on_same_records(self, problem: Problem) -> Problem:
-        """Return a problem on single rows, changed to this one's privacy unit."""
+        """Return a problem on rows, changed to people if this one is on people."""
         if self.unit is None:
             return problem
         return problem.per_person(self.unit.most_rows, self.unit.combine)
@@ -124,11 +124,11 @@ class AbstractProblem(eqx.Module):
 
     @abc.abstractmethod
     def check_sizes(self, owner: str, sizes: object) -> None:
-        """Refuse sizes of another kind than `sizes_of` returns; `owner` is named."""
+        """Raise an error, naming `owner`, unless `sizes` are as `sizes_of` returns."""
 
     @abc.abstractmethod
     def check_people(self, data: PyTree, people: People) -> None:
-        """Refuse data that contradict `people`, the declared relation."""
+        """Raise an error if two levels' data contradict the relation `people`."""
 
     def traced(self, w0: PyTree, data: PyTree) -> Self:
         """Check `w0` and `data`; return the problem with facts found by tracing it.
@@ -144,7 +144,7 @@ class AbstractOneLevel(AbstractProblem):
     """A problem on the records of one level, whose sizes are one number."""
 
     def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
-        """Return the number of records: the length of the leading axis.
+        """Return the number of records: the common length of the leading axes.
 
         Raises:
             TypeError: `people` is given, or the records are those of two levels.
@@ -167,7 +167,7 @@ class AbstractOneLevel(AbstractProblem):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLeaves:
-    """Leaves of an initial point that are no arrays, such as activations.
+    """Untrained leaves of an initial point, such as activations and frozen arrays.
 
     Attributes:
         variables: The structure of the arrays.
@@ -180,7 +180,7 @@ class StaticLeaves:
     pair: bool
 
     def merge(self, value: PyTree) -> PyTree:
-        """Put these leaves back into `value` if it is like the initial point."""
+        """Return `value` with these leaves put back, or unchanged if unlike `w0`."""
         if self.pair and isinstance(value, tuple) and value[1:] == (None,):
             return eqx.combine(value[0], self.parts[0]), None
         if jax.tree.structure(value) != self.variables:
@@ -215,7 +215,7 @@ class _OfArrays:
 def arrays_of(
     owner: str, problem: AbstractProblem, w0: PyTree, trainable: PyTree = None
 ) -> tuple[Any, PyTree, StaticLeaves | None]:
-    """Return the problem on arrays, the arrays of `w0`, and other leaves or `None`.
+    """Return problem and `w0` on trained arrays alone, and other leaves or `None`.
 
     The functions of the problem take modules like `w0`, which may be shapes. An initial
     point without modules, or of arrays alone, is returned as it is. Arrays that
@@ -271,7 +271,7 @@ class Lifted(eqx.Module):
 
 
 def lifted(problem: AbstractProblem) -> Any:
-    """Return a problem, or a `Lifted` one, as an argument of a compiled program.
+    """Return a problem with its untrained arrays as leaves: `Lifted`, or as it is.
 
     Arrays that are not trained are leaves of it, and no constants of the program. If
     there are some, it is a `Lifted`.

@@ -152,7 +152,7 @@ def begun(
     records: PyTree,
     key: PRNGKey | None = None,
 ) -> Callable[[], None]:
-    """Return a function that counts a run of this process at its first call alone.
+    """Warn of a reused key or second run; return a function that counts the run once.
 
     Call it before anything of the run can reach the user. Only shapes of records are
     read. The key is one that the caller gave.
@@ -206,7 +206,7 @@ def begun(
 
 
 def _check_unused(method: str, key: PRNGKey) -> None:
-    """Warn if an earlier run of this process had the same key.
+    """Warn if an earlier run had the same key; remember a hash of this key.
 
     Privacy:
         A hash of the key is kept as long as the process lives.

@@ -68,7 +68,7 @@ class Proximal:
         return jnp.asarray(total + _at(self.ridge, x, square.dtype) / 2 * square)
 
     def prox(self, step_size: Any, *at: PyTree) -> PyTree:
-        r"""Return the minimizer over $u$ of $\eta\, r(x, u) + \frac12 \|u - y\|^2$.
+        r"""Return the proximal point $\arg\min_u \eta\, r(x, u) + \frac12 \|u - y\|^2$.
 
         Args:
             step_size: $\eta \ge 0$.
@@ -89,7 +89,7 @@ class Proximal:
         return jax.tree.map(shrunk, y, self._spread(factors, y))
 
     def is_smooth(self, *at: PyTree) -> PyTree:
-        """Return for each entry of $y$ whether $r$ is smooth at it, given $(x, y)$.
+        """Return masks, a pytree like $y$: whether the term is smooth at each entry.
 
         It is not at groups of zeros that have a weight.
         """
@@ -116,7 +116,7 @@ class Proximal:
         return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
     def _spread(self, values: PyTree, y: PyTree) -> PyTree:
-        """Return for each entry the value of its group."""
+        """Return a pytree like `y` with the value of each entry's group."""
         groups = self._of_groups(y)
         return values if groups is None else jax.tree.map(lambda g: values[g], groups)
 
@@ -131,7 +131,7 @@ class Proximal:
 
 
 def l1(weight: Any) -> Proximal:
-    r"""Return the `Proximal` $\sum_j w_j(x) |y_j|$, as of the lasso.
+    r"""Return the `Proximal` of the lasso, $\sum_j w_j(x) |y_j|$ with weights $w(x)$.
 
     Args:
         weight: $w$: a number, or numbers like $y$; or a function of $x$.
@@ -155,7 +155,7 @@ def elastic_net(weight: Any, ridge: Any) -> Proximal:
 
 
 def group_lasso(weight: Any, groups: PyTree) -> Proximal:
-    r"""Return the `Proximal` $\sum_g w_g(x) \|y_g\|_2$.
+    r"""Return the `Proximal` $\sum_g w_g(x) \|y_g\|_2$ with weights of groups $g$.
 
     Args:
         weight: $w$: a number, or one number per group; or a function of $x$.
@@ -165,7 +165,7 @@ def group_lasso(weight: Any, groups: PyTree) -> Proximal:
 
 
 def l2_norm(weight: Any) -> Proximal:
-    r"""Return the `Proximal` $w(x) \|y\|_2$ of the whole variable.
+    r"""Return the `Proximal` $w(x) \|y\|_2$ of the whole variable, with a weight $w$.
 
     Args:
         weight: $w$: a number, or a function of $x$ that returns an array of shape (1,)
@@ -175,12 +175,12 @@ def l2_norm(weight: Any) -> Proximal:
 
 
 def smooth_part(term: Any) -> Any:
-    """Return a public term that has a gradient; `None` for one of a proximal step."""
+    """Return a public term unchanged, or `None` if it is a `Proximal`."""
     return None if isinstance(term, Proximal) else term
 
 
 def operator(term: Any, *x: PyTree) -> Any:
-    """Return the proximal operator of a public term at x; `None` if it has none.
+    """Return the function (step size, y) of a term's proximal step; `None` if smooth.
 
     Its arguments are a step size and a point.
     """
@@ -204,7 +204,7 @@ def check_smooth(owner: str, problem: Any) -> None:
 
 
 def check_proximal(owner: str, term: Proximal, feasible: AbstractSet) -> None:
-    """Refuse sets for which step and projection are not the proximal step of both.
+    """Raise `ValueError` if a term's proximal step does not go with the feasible set.
 
     Raises:
         ValueError: The set is not the whole space, a ball around the origin or, for

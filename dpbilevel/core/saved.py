@@ -36,7 +36,7 @@ class _NotLike(Exception):
 def write(
     folder: Path, parts: dict[str, PyTree], facts: dict[str, Any], *, overwrite: bool
 ) -> None:
-    """Write pytrees into a folder that appears at once, or not at all.
+    """Write pytrees and facts into a folder at once; may replace some if `overwrite`.
 
     Parts are pytrees of arrays by name, facts further values of JSON. Errors are those
     of `Solution.save`.
@@ -73,7 +73,7 @@ def write(
 
 
 def read(folder: Path, like: PyTree = None) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Return the pytrees and facts in a folder of `write`, with NumPy arrays.
+    """Return two dicts: the pytrees (of NumPy) and facts that `write` put in a folder.
 
     Nodes of other kinds than dictionaries, lists and tuples need `like`, a pytree with
     the structure of the parts. Errors are those of `load`.
@@ -102,7 +102,7 @@ def read(folder: Path, like: PyTree = None) -> tuple[dict[str, PyTree], dict[str
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:
-    """Return an error that says why the files of a solution cannot be read."""
+    """Return a `ValueError` that says why files of a solution cannot be read."""
     known = isinstance(error, OSError | ValueError)
     why = str(error).rstrip(".") if known else "a part is missing or of another kind"
     return ValueError(

@@ -1,4 +1,4 @@
-"""Released fractions of usable records, and conclusions from these fractions."""
+"""Whether a run stops or warns, decided from released fractions of usable records."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ _NEARLY_NONE = 0.05  # fraction of usable records that counts as none
 
 @dataclasses.dataclass(frozen=True)
 class LevelUsability:
-    """Released means of the indicators of one level. Public.
+    """Noisy fractions of one level: usable records, wrong columns, classes. Public.
 
     Attributes:
         usable: The share of records that can be used, with noise: it may be outside
@@ -46,7 +46,7 @@ class LevelUsability:
 
     @property
     def stops(self) -> bool:
-        """Whether a model of these records would be useless, beyond the noise.
+        """Whether training is in vain: few usable records, or a value misspelt.
 
         This is so in three cases. Less than half of the records can be used. Or less
         than three quarters can be used, and some class has no record beyond the noise.
@@ -61,13 +61,13 @@ class LevelUsability:
 
     @property
     def none_usable(self) -> bool:
-        """Whether hardly any record can be used, beyond the noise."""
+        """Whether `stops` holds and hardly any record is usable, beyond the noise."""
         most = max(_NEARLY_NONE, _DEVIATIONS * self.noise_std)
         return self.stops and self.usable < most
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Names of the declared values that are probably misspelt.
+        """Tuple of declared classes, groups, sources that are probably misspelt.
 
         These are classes, groups and sources without a record beyond the noise, if
         records cannot be used because of the column of these values.
@@ -85,7 +85,7 @@ class LevelUsability:
 
     @property
     def rare(self) -> tuple[str, ...]:
-        """Names of the declared values that no record seems to have, if noise is small.
+        """Tuple of declared values that no record seems to have, if noise is small.
 
         The noise is small enough if equal shares would be seen: an equal share is lost
         in the noise with probability 3e-5 at most.
@@ -107,7 +107,7 @@ class LevelUsability:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Names of the columns that are wrong in many records, the worst first.
+        """Names of columns wrong beyond noise and half the worst rate, worst first.
 
         These columns exceed the noise, and half of the share of the worst column.
         """
@@ -133,7 +133,7 @@ class LevelUsability:
 
     @property
     def many_unusable(self) -> bool:
-        """Whether more than a tenth of the records cannot be used, beyond the noise.
+        """Whether over a tenth of the records is unusable and a column often wrong.
 
         If all can be used, this is so with probability 3e-5 at most. Some column must
         be wrong as often as a quarter of this: under add-or-remove-one the records may
@@ -168,24 +168,24 @@ class Usability:
 
     @property
     def stops(self) -> bool:
-        """Whether a model of the records of some level is of no use."""
+        """Whether the run stops: training is in vain on some level's records."""
         return any(level.stops for level in self.levels.values())
 
     @property
     def usable(self) -> float:
-        """Smallest fraction of usable records among the levels, cut to [0, 1]."""
+        """Smallest usable fraction among the levels, cut to [0, 1]; NaN without any."""
         shares = (level.usable for level in self.levels.values())
         return min(max(min(shares, default=math.nan), 0.0), 1.0)
 
     @property
     def constant_accuracy(self) -> float | None:
-        """Accuracy of the best constant answer, in the first level with classes."""
+        """Accuracy of the best constant answer; `None` if no level has classes."""
         known = (level.constant_accuracy for level in self.levels.values())
         return next((value for value in known if value is not None), None)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Texts on the levels whose columns differ from the declaration, one each."""
+        """Tuple of texts: mistakes in a level's records, for each level with some."""
         found = {role: _remark(level) for role, level in self.levels.items()}
         return tuple(
             f"{text[0].upper()}{text[1:]}"

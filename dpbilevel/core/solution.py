@@ -83,7 +83,7 @@ class Solution(eqx.Module, Generic[Report]):
     report: Report = eqx.field(static=True, default=None)
 
     def with_leaves(self, leaves: StaticLeaves) -> Self:
-        """Return a `Solution` of modules: its arrays merged with these leaves."""
+        """Return a copy with untrained leaves put back into value and trajectory."""
         parts: dict[str, Any] = {"value": leaves.merge(self.value)}
         if self.trajectory is not None:
             parts["trajectory"] = leaves.merge(self.trajectory)
@@ -110,7 +110,7 @@ class Solution(eqx.Module, Generic[Report]):
         return shown
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        """Write the solution into a folder, from which `dpbilevel.load` restores it.
+        """Write the solution into a folder, for `load`; may replace one if `overwrite`.
 
         `solution.json` has the report and the structure, `arrays.safetensors` the
         arrays; neither can run code. The folder appears at once, or not at all.

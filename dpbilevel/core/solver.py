@@ -96,7 +96,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def with_noise(self, scale: Number) -> Self:
-        """Return a copy of the solver at this noise, divided as its fields specify.
+        """Return a copy whose run on full batches is 1/scale-GDP.
 
         Args:
             scale: The noise multiplier of the single Gaussian release that a run on
@@ -115,7 +115,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         return dataclasses.replace(self, **changes)
 
     def with_counts(self, problem: Problem, sizes: Any = None) -> Self:
-        """Return the solver with every count set that depends on its noise.
+        """Return the solver with counts set that depend on noise; default: itself.
 
         `calibrate` calls it last. Sizes are by default those of the solver.
         """
@@ -225,19 +225,19 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """Return one of a step's equal releases: queries, mechanism and basis.
+        """Return a step's planned release (queries, mechanism); reads no record.
 
         Raises:
             ValueError: The problem lacks what the sensitivity rests on.
         """
 
     def counted_release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """Return the declared `release`, with its `count` in a whole run."""
+        """Return the planned `release` with its `count` for a whole run."""
         release = self.release(problem, sizes)
         return dataclasses.replace(release, count=self.num_releases)
 
     def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
-        """Return texts on what is assumed besides clipping; by default none."""
+        """Return a tuple of texts: assumptions besides clipping; default: empty."""
         return ()
 
     @override

@@ -1,4 +1,4 @@
-r"""The first release of a run: the fractions of usable records.
+r"""The first release of a run, fractions of usable records; `shares` decides on them.
 
 A misspelt class or a column in another unit leaves records without influence. No error
 says so, because it would reveal records. A run therefore first releases one noisy mean
@@ -40,7 +40,7 @@ _MOST_NOISE = 0.25  # of the usable share, for its release
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    r"""The columns of a level and its classes, as declared.
+    r"""Declared columns of a level, with its classes, and its groups or sources.
 
     The row of a record is $(u - 1/2, w / 2, (e - 1/k) / 2, (h - 1/m) / 3)$: whether it
     can be used, its wrong columns with equal entries and norm 1, its class among $k$,
@@ -169,7 +169,7 @@ class RecordsCheck:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions in the report of the run about levels that are not checked."""
+        """Tuple of texts for the report: assumptions about levels not checked."""
         checked = [release.queries[0].role for release in self.releases]
         left = [role for role, _ in self.columns if role not in checked]
         if not left:
@@ -209,7 +209,7 @@ class RecordsCheck:
     def means(
         self, indicators: Mapping[str, Any], key: PRNGKey, owner: str = "solve"
     ) -> dict[str, Float[Array, " w"]]:
-        """Release, by role, the mean of each checked level's indicators."""
+        """Release each checked level's noisy mean indicators: a dict by role."""
         releases = {release.queries[0].role: release for release in self.releases}
         keys = [key] if len(releases) < 2 else derive(key, *releases)
         return {
