@@ -51,7 +51,7 @@ _NOTICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A run between two chunks. SECRET.
+    """A run between two chunks: steps done, key, state, trajectory. SECRET.
 
     Attributes:
         done: Number of steps done.
@@ -73,7 +73,7 @@ class Checkpoint:
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Replace the folder's checkpoint by `replace`; only its owner can read it."""
+    """Write a `Checkpoint` into a folder, atomically, readable by its owner alone."""
     states, paths = map(jax.tree.leaves, (checkpoint.state, checkpoint.path))
     arrays = {f"state_{i}": v for i, v in enumerate(states)}
     arrays |= {f"path_{i}": v for i, v in enumerate(paths)}
@@ -116,7 +116,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def has_released(folder: Path) -> bool:
-    """Return whether the run of a folder's checkpoint, if any, released anything."""
+    """Return whether a folder's checkpoint, if any, has releases or is damaged."""
     if not (folder / NAME).exists():
         return False
     try:
@@ -127,7 +127,7 @@ def has_released(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete the checkpoint of a finished run, and the leftovers of a crash."""
+    """Delete a folder's checkpoint and its temporary file, if they exist."""
     for name in (NAME, TEMPORARY):
         (folder / name).unlink(missing_ok=True)
 
@@ -150,7 +150,7 @@ def folders_below(top: Path) -> Iterator[Path]:
 
 
 def check_empty(name: str, folder: Path) -> None:
-    """Raise `ValueError` if a folder holds more than a limit, a lock and leftovers."""
+    """Raise `ValueError` if a folder is a file or holds more than our leftovers."""
     if folder.is_file():
         raise ValueError(f"{name} {folder} is a file; give a new folder.")
     ours = (TEMPORARY, guards.LOCK, LIMIT)
@@ -162,7 +162,7 @@ def check_empty(name: str, folder: Path) -> None:
 
 
 def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file so that at any time it is completely the old or the new one.
+    """Write bytes to a file, atomically and synced; an `OSError` leaves the old file.
 
     Raises:
         OSError: The disk refuses; the old file is intact.
@@ -191,7 +191,7 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def replace_json(file: Path, page: dict[str, Any]) -> None:
-    """Write a page of JSON by `replace`, which raises `OSError`."""
+    """Write a dict to a file as JSON, atomically; `OSError` if the disk refuses."""
     replace(file, (json.dumps(page, indent=2) + "\n").encode())
 
 
@@ -209,7 +209,7 @@ def versions() -> dict[str, str]:
 
 
 def software() -> dict[str, str | bool]:
-    """Return a dict of all that a run's bits depend on besides its arguments."""
+    """Return a dict of package versions, JAX's backend and its float settings."""
     settings: Any = jax.config  # without the names of all settings for type checkers
     return {
         **versions(),
@@ -220,7 +220,7 @@ def software() -> dict[str, str | bool]:
 
 
 def hashed(values: Iterable[Any]) -> str:
-    """Return one hash of arrays and bytes."""
+    """Return the SHA-256 of arrays and bytes together, as hexadecimal text."""
     found = hashlib.sha256()
     for value in values:
         found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
@@ -249,7 +249,7 @@ def first_checkpoint(
 def after(
     saved: Checkpoint, key: PRNGKey, steps: int, state: PyTree, rows: PyTree
 ) -> Checkpoint:
-    """Return the `Checkpoint` of a run after further steps.
+    """Return `saved` after more steps: new key and state, `rows` added to its path.
 
     The key is that of the steps to come, the rows are the released iterates.
     """
@@ -262,7 +262,7 @@ def after(
 def resume_run(
     folder: Path, saved: Checkpoint, first: Checkpoint, records: str = "the records"
 ) -> Checkpoint:
-    """Return the `Checkpoint` read from a folder, checked to be of this run.
+    """Return `saved` with its pytrees rebuilt; `ValueError` if it is of another run.
 
     `first` is the run before its first step, as it would begin now. A `ValueError`
     names what has changed; `records` are what `fingerprint["records"]` identifies.
@@ -287,7 +287,7 @@ def resume_run(
 
 
 def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that two fingerprints agree in all but keys and records, which are SECRET.
+    """Raise `ValueError` if fingerprints differ, but for keys and records (SECRET).
 
     The `ValueError` says what changed.
     """

@@ -178,7 +178,7 @@ def run_in_folder(
     begun: Callable[[], Callable[[], None]],
     **watched: Any,
 ) -> Solution:
-    """Make a run in a folder, or what is left of it; return its `Solution`.
+    """Run in a folder, go on there, or read the result back; return the `Solution`.
 
     A finished run is read back, and its records are not compared. Errors are those of
     `fit`, after which the last checkpoint is intact. `settings` are public facts that a
@@ -251,7 +251,7 @@ def begun_in(
 
 
 def _finished(folder: Path, run: Run, facts: dict[str, Any]) -> Solution:
-    """Return the `Solution` of a finished folder, checked to be of this run."""
+    """Return a finished folder's `Solution`, of this run; delete its checkpoint."""
     try:
         then = json.loads((folder / checkpoint.RUN).read_text())
     except (OSError, ValueError) as error:
@@ -316,7 +316,7 @@ def load(folder: str | Path, *, like: PyTree = None) -> Solution[Any]:
 
 
 def _of_command(folder: Path) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Return the answer and facts of a finished run of the command line."""
+    """Return two dicts of a finished command-line run: its pytrees, its result page."""
     try:
         page = json.loads((folder / checkpoint.RESULT).read_text(encoding="utf-8"))
         content = io.BytesIO((folder / checkpoint.ARRAYS).read_bytes())

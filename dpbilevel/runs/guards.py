@@ -93,7 +93,7 @@ def step_bar(
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Callable[[], None]]:
-    """Lock a folder against other runs; create it if it does not exist.
+    """Lock a folder, made if missing; yield a function that checks the lock.
 
     Yields a function that raises `ValueError` unless this process still holds the lock
     file of the folder. If the file was deleted or replaced, another run may hold a new

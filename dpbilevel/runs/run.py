@@ -133,7 +133,7 @@ def start(
     trajectory: bool = False,
     trainable: PyTree = None,
 ) -> Run:
-    """Return a `Run` before its first step, for `advance`.
+    """Return a `Run` before its first step, and count it as spent in this process.
 
     Steps by `advance` are those of `solve` with the same key, bit for bit on the same
     device, however they are divided.
@@ -250,7 +250,7 @@ def run_watched(
     every: int | None,
     keep: Callable[[Run], None] = lambda run: None,
 ) -> Run:
-    """Advance a `Run` to its end, or until `callback` ends it; arguments as in `fit`.
+    """Advance a `Run` to its end, or until `callback` is true; return the last `Run`.
 
     `count` is called before `callback` sees anything, `keep` after it: a run that is
     killed between them calls it once more, with the same values.

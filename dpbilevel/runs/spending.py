@@ -24,7 +24,7 @@ _ROUNDING = 1e-12  # of a sum, relative
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that was started; it counts whether or not it ever finished.
+    """A started run on record, finished or not: its time, cost and relation.
 
     Attributes:
         started: Time of the start, in UTC.
@@ -70,7 +70,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """Runs on record in one folder.
+    """Spending record of one folder: its runs, and the number of damaged lines.
 
     Attributes:
         runs: The runs in the order in which they were started.
@@ -93,7 +93,7 @@ class RunLog:
         return not self.unreadable and not self.missing
 
     def lines(self, folder: str = "") -> list[str]:
-        """Return lines of text: what is lost from the record, and each run."""
+        """Return a list of lines of text: what is lost from the record, each run."""
         at = f"{folder}: " if folder else ""
         lost = {f"damaged lines in {NAME}": self.unreadable}
         lost["runs without a recorded start"] = self.missing
@@ -134,7 +134,7 @@ class TotalSpent:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs, folder by folder."""
+        """Tuple of all runs, folder by folder."""
         return tuple(run for record in self.records.values() for run in record.runs)
 
     @property
@@ -182,7 +182,7 @@ def spent(folder: Path | str) -> TotalSpent:
 
 
 def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
-    """Refuse runs below a folder that would take its total above a budget.
+    """Write a limit into a folder: runs there that exceed its budget are refused.
 
     From now on a search with `folder=`, or a run of the command line, starts or goes on
     in this folder or below it only if `spent`, with that run, is at most the budget.
@@ -248,7 +248,7 @@ def is_lost(folder: Path) -> bool:
 
 
 def is_moved(folder: Path) -> bool:
-    """Return whether a folder holds an earlier result of the folder above."""
+    """Return whether a folder is a `run-N`, with a result moved from the one above."""
     if not re.fullmatch(r"run-\d+", folder.name) or read(folder).runs:
         return False
     made_here = (folder / checkpoint.SEARCH).exists() or checkpoint.has_released(folder)
@@ -263,10 +263,10 @@ def begin(
     *,
     first: PrivacyReport | None = None,
 ) -> None:
-    """Record that a run starts or continues; call this before it reads a record.
+    """Record a run's start or resumption; `ValueError` if it would exceed a limit.
 
-    The folder is under its lock, and numbers begin at 1. If there is a `first` part,
-    its guarantee alone is on record until `charge`.
+    Call it under the folder's lock, before a record is read; numbers begin at 1. If
+    there is a `first` part, its guarantee alone is on record until `charge`.
 
     Raises:
         ValueError: The whole run would take the total above a limit.
@@ -293,7 +293,7 @@ def begin(
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Record once the cost of the whole run, before its rest; raise as `begin` does."""
+    """Record the cost of a whole run, once; `ValueError` if it would exceed a limit."""
     epsilon, delta = costs_by(report)
     event = {"event": "charged", "epsilon": epsilon, "delta": delta}
     runs = _runs(folder, number)
@@ -307,7 +307,7 @@ def stop(folder: Path, number: int, why: str) -> None:
 
 
 def finish(folder: Path, number: int = 1) -> None:
-    """Record once, without a time, that a result is written; delete the checkpoint."""
+    """Record a run as finished, unless it already is; delete its checkpoint."""
     if any(not run.finished for run in _runs(folder, number)):
         _append(folder, number, {"event": "finished", "finished": True})
     checkpoint.remove(folder)
@@ -321,7 +321,7 @@ def _runs(folder: Path, number: int) -> tuple[Run, ...]:
 def _record(
     folder: Path, number: int, report: PrivacyReport, event: dict[str, Any] | None
 ) -> None:
-    """Add an event to the record, unless the whole run would exceed a limit."""
+    """Add an event to the record; undo it and raise if the run exceeds a limit."""
     file = folder / NAME
     before = file.read_bytes() if file.is_file() else None
     try:
@@ -367,7 +367,7 @@ def _check_limits(folder: Path, number: int, report: PrivacyReport) -> None:
 
 
 def limits(folder: Path) -> Iterator[tuple[Path, tuple[float, float]]]:
-    """Yield the limits of a folder and of those above it, by their folders."""
+    """Yield pairs (folder, (epsilon, delta)): limits of a folder and those above it."""
     ends = Path(os.path.abspath(folder)), folder.resolve()  # links lead to both
     for place in dict.fromkeys(p for end in ends for p in (end, *end.parents)):
         try:
