@@ -58,7 +58,7 @@ class AbstractAdaptiveClip(AbstractGradientSolver[State], AbstractIterative):
         *,
         key: PRNGKey,
     ) -> tuple[PyTree, Any, Scalar]:
-        r"""Release the gradient $q_t$; return it, its deviation's bound, and $C_{t+1}$.
+        r"""Release a gradient; return it, a bound on its noise, and the next clip norm.
 
         Privacy:
             One `release`, at the point $w_t$ and the clip norm $C_t$.
@@ -89,7 +89,7 @@ class AbstractAdaptiveClip(AbstractGradientSolver[State], AbstractIterative):
         return self._release(problem, sizes, 1.0)
 
     def _release(self, problem, sizes, factor: Number) -> Release:
-        """Return the first step's `Release`, with all clip norms times `factor`.
+        """Return the first step's planned `Release`, clip norms times `factor`.
 
         A level may have a clip norm of its own, which `clip_norm` does not set. The
         ledger charges the people of each level by its fraction of the sensitivity, so

@@ -89,7 +89,7 @@ class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
     @property
     @override
     def release_noise(self) -> correlated.Correlated:
-        """Mechanism of all steps of a run on full batches."""
+        """`Correlated` mechanism of all steps of a run on full batches."""
         noise = self.noise_multiplier, self.neighbours, self.precision
         return correlated.Correlated(*noise, self.feedback, self.num_steps)
 
@@ -134,6 +134,6 @@ class CorrelatedGD(AbstractDescent[CorrelatedState], AbstractIterative):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """Return the rows of `NoisyGD`; refuse noise that is too large for the grid."""
+        """Return `ForecastRow`s as `NoisyGD`; refuse noise too large for the grid."""
         self.release_noise.check_room(optax.tree.size(w0))
         return super().forecast(problem, sizes, w0)

@@ -98,7 +98,7 @@ class LocalizedGD(AbstractGradientSolver[_State]):
         steps_per_round: int,
         **fields: Any,
     ) -> Self:
-        r"""Return a solver with the parameters of the theorem; hidden constants are 1.
+        r"""Return a solver with the theorem's parameters; hidden constants are 1.
 
         $M = \lceil \log_2 \log(\mu \varepsilon n / L) \rceil$ rounds and $R_{m} =
         \sqrt{R_{m-1} L / (\mu \varepsilon n)} + L \sqrt d / (\mu \varepsilon n)$.
@@ -180,7 +180,7 @@ class LocalizedGD(AbstractGradientSolver[_State]):
 def theorem_radii(
     owner: str, ratio: float, dimension: int, radius: float
 ) -> tuple[float, ...]:
-    r"""Return the radii of `LocalizedGD.from_theorem` at $\mu \varepsilon n / L$.
+    r"""Return the radii of `LocalizedGD.from_theorem`, one for each round, as a tuple.
 
     A `ValueError` refuses a ratio of at most $e$.
     """
@@ -196,7 +196,7 @@ def theorem_radii(
 
 
 def restarted(solvers: tuple[Any, ...], t: Int[Array, ""]) -> tuple[Any, ...]:
-    """Return solvers in which each `LocalizedGD` has the radii of outer step `t`.
+    """Return a tuple of solvers, with `first_radii` of `LocalizedGD` at step 0 alone.
 
     Radii affect accuracy only, so the ledger is the same at all steps.
     """

@@ -100,7 +100,7 @@ def signed(label: Scalar) -> Scalar:
 
 
 def example(record: Record) -> tuple[Float[Array, " d"], Array]:
-    """Return the features and the label of one record.
+    """Return the pair of one record's features and label; refuse other shapes.
 
     Raises:
         TypeError: The record is neither a mapping with both nor a pair.
@@ -143,7 +143,7 @@ def bounded(
 
 
 def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, ""]:
-    r"""Return $\langle a, w \rangle$; $w$ may be a matrix with a column per class.
+    r"""Return the score $\langle a, w \rangle$ of a row $a$, one per column of $w$.
 
     Raises:
         ValueError: Their lengths differ.
@@ -222,7 +222,7 @@ class AbstractLinearModel(abc.ABC):
 
     @abc.abstractmethod
     def slope(self, margin: Number) -> Number:
-        r"""Return $p_1 \ge |\varphi'(t, b)|$ for all $|t| \le$ `margin`.
+        r"""Return a bound on the loss's absolute slope at margins up to `margin`.
 
         It does not decrease in `margin`.
         """
@@ -287,7 +287,7 @@ class PseudoHuber(AbstractLinearModel):
 
     @property
     def largest(self) -> float:
-        """Loss at margin 0 of the largest label that is not cut."""
+        """Bound on the loss at margin 0 of the largest label that is not cut."""
         return _LARGEST_LABEL * self.width**2
 
     def slope(self, margin: Number) -> float:
@@ -305,7 +305,7 @@ class PseudoHuber(AbstractLinearModel):
 def linear_loss(
     model: AbstractLinearModel, row_norm: float
 ) -> Callable[[Float[Array, " d"], Record], Scalar]:
-    """Return a model's loss of coefficients and a record, with a row cut to a norm."""
+    """Return the function (weights, record) of a model's loss, rows cut to a norm."""
 
     def loss(weights: Float[Array, " d"], record: Record) -> Scalar:
         row, label = bounded(record, row_norm, weights.dtype)

@@ -35,7 +35,7 @@ GRADIENT = "gradient"
 
 
 class DescentState(eqx.Module):
-    """State of a noisy descent."""
+    """State of a descent: iterate, output rule's memory, updates, step number."""
 
     w: PyTree
     kept: PyTree  # memory of the output rule

@@ -37,14 +37,14 @@ class AbstractFiniteSum(AbstractOneLevel):
 
     @abc.abstractmethod
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """Return, by role, the function of one record's gradient at `w`."""
+        """Return a dict by role: the function from a record to its gradient at `w`."""
 
     @abc.abstractmethod
     def public_gradient(self, w: PyTree) -> PyTree:
         """Return the gradient of the public terms: no clipping, no noise, no budget."""
 
     def proximal_step(self) -> Callable[[Any, PyTree], PyTree] | None:
-        """Return the proximal operator of the public terms, `None` if they are smooth.
+        """Return the function (step size, w) of a proximal step; `None` without one.
 
         Its arguments are a step size and a point. The public gradient leaves out the
         term that it belongs to.
@@ -110,7 +110,7 @@ class FiniteSum(AbstractFiniteSum):
         return dataclasses.replace(self, unit=unit, **functions)
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        r"""Return, by role, the function $z \mapsto \nabla_w \ell(w, z)$."""
+        r"""Return a dict by role of the function $z \mapsto \nabla_w \ell(w, z)$."""
         return {RECORDS: lambda record: jax.grad(self.loss)(w, record)}
 
     def public_gradient(self, w: PyTree) -> PyTree:
@@ -129,7 +129,7 @@ class FiniteSum(AbstractFiniteSum):
         return (Query(RECORDS, sizes, clip_norm, sampling, randomized),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Raise `ValueError` if leading axes differ or the loss is no scalar."""
+        """Raise an error if `w0`, data, set and loss do not fit each other."""
         self.sizes_of(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
@@ -140,7 +140,7 @@ class FiniteSum(AbstractFiniteSum):
 
 
 def _with_zero_key(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a randomized loss as one of a record without a key, for its shapes."""
+    """Return a randomized loss as a function of variables and record: its key is 0."""
 
     def plain(*args):
         *variables, record = args
@@ -151,7 +151,7 @@ def _with_zero_key(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_start(w0: PyTree) -> None:
-    """Refuse an initial point with leaves that are no finite float32 or float64 arrays.
+    """Raise `ValueError` unless all leaves of `w0` are finite float32 or float64.
 
     Raises:
         ValueError: A leaf is not a floating-point array of float32 or float64, or holds
@@ -172,7 +172,7 @@ def check_start(w0: PyTree) -> None:
 
 
 def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
-    """Refuse a set that does not hold points of the shape of `start`.
+    """Raise `ValueError` if a set does not hold points of the shape of `start`.
 
     Raises:
         ValueError: Projecting the point fails or changes its shape.
@@ -195,7 +195,7 @@ def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
 def check_scalar(
     name: str, fun: Callable, *arguments: PyTree, of: str = "one record"
 ) -> None:
-    """Refuse a function, traced on shapes only, that is no scalar at `arguments`.
+    """Raise an error unless a function, traced on shapes, returns one float scalar.
 
     Raises:
         ValueError: The result is not a floating-point scalar.
@@ -255,7 +255,7 @@ def _hint_for(error: Exception) -> str:
 
 
 def _in_words(named: dict[str, PyTree]) -> str:
-    """Return the dtype and shape of every leaf, with its name."""
+    """Return text: dtype and shape of each named leaf, of the first twelve."""
     words = [
         f"{name}{jax.tree_util.keystr(path)} {jnp.result_type(v)}{list(jnp.shape(v))}"
         for name, tree in named.items()
