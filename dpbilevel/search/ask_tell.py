@@ -1,4 +1,4 @@
-"""Searches in rounds: points, all records' losses there, and a release."""
+"""`AskTell`: a search in rounds, for losses that are evaluated elsewhere."""
 
 import contextlib
 import dataclasses
@@ -203,7 +203,7 @@ class AskTell:
         return np.zeros((0, start.shape[-1]))
 
     def tell(self, losses: Sequence[Float[np.ndarray, " n"]]) -> None:
-        """Take losses at the points of `ask`, in their order.
+        """Take losses at the points of `ask`; make the step's release after the last.
 
         When all points have losses, the step is released.
 
@@ -249,7 +249,7 @@ class AskTell:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Admit one thread at a time, and no closed or forked search."""
+        """Enter a context for one thread; refuse a closed or forked search."""
         owner = self._run.owner
         if os.getpid() != self._process:
             raise ValueError(f"{owner}: the search belongs to process {self._process}.")
@@ -327,7 +327,7 @@ class AskTell:
 
 @jax.jit
 def _keys(key):
-    """Return the key of later steps, and one step's keys for `ask` and `tell`."""
+    """Return the key of later steps, and the pair of keys of this `ask` and `tell`."""
     next_key, (step_key,) = step_keys(key, 1)
     return next_key, derive(step_key, "ask", "tell")
 

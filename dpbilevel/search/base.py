@@ -1,4 +1,4 @@
-"""Losses that are only evaluated, the ask/tell contract of solvers, and candidates."""
+"""`BlackBox` problems, the base class of ask/tell solvers, and points of boxes."""
 
 import abc
 import functools
@@ -160,7 +160,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         """Return a warning for the end of a run, from released values, or `None`."""
 
     def noisy_losses(self, state: State) -> tuple[Array, Array]:
-        """Return the points whose noisy losses were released so far, and these losses.
+        """Return points whose noisy losses are released, and losses; default: none.
 
         Their shapes are `(k, d)` and `(k,)`, in the order of the releases; k is 0 for
         solvers that release no loss.
@@ -180,7 +180,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
     def releases(
         self, problem: SearchProblem, sizes: int
     ) -> tuple[AbstractRelease, ...]:
-        """Return a tuple of `AbstractRelease`: what a run releases of the losses.
+        """Return a tuple of a run's planned releases of losses; reads no record.
 
         Args:
             problem: The problem.
@@ -214,7 +214,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         return self.most_evaluations
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """Return the assumptions of a black box's guarantee as sentences, else `()`."""
+        """Return the assumptions on a `BlackBox` problem as sentences, else `()`."""
         if not isinstance(problem, BlackBox):
             return ()
         rows = (
@@ -303,7 +303,7 @@ def check_starts(solver: Any, name: str) -> None:
 def uniform(
     box: Box, like: Float[Array, " d"], count: int, *, key: PRNGKey
 ) -> Float[Array, "count d"]:
-    """Sample points like `like` uniformly from a box, without reading records."""
+    """Sample `count` points uniformly from a box, one a row, in the dtype of `like`."""
     lower, upper = ends(box, like)
     unit = jax.random.uniform(key, (count, *like.shape), like.dtype)
     return lower[None] + unit * (upper - lower)[None]
@@ -312,6 +312,6 @@ def uniform(
 def ends(
     box: Box, like: Float[Array, " d"]
 ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-    """Return two opposite corners of a box, in the shape and dtype of `like`."""
+    """Return the lower and upper corner of a box, in the shape and dtype of `like`."""
     largest = jnp.full_like(like, jnp.finfo(like.dtype).max)
     return box.project(-largest), box.project(largest)

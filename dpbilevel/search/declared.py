@@ -20,7 +20,7 @@ _TRAINING_RECORDS = "training records"
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredTraining:
-    r"""Releases of one private training by another program.
+    r"""Declaration of a private training by another program: noise, rates, steps.
 
     Args:
         history: The phases of one training, each `(noise_multiplier, sample_rate,
@@ -84,7 +84,7 @@ class DeclaredTraining:
     def gdp(
         cls, mu: float, num_records: int, people: People | str = People.OVERLAPPING
     ) -> Self:
-        r"""Declare that another program's training is $\mu$-GDP under replace-one.
+        r"""Return a `DeclaredTraining` that is $\mu$-GDP under replace-one.
 
         Args:
             mu: $\mu$.
@@ -102,7 +102,7 @@ class DeclaredTraining:
         num_records: int,
         people: People | str = People.OVERLAPPING,
     ) -> Self:
-        """Make a `DeclaredTraining` of the training's event of dp-accounting.
+        """Return the `DeclaredTraining` that an event of dp-accounting describes.
 
         Args:
             event: Gaussian releases with Poisson or full batches, or compositions of
@@ -117,7 +117,7 @@ class DeclaredTraining:
 
     @property
     def event(self) -> "dp_accounting.DpEvent":
-        """Event of one training; multipliers are relative to replace-one."""
+        """Event of one training; noise is over the replace-one sensitivity."""
         phases = []
         for multiplier, rate, steps in self.history:
             relative = multiplier / self.neighbours.contributions
@@ -139,7 +139,7 @@ class DeclaredTraining:
 
 @dataclasses.dataclass(frozen=True)
 class Trainings(AbstractRelease):
-    """`count` trainings of a black box, each as declared by the mechanism.
+    """Planned releases for a ledger: `count` declared trainings of a black box.
 
     Privacy:
         All models count as released, in adaptive composition with the releases of the
@@ -192,7 +192,7 @@ class Trainings(AbstractRelease):
 
 
 def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> None:
-    """Raise `ValueError` if an estimator's fits are not those declared."""
+    """Raise `ValueError` if rows are not as many as declared, or a folder is given."""
     if folder is not None:
         raise ValueError(
             "PrivateSearch.fit: leave out folder=: training= counts one call only."
@@ -205,7 +205,7 @@ def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> Non
 
 
 def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> None:
-    """Check that a search of an estimator is as declared.
+    """Raise `ValueError` if losses, solver or seeds defeat a declared training.
 
     Losses and their units must not be taken from training records, and fits must not
     all have the same noise.

@@ -27,7 +27,7 @@ _RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
 def default_losses(
     estimator: Any, training_targets: Any
 ) -> tuple[Losses, float | None]:
-    """Return an estimator's default loss function, and its bound or `None`.
+    """Return the pair of an estimator's default loss function, and bound or `None`.
 
     The loss is half the Brier score or the 0-1 loss of classifiers, and the squared
     error of regressors in units of the variance of the training targets.
@@ -117,7 +117,7 @@ def default_solver(
 def _descent(
     size: int, starts: Float[np.ndarray, "k d"], clip_range: float
 ) -> GradientInformativeBO:
-    """Return a `GradientInformativeBO` that starts at one of `starts` or of a diagonal.
+    """Return a `GradientInformativeBO` that starts from a draw among `starts` and more.
 
     No others are added: more points that are worse make the best one less likely.
     """

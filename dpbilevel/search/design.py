@@ -25,7 +25,7 @@ _STALLED = 1e-5  # relative decrease of the trace below which L-BFGS ends
 
 
 class Design(eqx.Module):
-    """Points to evaluate, and the uncertainty after their evaluation."""
+    """Points to evaluate, their number, and the posterior trace after it."""
 
     points: Float[Array, "q d"]  # only the first `count` are evaluated
     count: Int[Array, ""]
@@ -43,7 +43,7 @@ def choose_batch(
     at_least: int = 1,
     key: PRNGKey,
 ) -> Design:
-    r"""Return the `Design` of the fewest points whose trace is at most `tolerance`.
+    r"""Return the smallest `Design` with trace up to `tolerance`, or one at `capacity`.
 
     The number of points is found by bisection, because the smallest trace that $b$
     points can reach decreases with $b$. For each number, structured designs are tried
@@ -116,7 +116,7 @@ def _offsets(posterior, basis, height, count, capacity, pairs):
 
 
 def _best_start(posterior, feasible, basis, height, count, capacity, design) -> Design:
-    """Return the best `Design`: a structured one, or the first points of `design`."""
+    """Return the `Design` of least trace: structured, or first points of `design`."""
     size = posterior.theta.size
     mixed = jnp.clip(count - size - 1, 0, size)
     pairs = jnp.stack([mixed, (count + 1) // 2])

@@ -33,7 +33,7 @@ from .space import Categorical, Range, Space
 
 
 def _has(name: str) -> Callable[[Any], bool]:
-    """Return a function for `available_if`: whether an estimator has a method."""
+    """Return a function: whether the estimator, best or given, has a method `name`."""
     return lambda search: hasattr(
         getattr(search, "best_estimator_", search.estimator), name
     )
@@ -139,7 +139,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         progress: bool = False,
         **refused: Any,
     ) -> "PrivateSearch":
-        """Search, then fit the estimator to the training records.
+        """Search, then fit the best estimator to the training records; return self.
 
         A validation row that the estimator rejects has the worst loss. If the estimator
         cannot be fitted at some parameters, all rows have the worst loss there.
@@ -226,7 +226,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return (X, y), by_person(places, groups, most_rows=most, name=owner)
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
-        """Return the parameters at a point, by name, if their conditions hold.
+        """Return a dict of the parameters at a point whose conditions hold.
 
         Args:
             point: Coordinates in [-1, 1], in the order of the space.
@@ -234,7 +234,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return Space(self.space).parameters(point)
 
     def predict(self, X: Any) -> Any:
-        """Predict the targets of inputs by `best_estimator_`.
+        """Return `best_estimator_.predict(X)`.
 
         Args:
             X: Inputs.
@@ -243,7 +243,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
 
     @available_if(_has("predict_proba"))
     def predict_proba(self, X: Any) -> Any:
-        """Return the class probabilities of `best_estimator_`, if it has them.
+        """Return `best_estimator_.predict_proba(X)`; absent if it has none.
 
         Args:
             X: Inputs.
@@ -252,7 +252,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
 
     @available_if(_has("decision_function"))
     def decision_function(self, X: Any) -> Any:
-        """Return the decision function of `best_estimator_`, if it has one.
+        """Return `best_estimator_.decision_function(X)`; absent if it has none.
 
         Args:
             X: Inputs.
@@ -265,7 +265,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return self._best.classes_
 
     def score(self, X: Any, y: Any) -> float:
-        """Return the score of `best_estimator_` on other records.
+        """Return `best_estimator_.score(X, y)`, a release if records are private.
 
         Args:
             X: Inputs. A score on the private records is a release that the ledger does
@@ -280,7 +280,7 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         return self.best_estimator_
 
     def _own_parameters(self) -> dict[str, Any]:
-        """Return the estimator's own values that are in their ranges, by parameter."""
+        """Return a dict of the estimator's own values that are in their ranges."""
         known = self.estimator.get_params()
         return {
             name: known[name]

@@ -295,7 +295,7 @@ class GradientInformativeBO(
         return self._choice.release(problem, sizes), gradients
 
     def with_noise(self, scale: Number) -> Self:
-        """Return a copy with noise `scale`, split between draw and gradients."""
+        """Return a copy whose draw and gradients together have noise `scale`."""
         if self.portfolio is None:
             return super().with_noise(scale)
         epsilon, multiplier = self.portfolio.split(scale, self.sizes)
@@ -322,7 +322,7 @@ class GradientInformativeBO(
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
 
     def _latest(self, history: History, w: Array) -> History:
-        """Return a `History` of the latest points, without those near later ones."""
+        """Return a `History` of the `keep` latest points, without near duplicates."""
         order = jnp.arange(len(history.mask), dtype=jnp.int32)
         offsets = (history.points - w[None]) / cast(self.kernel.reach, w)
         lengths = jnp.sum(offsets * offsets, axis=1)

@@ -32,7 +32,7 @@ class BoundedDescent:
         radius: float | None = None,
         failure: float = 0.05,
     ) -> float:
-        r"""Return a bound on the excess loss of a calibrated solver's last iterate.
+        r"""Return a bound on the last iterate's excess loss, but for `failure`.
 
         With probability `1 - failure` the mean loss $f(\theta_T)$ exceeds
         $f(\theta^*)$ by at most
@@ -135,7 +135,7 @@ def _check_covers(
 def _bias(
     solver: Any, problem: Any, size: int, norm: float | None, failure: float
 ) -> float:
-    """Bound the bias of every gradient, except with probability `failure`."""
+    """Return a bound on every gradient's bias, except with probability `failure`."""
     if solver.tolerance is None:
         trace = size * solver.release(problem, solver.sizes).deviation ** 2
     else:
@@ -148,7 +148,7 @@ def _bias(
 
 
 def excess_of_samples(records: int, failure: float) -> float:
-    r"""Return $R$, which bounds the mean error of gradients of sampled losses.
+    r"""Return a likely bound on the root mean square of Gaussian vectors of trace 1.
 
     The mean over the records of the squared norms of independent Gaussian vectors, each
     with a covariance of trace at most $u$, exceeds $R^2 u$ with a probability of at

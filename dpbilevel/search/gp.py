@@ -163,7 +163,7 @@ def record_gradient(
 def solve_both(
     root: Float[Array, "m m"], matrix: Float[Array, "m d"], vector: Float[Array, " m"]
 ) -> tuple[Float[Array, "m d"], Float[Array, " m"]]:
-    """Solve with the lower triangular `root` for a matrix and a vector, in one call.
+    """Return both solutions of a lower triangular system: for a matrix, for a vector.
 
     There is one call, because jaxlib's triangular solves under `jax.vmap` wait for
     threads of their own pool: on two cores, two solves at once can deadlock.
@@ -181,7 +181,7 @@ def _covariance(matrix, mask, nugget):
 
 @jax.custom_jvp
 def _quadratic_form(matrix, right):
-    r"""Return $R^\top A^{-1} R$, with derivatives by one more triangular solve.
+    r"""Return $R^\top A^{-1} R$ for a positive definite matrix $A$ and a matrix $R$.
 
     Derivatives of a factorization take several solves at once; see `solve_both`.
     """

@@ -46,11 +46,11 @@ class AbstractKernel(Checked):
     def slope(
         self, theta: Float[Array, " d"], z: Float[Array, "m d"]
     ) -> Float[Array, "m d"]:
-        r"""Return $\nabla_\theta k(\theta, z_j)$, one a row and always finite."""
+        r"""Return the gradients of $k(\theta, z_j)$ in $\theta$, one a row, finite."""
 
     @abc.abstractmethod
     def prior(self, theta: Float[Array, " d"]) -> Float[Array, "d d"]:
-        r"""Return the covariance of $\nabla f(\theta)$ before any evaluation."""
+        r"""Return the covariance of the gradient at $\theta$ before any evaluation."""
 
     @abc.abstractmethod
     def radius(self, corners: Int[Array, ""], nugget: Scalar) -> Scalar:
@@ -70,11 +70,11 @@ class AbstractStationary(AbstractKernel):
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:
-        r"""Return the profile $\varphi(s)$ of the kernel at each entry."""
+        r"""Return the profile $\varphi(s)$ of the kernel at each entry of $s$."""
 
     @abc.abstractmethod
     def _decay(self, s: Array) -> Array:
-        r"""Return the decay $-2 \varphi'(s)$ of the profile at each entry."""
+        r"""Return the decay $-2 \varphi'(s)$ of the profile at each entry of $s$."""
 
     @property
     @override
@@ -91,14 +91,14 @@ class AbstractStationary(AbstractKernel):
         return cast(self.variance, a) * self._profile(distances)
 
     def slope(self, theta, z):
-        r"""Return $-\sigma^2 (-2\varphi')(s)\, (\theta - z_j) / \ell^2$, one a row."""
+        r"""Return the gradients of $k(\theta, z_j)$ in $\theta$, one a row."""
         offsets = (z - theta[None]) / cast(self.reach, z)
         decay = self._decay(jnp.sum(offsets * offsets, axis=1))
         scale = cast(self.variance, z) / cast(self.reach, z)
         return scale * decay[:, None] * offsets
 
     def prior(self, theta):
-        r"""Return $-2 \varphi'(0)\, \sigma^2 / \ell^2$ times the identity."""
+        """Return the prior covariance of a gradient, a multiple of the identity."""
         scale = cast(self.variance, theta) / cast(self.reach, theta) ** 2
         unit = self._decay(jnp.zeros((), theta.dtype))
         return scale * unit * jnp.eye(theta.size, dtype=theta.dtype)
@@ -174,11 +174,11 @@ class Quadratic(AbstractKernel):
         return cast(self.variance, a) * (a @ b.T + 1) ** 2
 
     def slope(self, theta, z):
-        r"""Return $2 \sigma^2 (\langle \theta, z_j \rangle + 1) z_j$, one a row."""
+        r"""Return the gradients of $k(\theta, z_j)$ in $\theta$, one a row."""
         return 2 * cast(self.variance, z) * (z @ theta + 1)[:, None] * z
 
     def prior(self, theta):
-        r"""Return $2 \sigma^2 ((\|\theta\|^2 + 1) I + \theta \theta^\top)$."""
+        r"""Return the covariance of the gradient at $\theta$ before any evaluation."""
         eye = jnp.eye(theta.size, dtype=theta.dtype)
         outer = theta[:, None] * theta[None]
         return 2 * cast(self.variance, theta) * ((theta @ theta + 1) * eye + outer)

@@ -40,7 +40,7 @@ def clipped_loss(
 
 
 def clip_and_center(clip_range: Number) -> Callable[[Array], Array]:
-    """Return the function that clips a loss to $[0, B]$ and subtracts $B / 2$."""
+    """Return the function that clips a loss to $[0, B]$, NaN to $B$, less $B / 2$."""
 
     def center(loss):
         width = cast(clip_range, loss)

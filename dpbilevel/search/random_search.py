@@ -38,7 +38,7 @@ _NOISELESS = 1e6
 
 
 class Choice(Checked):
-    r"""A draw of one of $M$ points with a probability $\propto \exp(-k f(w))$.
+    r"""Draw of one of $M$ points by mean loss $f$, with chance $\propto \exp(-k f(w))$.
 
     $f$ is the mean of the losses clipped to $[0, B]$, plus the public term.
 
@@ -51,7 +51,7 @@ class Choice(Checked):
     mechanism: Exponential
 
     def release(self, problem: SearchProblem, sizes: int) -> Draw:
-        """Return the ledger's `Draw` for drawing one of the points."""
+        """Return the planned `Draw` of one of the points; reads no record."""
         # A black box is searched in float64, whatever the default of JAX.
         is_black_box = isinstance(problem, BlackBox)
         dtype = jnp.float64 if is_black_box else jnp.result_type(float)
@@ -95,7 +95,7 @@ class _State(eqx.Module):
 
 
 class RandomSearch(AbstractAskTellSolver[_State]):
-    r"""A draw of one of $M$ random points with a probability $\propto \exp(-k f(w))$.
+    r"""Draw of one of $M$ random points by loss $f$, with chance $\propto e^{-k f(w)}$.
 
     The points are `starts` and uniform points in the problem's box; $f$ is the mean of
     the losses clipped to $[0, B]$, plus the public term. In one step all candidates are
@@ -268,7 +268,7 @@ class Portfolio(Checked):
         return jax.vmap(feasible.project)(points)
 
     def choice(self, clip_norm: Number, kernel: AbstractKernel) -> Choice:
-        """Return the `Choice`; its default clip range is `clip_norm` times reach."""
+        """Return the `Choice`; default clip range: `clip_norm` times kernel's reach."""
         clip_range: Any = self.clip_range
         if clip_range is None:
             clip_range = clip_norm * kernel.reach

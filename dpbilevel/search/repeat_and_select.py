@@ -1,4 +1,4 @@
-"""Private selection: the best of a random number of runs, of noisy evaluations."""
+"""Private selection: release of the best of a random number of runs."""
 
 import collections
 import dataclasses
@@ -33,12 +33,12 @@ from .losses import loss_query, noisy_loss
 
 @dataclasses.dataclass(frozen=True)
 class Selection(AbstractNoisyRelease):
-    r"""`count` releases of the best of $K$ runs, with the value that selects it.
+    r"""Planned release of the best of $K$ runs, with the value that selects it.
 
-    A run is the release of a value, or first a training, made of Gaussian releases, and
-    then the release of a value of what it found; what the best run released is shown.
-    A run picks from its trainings by a public law, and is charged as the one that costs
-    most privacy.
+    A run releases a value. If there are `trainings`, it first makes one of them, by
+    Gaussian releases, and then releases the value of what that found. Only the best of
+    the $K$ runs is shown, with all that it released. A public law draws the training of
+    a run, so that each run is charged as one with the costliest training.
 
     Privacy:
         $K$ is drawn once, without data, and never released. At most `runs` repetitions
@@ -182,7 +182,7 @@ class BestRun(eqx.Module):
 
 
 def check_enough(owner: str, repetitions: Repetitions, num_steps: int) -> None:
-    """Check that K rarely exceeds the number of runs; an error names a larger one."""
+    """Raise `ValueError`, with a larger `num_steps`, if $K$ may well exceed it."""
     probability = repetitions.beyond(num_steps)[-1]
     if probability > _FAILURE:
         beyond = repetitions.beyond(num_steps + int(500 * repetitions.mean))

@@ -46,7 +46,7 @@ class RowLosses:
         self.training = _sliceable(X), _sliceable(y)
 
     def fit(self, point: Float[np.ndarray, " d"]) -> Any:
-        """Return the estimator fitted to the training rows."""
+        """Return an estimator with a point's parameters, fitted to training rows."""
         table = _rows(self.training, np.arange(count(self.training[-1])))
         with _silence() if self.quiet else contextlib.nullcontext():
             return self.make(point).fit(*table)
@@ -91,7 +91,7 @@ class RowLosses:
         return losses
 
     def check_row_independence(self, point: Float[np.ndarray, " d"]) -> None:
-        """Check on training rows that the loss of a row does not depend on other rows.
+        """Raise `ValueError` if losses of training rows depend on the other rows.
 
         Other rows are replaced by copies of one row; rows of numbers are also tried
         with missing values, and beside large values.
@@ -124,7 +124,7 @@ class RowLosses:
             )
 
     def gradient_scale(self, size: int) -> float:
-        """Return the 95 % quantile of gradient norms of training rows' losses.
+        """Return the 95 % quantile of training rows' gradient norms; 1 if unknown.
 
         Gradients are differences in the middle of a space of `size` coordinates. The
         estimator is fitted to every other training row; losses are those of the rest.
@@ -253,7 +253,7 @@ class RowLosses:
 
 
 def evaluations(losses: Callable[[np.ndarray], Any], n_jobs: int | None) -> Evaluations:
-    """Return a function that evaluates the losses at points, in their order.
+    """Return a function from points to an iterator of losses, by `n_jobs` processes.
 
     By `n_jobs` processes, -1 for all cores, each with one thread, so that no bit
     depends on the number; `None` evaluates in this one. They are no threads, because
@@ -281,7 +281,7 @@ def _by_one_thread(losses, point):
 
 
 def check_validation(X: Any, y: Any, validation: Any) -> None:
-    """Check that private records have the form of the training ones, by shapes only."""
+    """Raise an error if validation has other columns than training, or unequal rows."""
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         what = f"(X, y) or (X, y, groups), got {_checks.shown(validation)}"
         raise TypeError(f"PrivateSearch.fit: validation must be {what}.")
@@ -352,7 +352,7 @@ def _rows(tables, rows):
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress warnings and the output of Python."""
+    """Enter a context without warnings and without the output of Python."""
     nowhere = io.StringIO()
     with (
         warnings.catch_warnings(),

@@ -182,7 +182,7 @@ class Folder:
         return self.first.fingerprint["run"]
 
     def result(self) -> Result | None:
-        """Return the `Solution` and the noisy losses of a finished run, or `None`."""
+        """Return a finished run's `Solution` and noisy losses, or `None`; clean up."""
         file = self.path / checkpoint.SEARCH
         if not file.is_file():
             return None
@@ -202,7 +202,7 @@ class Folder:
         return Solution(value, path, rejected), (points, values)
 
     def begin(self) -> Checkpoint:
-        """Record the spending of a run, and return its `Checkpoint`, resumed or new."""
+        """Record the spending, delete used evaluations, return the `Checkpoint`."""
         records = (
             "the records, their order, or their evaluation (in a PrivateSearch also "
             "the estimator, its losses, the space and the training records)"
@@ -246,7 +246,7 @@ class Folder:
         self._forget(saved.done)
 
     def finish(self, solution: Solution, noisy: NoisyLosses) -> None:
-        """Write the result: released values and public ones only.
+        """Write released values, record the end, delete checkpoint and evaluations.
 
         If the disk refuses, the last checkpoint is intact.
         """
@@ -274,7 +274,7 @@ class Folder:
                 file.unlink()
 
     def _close(self) -> None:
-        """Record that the run is finished, and delete its evaluations."""
+        """Record the run as finished; delete its checkpoint and evaluations."""
         spending.finish(self.path)
         for file in self.path.glob(f"{checkpoint.EVALUATIONS}*"):
             file.unlink()

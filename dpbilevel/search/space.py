@@ -237,7 +237,7 @@ class Space:
         self._active_points = {name: self._active_point(name) for name in self.names}
 
     def parameters(self, point: Point) -> dict[str, Any]:
-        """Return the parameters at a point, by name, if their conditions hold."""
+        """Return a dict of the parameters at a point whose conditions hold."""
         active = self._active(point)
         return {
             name: entry.value(np.asarray(point)[self._places[name]])
@@ -246,7 +246,7 @@ class Space:
         }
 
     def position(self, parameters: Mapping[str, Any]) -> Point:
-        """Return coordinates of named parameters; others are in the middle."""
+        """Return a point with named parameters at given values, others at middles."""
         unknown = sorted(parameters.keys() - self.entries.keys())
         if unknown:
             names = sorted(self.entries)
@@ -257,7 +257,7 @@ class Space:
         return point
 
     def middle(self, point: Point) -> Point:
-        """Return the middle of a point's branch: points of the same choices."""
+        """Return the middle of a point's branch: choices at centers, the rest at 0."""
         active = self._active(point)
         indices = {n: self._index(n, point) for n in self.categories if active[n]}
         return self._centers(indices)
@@ -277,7 +277,7 @@ class Space:
         return self.middle(self._active_points[name])
 
     def _conditions(self, name: str) -> dict[str, set[int]]:
-        """Return the allowed choices of a condition: sets of indices by category."""
+        """Return a dict by category: indices of the choices that a condition allows."""
         allowed = {}
         for other, values in (self.entries[name].when or {}).items():
             entry = self.categories.get(other)
@@ -296,7 +296,7 @@ class Space:
         return allowed
 
     def _active(self, point: Point) -> dict[str, bool]:
-        """Return by name whether each parameter's condition holds at a point."""
+        """Return a dict by name: whether a parameter's condition holds at a point."""
         active: dict[str, bool] = {}
         for name in self.names:
             active[name] = all(
@@ -306,7 +306,7 @@ class Space:
         return active
 
     def _active_point(self, name: str) -> Point:
-        """Return a point at which the condition of a parameter holds."""
+        """Return a point at which a parameter's condition holds; raise if none does."""
         above = [name]
         for other in above:  # grows by the categories in the conditions
             above += [v for v in self._allowed[other] if v not in above]
