@@ -1,4 +1,4 @@
-"""Plans without settings: solvers are chosen by dry runs on synthetic data."""
+"""Choice of solver and settings without records, by dry runs on synthetic data."""
 
 from .._extras import public_names
 from .auto_plan import AutoPlan as AutoPlan

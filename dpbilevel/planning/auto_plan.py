@@ -1,4 +1,4 @@
-"""Plans without settings: `auto` chooses the solver by dry runs on synthetic data."""
+"""`auto`: the call that compares methods and returns the best one's `AutoPlan`."""
 
 import dataclasses
 import sys
@@ -55,7 +55,7 @@ Draw: TypeAlias = Callable[[Key, Any], PyTree]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AutoPlan(Plan[Any]):
-    """A plan, and why it was chosen.
+    """A `Plan` that `auto` chose, with the reason and the results of dry runs.
 
     Attributes:
         reason: Why, in a few sentences.
@@ -140,7 +140,7 @@ def auto(
     progress: bool | Callable[[int, int], None] = False,
     before: tuple[AbstractRelease, ...] = (),
 ) -> AutoPlan:
-    """Plan a run without settings, by dry runs on synthetic data.
+    """Return an `AutoPlan`: solver and settings chosen by dry runs on synthetic data.
 
     Every candidate, plain descent on one level among them, is calibrated to the budget
     and runs on synthetic records of the same sizes; the released model is evaluated on
@@ -291,7 +291,7 @@ def _of_rows(problem: Any) -> Any:
 def _trials(
     dry: DryRuns, methods, neighbours, budget, rounds, progress
 ) -> tuple[tuple[Trial, ...], tuple[float, ...], str, dict[str, str]]:
-    """Make the dry runs; return trials, constant answers, outlook and methods left out.
+    """Make dry runs; return trials, constant losses, an outlook, and methods left out.
 
     The trials are the best setting of each method.
     """
@@ -341,7 +341,7 @@ def _trials(
 def _populations(
     problem: AbstractProblem, w0, clip_norm, records, synthetic, effort: Effort = "fast"
 ) -> tuple[AbstractPopulation, ...]:
-    """Return the populations that were passed, or the default ones."""
+    """Return a tuple of the populations that were passed, or of the default ones."""
     if synthetic is None:
         linear = is_linear(model := model_of(problem, w0))
         norm = clip_norm / longest_gradient(model) if linear else 1.0

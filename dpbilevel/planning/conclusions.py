@@ -58,11 +58,11 @@ class Trial:
 
 
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
-    """Return the index of each method's best setting, best first; one level wins ties.
+    """Return a list of indices: each method's best setting, the best method first.
 
     Settings whose mean loss is above the best constant answer on a population come
-    after all others, within a method and among methods. The score orders the rest.
-    Methods that were dropped after few runs come last.
+    after all others, within a method and among methods. The score orders the rest; one
+    level wins ties. Methods that were dropped after few runs come last.
     """
     most = max(trial.runs for trial in trials.values())
     full = [index for index, trial in trials.items() if trial.runs == most]
@@ -96,7 +96,7 @@ def improves(trial: Trial, starts: Sequence[float]) -> bool:
 
 
 def excess_of(losses: Losses, constants: Losses) -> tuple[float, ...]:
-    """Return, by population, the worst run's relative loss above constant answers."""
+    """Return a tuple by population: the worst run's relative loss above constants."""
     base = np.asarray(constants)
     above = np.max(np.asarray(losses) - base, axis=0)
     return tuple((above / (np.abs(np.mean(base, axis=0)) + 1e-9)).tolist())
@@ -150,7 +150,7 @@ def reason_of(
 
 
 def _of_one_population(ranked: Sequence[Trial], name: str) -> str:
-    """Return text on the plan's loss; one level is planned if it is near the least."""
+    """Return text that compares the plan's loss with the least, on one population."""
     first, least = ranked[0], min(ranked, key=lambda trial: trial.losses[0])
     if first.losses[0] <= least.losses[0]:
         return f"{first.method} has the smallest test loss on synthetic data ({name})."
@@ -185,7 +185,7 @@ def outlook_of(
     losses: Callable[[list[AbstractSolver], PrivacyBudget], Losses],
     constants: list[float],
 ) -> str:
-    """Return a sentence: from which epsilon two levels, or any method, are useful.
+    """Return text on the epsilon from which two levels, or any method, help; or ''.
 
     `losses` returns those of solvers within a budget in one run, by solver and
     population; `constants` are those of the best constant answers in that run.
@@ -217,7 +217,7 @@ def outlook_of(
 def estimate_of(
     methods: Sequence[Candidate], rounds, populations: int, numbers: float
 ) -> str:
-    """Return a line on about how long dry runs take.
+    """Return a line of text: about how many seconds the dry runs take.
 
     A step reads so many `numbers`, in records times parameters.
     """

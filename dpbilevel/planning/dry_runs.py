@@ -1,4 +1,4 @@
-"""Dry runs on synthetic data, in threads; candidates share compiled programs."""
+"""One dry run, compiled stage by stage, and the threads that make several."""
 
 import concurrent.futures
 import contextlib

@@ -64,13 +64,13 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def models(
         self, problem: AbstractProblem, shape: tuple[int, ...], key: Key
     ) -> tuple[Array, Array]:
-        """Return the model of the population, and the stacked models of the sources.
+        """Draw the model of the population, and the stacked models of the sources.
 
         They are for features of norm 1.
         """
 
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
-        """Draw feature rows of norm 1, the last entry a constant, as `columns` says."""
+        """Draw feature rows of norm 1, of the kind `self.columns`, a constant last."""
         rng, ones = synthetic.generator(key), np.ones((rows, 1))
         if self.columns == "categories" and columns >= _FEWEST_COLUMNS:
             blocks = []  # one-hot
@@ -93,7 +93,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         return jnp.asarray(features.astype(jnp.result_type(float)))
 
     def blocks(self, columns: int) -> list[int]:
-        """Return the number of features in each block, without the constant."""
+        """Return a list: the number of features in each block but the constant."""
         if self.columns != "categories":
             return [1] * (columns - 1)
         count = max(1, round((columns - 1) ** 0.5))
@@ -131,7 +131,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
     def teachers(
         self, key: Key, count: int, shape: tuple[int, ...], *, aligned: bool = False
     ) -> Array:
-        """Draw hidden linear models; for several classes, permuted prototypes.
+        """Draw an array of linear models; of several classes, permuted prototypes.
 
         Args:
             key: A typed key.
@@ -163,7 +163,7 @@ class AbstractLinearPopulation(synthetic.AbstractPopulation):
         return jnp.asarray(models, jnp.result_type(float))
 
     def _intercept_shift(self, key: Key, model: Array) -> Float[Array, ""]:
-        """Return the constant's shift that makes a fraction `rate` of labels positive.
+        """Return the intercept's shift for a fraction `rate` of positive labels, or 0.
 
         It is found by bisection on 1000 rows.
         """

@@ -292,7 +292,7 @@ class Methods:
         return Candidate("MixedSources", (*itertools.starmap(solver, settings),), 2)
 
     def recalibrate(self, method: Candidate) -> Candidate:
-        """Return a `Candidate`: a method for sources, then a fit of two numbers.
+        """Return a `Candidate`: the given one for sources, then a fit of two numbers.
 
         Upper records say more about the two numbers than about the sources. So disjoint
         people of the upper level spend all of the squared budget, those of the lower
@@ -341,7 +341,7 @@ class Methods:
 
 
 def _rounded(value: float) -> float:
-    """Return a number as a plan prints it, so that its settings can be copied."""
+    """Return a number rounded to six digits, as a plan prints it."""
     return float(f"{value:.6g}")
 
 
@@ -361,7 +361,7 @@ def _fast(clip_norm: float, steps: int, size: float, clip: float = _CLIP) -> Noi
 
 
 def _points(x_set: AbstractSet, x: PyTree) -> jax.Array | None:
-    """Return points of a box, one a row: a lattice up to three dimensions, else random.
+    """Return 64 points of a finite box, one a row; `None` for any other set.
 
     `None` for other sets.
     """

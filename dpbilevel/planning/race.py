@@ -1,4 +1,4 @@
-"""Dry runs on synthetic data, and successive halving of settings by their regret."""
+"""The race of settings: their losses in dry runs, and successive halving by regret."""
 
 import collections
 import dataclasses
@@ -43,7 +43,7 @@ _LEAST = 0.15
 
 
 class Outcome(NamedTuple):
-    """Losses of the best setting of a method in its dry runs."""
+    """A setting after the race: its index, losses in dry runs, and worst regret."""
 
     setting: int  # index
     losses: Losses
@@ -65,7 +65,7 @@ def race(
     progress: Callable[[int, int], None],
     each: Each = map,
 ) -> tuple[list[Outcome], Losses]:
-    """Run successive halving; return each method's `Outcome`, and constant answers.
+    """Run successive halving; return a list of `Outcome`s, and constants' losses.
 
     The best method of one level stays, for comparison with two levels. If the race is
     stopped, the runs that all remaining settings have made decide; it is raised if
@@ -166,14 +166,14 @@ def scores(
 
 
 def worst_regrets(losses: Sequence[Losses], constants: Losses) -> list[float]:
-    """Return the regret of each setting on its worst population."""
+    """Return a list of each setting's regret on its worst population."""
     return np.max(regrets(losses, constants), 1).tolist()
 
 
 def regrets(
     losses: Sequence[Losses], constants: Losses
 ) -> Float[np.ndarray, "settings populations"]:
-    """Return the regret, setting by population, from the losses of all runs."""
+    """Return an array of regrets, setting by population, from mean losses of runs."""
     # The mean over the runs, because a failure counts by how much it loses.
     table = np.asarray([np.mean(runs, 0) for runs in losses])
     return regret(table, np.mean(constants, 0))
@@ -194,7 +194,7 @@ def regret(
 
 
 def advantage(losses: Losses, of: Losses, starts: Sequence[float]) -> tuple[float, ...]:
-    """Return by how much a setting is better than another one on each population.
+    """Return a tuple: how much better a setting is than another on each population.
 
     In the runs that both made, in fractions of the achievable improvement; negative if
     the setting is worse. `starts` are mean losses of the best constant answers.
@@ -251,7 +251,7 @@ class DryRuns:
         return [*self.workers.each(lambda solver: self.losses(solver, 0), planned)]
 
     def constant_losses(self, number: int) -> list[float]:
-        """Return a list, by population, of the best constant answer's loss in a run."""
+        """Return a list by population: loss of the best constant, or `w0` if less."""
         tests = [drawn.test for drawn in self._drawn(number)]
         problem = self.problem, self.w0
         return [constant_loss(*problem, test, self.intercept) for test in tests]
@@ -262,7 +262,7 @@ class DryRuns:
         neighbours: Neighbours,
         budget: PrivacyBudget,
     ) -> tuple[list[tuple[Candidate, AbstractSolver]], list[Any], dict[str, str]]:
-        """Calibrate all settings; return method and solver of each that works.
+        """Calibrate all settings; return (method, solver) pairs, solvers, refusals.
 
         And the calibrated solvers, and by method why it was left out.
         """
@@ -299,7 +299,7 @@ class DryRuns:
 
     @property
     def _sizes(self) -> Sizes | int:
-        """Number of records of each level in a dry run."""
+        """Numbers of records in a dry run, as `sizes`: the planned over `thinning`."""
         sizes, factor = self.options["sizes"], self.thinning
         if not isinstance(sizes, Sizes):
             return -(-sizes // factor)

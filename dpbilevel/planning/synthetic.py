@@ -1,4 +1,4 @@
-"""Synthetic data for dry runs: descriptions of records, and populations."""
+"""Base classes of populations, and descriptions of the records that they draw."""
 
 import abc
 import dataclasses
@@ -154,7 +154,7 @@ class Classes:
 
     @property
     def listed(self) -> tuple[float, ...]:
-        """Possible values of the label."""
+        """Tuple of the possible values of the label."""
         assert not isinstance(self.values, int)
         return self.values
 
@@ -166,7 +166,7 @@ class Classes:
 
 
 def shapes_of(record: PyTree) -> PyTree:
-    """Return the shapes of a record, without the arrays that may describe it."""
+    """Return a record with each array replaced by its shape and dtype."""
 
     def shape(leaf):
         if isinstance(leaf, Classes) or not hasattr(leaf, "dtype"):
