@@ -123,7 +123,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
 
     @abc.abstractmethod
     def _fit(self, entry: Entry, y: Any) -> Self:
-        """Plan the solver and run it on the records; called by `fit` alone."""
+        """Plan the solver, run it on the records, return self; only `fit` calls it."""
 
     def _entry(
         self,
@@ -148,7 +148,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return Entry(budget, key, table, units, people, public)
 
     def _read(self, X: Any, least: int, **options: Any) -> Float[np.ndarray, "n d"]:
-        """Return a table of float64 numbers, NaN for missing ones; check its rows."""
+        """Return a float64 table, NaN for missing; check rows, set `n_features_in_`."""
         array = check_array(
             numbers(X),
             dtype="float64",
@@ -163,7 +163,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return array
 
     def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
-        """Return the `Column` of labels, or of other values beside the features."""
+        """Return a `Column` of labels or the like, checked to be as long as `X`."""
         if isinstance(y, str):
             raise ValueError(
                 f"{self._owner}.fit: {name} is a text; pass the column, table[{y!r}]."
@@ -199,7 +199,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         return self._units_.cut(table)
 
     def __sklearn_tags__(self):
-        """Return the tags; two fits of the same records differ by their noise."""
+        """Return scikit-learn's tags, with `non_deterministic` set: fits have noise."""
         tags = super().__sklearn_tags__()
         tags.non_deterministic = True
         return tags
@@ -262,7 +262,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
     def _planned(
         self, entry: Entry, usable: Float[np.ndarray, "n d"], *described: Any
     ) -> tuple[Lengths, Check]:
-        """Return the planned releases about rows: `Lengths` and `RecordsCheck`.
+        """Return `Lengths`, and the `RecordsCheck` with indicators: planned releases.
 
         The features are in their units, NaN in other rows; the rest is for `_describe`.
         """
@@ -282,7 +282,7 @@ class PrivateEstimator(_Fitted, abc.ABC):
         lengths: Lengths | None = None,
         prepare: Prepare | None = None,
     ) -> tuple[PyTree, PyTree]:
-        """Check the records, run a plan once, and return the answer and its records.
+        """Check records, run a plan once, set attributes; return answer and records.
 
         The answer is of numpy arrays; the records are as the run read them. Warnings
         follow from released values alone.

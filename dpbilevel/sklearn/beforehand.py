@@ -96,7 +96,7 @@ class Rows:
     unit: PersonUnit | None = None  # of privacy, with ids
 
     def count(self, rows: int) -> int:
-        """Return the number of records among so many rows."""
+        """Return the number of records: `rows`, or the number of people with ids."""
         return rows if self.unit is None else numbered(self.ids)[1]
 
     def records(self, rows: PyTree) -> PyTree:
@@ -219,7 +219,7 @@ class Lengths(AbstractBeforehand):
         return Terms("lengths of rows", (PART, PART), _MOST_NOISE, _MOST_NOISE)
 
     def typical_length(self, *, key: PRNGKey, owner: str) -> float:
-        """Release the length that a quarter of the rows that count exceed.
+        """Release the length that a quarter of rows exceed, over the longest; or NaN.
 
         It is a fraction of the longest row, from 1 down to 1/128; NaN without a
         release, or if hardly any row counts. The key is for this release alone.
@@ -242,15 +242,15 @@ class Lengths(AbstractBeforehand):
         return 2 ** (-(place + part) / 2)
 
     def unit(self, length: float) -> float:
-        """Return the released length in units of the frame; 1 without a release."""
+        """Return the released length in the `Frame`'s units; 1 without a release."""
         return 1.0 if math.isnan(length) else self.longest * length
 
     def frame(self, units: Frame, unit: float) -> Frame:
-        """Return the `Frame` of rows that are divided by a released length."""
+        """Return the `Frame` with its scale times `unit`, for rows divided by it."""
         return dataclasses.replace(units, scale=units.scale * unit)
 
     def in_unit(self, records: Any, unit: float) -> Any:
-        """Return records whose features are divided by a released length.
+        """Return records whose features, but for a constant, are divided by `unit`.
 
         A constant feature, which comes after them, is kept.
         """
@@ -266,7 +266,7 @@ class Lengths(AbstractBeforehand):
 
 
 def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-    """Return rows of zeros with a one in the bin of each row's length, 1 at most.
+    """Return a one-hot array: the bin of each row's length, zeros if it does not count.
 
     A row that does not count stays all zeros.
 

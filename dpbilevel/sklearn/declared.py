@@ -89,7 +89,7 @@ class Frame:
         return np.where(length > 0, rows, 0)
 
     def _binned(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n w"]:
-        """Return indicators of bins of equal width, in the order of the features."""
+        """Return rows with each numeric feature replaced by indicators of its bins."""
         bins: Any = self.bins
         place = bins * (X - self.lower) / (self.upper - self.lower)
         place = np.minimum(place, bins - 1).astype(int)
@@ -111,7 +111,7 @@ class Frame:
     def coefficients(
         self, weights: Float[np.ndarray, "k d"], intercept: Float[np.ndarray, " k"]
     ) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
-        """Return coefficients and constants of the original features.
+        """Return coefficients and constants, converted to features in original units.
 
         The arguments are for features in the units of the `Frame`.
         """
@@ -159,7 +159,7 @@ def frame(
 def interval(
     owner: str, name: str, bounds: Any, width: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
-    """Return arrays of `width` lower and `width` upper bounds, finite and increasing.
+    """Return arrays of `width` lower and upper bounds; refuse infinite or equal ones.
 
     Those that may be pairs of the two features are refused.
     """
@@ -194,7 +194,7 @@ def interval(
 
 
 def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
-    """Return the declared values of a column, sorted: two or more of one kind."""
+    """Return declared values as a sorted array; refuse one value or mixed kinds."""
     if values is None or isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"{owner}: declare a public {name}=, such as {example}.")
     listed = [v.item() if isinstance(v, np.generic) else v for v in values]
@@ -213,7 +213,7 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
 def weights_of(
     owner: str, classes: np.ndarray, weights: Any
 ) -> Float[np.ndarray, " k"] | None:
-    """Return the declared weight of each class over the largest; `None` without any.
+    """Return an array: each class's declared weight over the largest; `None` if none.
 
     Classes that the dict of weights lacks have weight 1.
     """
@@ -236,7 +236,7 @@ def weights_of(
 def index_of(
     owner: str, name: str, declared: np.ndarray, column: Column
 ) -> Int[np.ndarray, " n"]:
-    """Return each entry's index among the declared values; -1 if undeclared."""
+    """Return an array: each entry's index among declared values, -1 if undeclared."""
     own = "texts" if declared.dtype.kind == "U" else "numbers"
     if column.kind not in (own, "objects"):
         raise ValueError(f"{owner}: {name} holds {own}, the records {column.kind}.")

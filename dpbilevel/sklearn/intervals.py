@@ -60,7 +60,7 @@ def huber_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
 
 
 def of_short_rows(rows: dict[str, Any]) -> dict[str, Any]:
-    r"""Return rows with the public weight $1 / \max(1, \|z\|^2)$.
+    r"""Return rows, a dict, with a weight $1 / \max(1, \|z\|^2)$ for each row $z$.
 
     The gradient of a row is then at most 1 long if the derivative of its loss is at
     most 1, so that nothing is clipped. The weight depends on features alone, so a law
@@ -137,7 +137,7 @@ class Moments(AbstractBeforehand):
 
     @property
     def kind(self) -> type[NoisyGD]:
-        """Class of the solver."""
+        """Class of the descent: `TailDescent` if intervals are wanted, or `NoisyGD`."""
         return TailDescent if self.wanted else NoisyGD
 
     def with_keys(self, entry: Entry) -> tuple[Entry, PRNGKey | None]:
@@ -148,11 +148,11 @@ class Moments(AbstractBeforehand):
         return dataclasses.replace(entry, key=first), last
 
     def shortened(self, records: Any) -> Any:
-        """Return records with the weights of `of_short_rows`."""
+        """Return records, weighted by `of_short_rows` if intervals are wanted."""
         return on_rows(of_short_rows, records) if self.wanted else records
 
     def check(self, owner: str) -> None:
-        """Refuse a fit in which the release would be hardly more than noise."""
+        """Raise `ValueError` if delta is 0 or the release would be too noisy."""
         if self.planned is None:
             raise ValueError(f"{owner}: intervals=True needs a delta above 0.")
         if self.release is None:
@@ -166,7 +166,7 @@ class Moments(AbstractBeforehand):
     def released(
         self, point: Float[np.ndarray, " p"], records: Any, **given: Any
     ) -> tuple[Square, Square]:
-        """Release the mean second derivatives and squared gradients at a point.
+        """Release two matrices: mean second derivatives, squared gradients at a point.
 
         Records have features, label and weight; `given` is a key for this release alone
         and its owner.
@@ -205,7 +205,7 @@ class Moments(AbstractBeforehand):
     def estimate(
         self, problem: Any, solver: Any, answer: Any, records: Any, **given: Any
     ) -> tuple[Float[np.ndarray, " p"], Square | None]:
-        """Return the corrected estimate and its covariance, after the one release.
+        """Release the moments; return corrected estimate, and covariance or `None`.
 
         Without intervals it is the solver's answer. The solver is of class `kind`, and
         the other arguments are those of `released`.
@@ -228,7 +228,7 @@ class Moments(AbstractBeforehand):
 
 
 def squares_of(rows: Float[np.ndarray, "n p"]) -> Float[np.ndarray, "n q"]:
-    """Return the upper triangle of each row's outer product with itself.
+    """Return each row's outer product as its upper triangle, with the same norm.
 
     Entries beside the diagonal are multiplied by the root of 2, so that the length is
     the squared length of the row.
@@ -248,7 +248,7 @@ def matrix_of(row: Float[np.ndarray, " q"], width: int) -> Square:
 
 
 def shrunk(squared: Square, second: Square, noise: float, beside: float) -> Square:
-    """Return squared gradients, shrunk to a multiple of second derivatives.
+    """Return squared gradients, shrunk towards a multiple of second derivatives.
 
     If the model has the form of the law, they are in proportion. The part of the
     difference that noise does not explain is kept. `noise` and `beside` are standard

@@ -52,7 +52,7 @@ def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, "
 
 @functools.lru_cache(maxsize=64)
 def weighted(loss: Any) -> Any:
-    """Return a loss times the public weight of a record; cached, to compile once."""
+    """Return a function: a loss times a record's weight; cached, to compile once."""
 
     def scaled(model: Any, record: Any) -> Float[Array, ""]:
         return record["weight"] * loss(model, record)
@@ -83,7 +83,7 @@ def split(
 def ridge_on(
     weight: float, constant: bool
 ) -> Callable[[Float[Array, "d ..."]], Float[Array, ""]] | None:
-    """Return the penalty, not on the constant, or `None`; cached, to compile once."""
+    """Return a ridge penalty function, not on the constant; `None` if weight is 0."""
     if weight == 0:
         return None
 
@@ -180,7 +180,7 @@ class LinearClassifier(PrivateClassifier):
         }
 
     def _keep(self, model: Float[np.ndarray, "d ..."], units: Frame) -> None:
-        """Set `coef_` and `intercept_`, in the units of the given features."""
+        """Set `coef_` and `intercept_`, from a fitted model, for original features."""
         model = np.atleast_2d(np.asarray(model, float).T)
         weights, constant = split(model, self._constant)
         self.coef_, self.intercept_ = units.coefficients(weights, constant)
@@ -205,7 +205,7 @@ class LinearClassifier(PrivateClassifier):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    r"""Constants of a descent that follows from the noise, for rows of length about 1.
+    r"""Constants from which `plan_descent` finds steps, their size and the clip norm.
 
     Attributes:
         walk: $a$, about the largest distance that noise alone moves a coordinate.
@@ -221,7 +221,7 @@ class Settings:
     clip_norm: tuple[float, float]
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
-        """Return a copy of the settings with the parameters of an estimator."""
+        """Return a copy with at most `max_iter` steps and a given `clip_norm`."""
         _checks.count(owner, max_iter=max_iter)
         least, some, most = (min(count, int(max_iter)) for count in self.steps)
         given = self.clip_norm

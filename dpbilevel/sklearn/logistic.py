@@ -204,7 +204,7 @@ class DPLogisticRegression(Intervals, LinearClassifier):
 
 @dataclasses.dataclass(frozen=True)
 class Effects(AbstractBeforehand):
-    r"""Rates of the classes, and strength of the effects, from a planned release.
+    r"""Planned release, before the fit, of class rates and strength of effects.
 
     With many features and few records the noise of a fit needs a ridge; with strong
     effects the same ridge would hide them. If coefficients are equally likely in all
@@ -303,7 +303,7 @@ class Effects(AbstractBeforehand):
 def rows_of(
     features: Float[np.ndarray, "n d"], label: Int[np.ndarray, " n"], classes: int
 ) -> Float[np.ndarray, "n w"]:
-    """Return one row for each record, whose mean is released; NaN if it does not count.
+    """Return an array of class indicators, features and products, a row per record.
 
     Privacy:
         Row by row. NON-PRIVATE until `Effects.rates_and_ridge` releases the mean.
@@ -322,7 +322,7 @@ def rows_of(
 
 
 def _expected(rate: float, noise: float) -> float:
-    """Return the posterior mean of a rate in [0, 1] with a uniform prior."""
+    """Return the posterior mean of a noisy rate, with a uniform prior on [0, 1]."""
     rate = min(max(rate, -4 * noise), 1 + 4 * noise)
     normal = statistics.NormalDist(rate, noise)
     chance = normal.cdf(1) - normal.cdf(0)

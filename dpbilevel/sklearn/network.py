@@ -191,7 +191,7 @@ class DPMLPClassifier(PrivateClassifier):
 
 
 def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
-    """Draw initial layers, with variance 2 over the input width, as for ReLUs."""
+    """Draw layers: weights of variance 2 over the input width, and zero constants."""
     keys = jax.random.split(key, len(widths) - 1)
     return tuple(
         (math.sqrt(2 / p) * jax.random.normal(k, (p, q)), jnp.zeros(q))
@@ -212,7 +212,7 @@ def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _all_scores(activation: str, layers: Layers, rows: Float[Array, "n d"]) -> Any:
-    """Return the scores of the records, each from its own row alone."""
+    """Return the class scores of rows, each computed from its own row alone."""
     of_row = functools.partial(scores, activation, layers)
     return jax.vmap(rowwise("DPMLPClassifier.fit", of_row))(rows)
 
@@ -236,7 +236,7 @@ def _loss(model: Any, record: Any) -> Float[Array, ""]:
 
 @functools.lru_cache(maxsize=64)
 def _problem(ridge: float) -> FiniteSum:
-    """Return the `FiniteSum` with a ridge, cached so that it is compiled once."""
+    """Return the recalibration's `FiniteSum` with a ridge; cached, to compile once."""
 
     def penalty(model):
         return ridge * optax.tree.norm(model, squared=True)

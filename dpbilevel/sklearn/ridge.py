@@ -166,7 +166,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
         return self
 
     def _target_units(self) -> tuple[tuple[float, float], float, float]:
-        """Return the bounds of targets, their center and half their width."""
+        """Return the (lower, upper) bounds of targets, a center, half a width."""
         if self.target_bounds is None:
             what = "declare target_bounds=(lower, upper) from public knowledge."
             raise ValueError(f"{self._owner}: {what}")
@@ -189,7 +189,7 @@ class DPRidge(Intervals, RegressorMixin, PrivateEstimator):
 
 @dataclasses.dataclass(frozen=True)
 class Spread(AbstractBeforehand):
-    """Center and unit of the target, from planned comparisons before the fit.
+    """Planned release, before the fit, of a center and a unit of the targets.
 
     Noise and clip norm are in proportion to the unit of the target. A declared range
     that is far too wide would leave nothing but noise, so the unit follows from the
