@@ -41,7 +41,7 @@ def check(
     validation: Path | None = None,
     ids: str | None = None,
 ) -> Iterator[str]:
-    """Yield lines of text on how the files of a config fit the config.
+    """Yield NON-PRIVATE lines of text on how the files of a config fit the config.
 
     The files, and the column of ids, are by default those of the config. A `ValueError`
     says that a column is missing; the line before it shows the names that are close.

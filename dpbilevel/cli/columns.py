@@ -102,7 +102,7 @@ class Standardized:
         return np.clip(values, -self.clip, self.clip) / self.clip, marks
 
     def check_constants(self, mean: Any, scale: Any) -> None:
-        """Refuse units and dates that are none, infinite means, scales of 0 or less."""
+        """Raise `ValueError` for unusable unit, date format, mean, scale or clip."""
         if self.unit:
             check_unit(self.unit)
         if (self.origin, self.date_format) != (_ORIGIN, ""):
@@ -235,7 +235,7 @@ class Label(Standardized):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Name of each class; empty if the label is a number."""
+        """Tuple of each class's name; empty if the label is a number."""
         return tuple(" or ".join(map(named, v)) for v in self.of_classes.values())
 
     def encode(self, table: Table) -> tuple[np.ndarray, Marks]:
@@ -271,7 +271,7 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
 
 
 def check_values(name: str, values: tuple[Value, ...]) -> None:
-    """Check that there are values, that no cell can be two, and that all are finite."""
+    """Raise `ValueError` unless values are given, finite and different as cells."""
     if not values:
         raise ValueError(f"{name} must be a list of different values, got none.")
     texts = [value for value in values if isinstance(value, str)]

@@ -136,7 +136,7 @@ class Config:
         return problem.per_person(own.most_rows, own.combine)
 
     def check_delta(self) -> None:
-        """Refuse a delta that allows to publish a record, unless that is declared."""
+        """Raise `ValueError` if delta is at least 1/n, unless the config allows it."""
         delta = self.privacy.delta
         least = 1 / max(self.data.training, self.data.validation)
         if delta >= least and not self.privacy.allow_large_delta:
@@ -160,7 +160,7 @@ def read_config(path: str | Path) -> Config:
 def read_tables(
     path: str | Path, text: str | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Return the tables and the text of a TOML file, whose text may be known."""
+    """Return the tables and text of a TOML file, read unless `text` is given."""
     place = Location(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8-sig") if text is None else text
@@ -212,7 +212,7 @@ def parse_config(tables: dict[str, Any], place: Location) -> Config:
 
 
 def public_classes(base: type) -> dict[str, type]:
-    """Return the public concrete subclasses of `base`, by name."""
+    """Return a dict by name of the public concrete subclasses of `base`."""
     found = {name: getattr(_public, name) for name in _public.NAMES}
     for package in filter(inspect.ismodule, [*found.values()]):
         found |= {name: getattr(package, name) for name in package.__all__}

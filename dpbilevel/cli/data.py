@@ -100,14 +100,14 @@ class CsvData:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Name of each feature, the constant last."""
+        """Tuple of the name of each feature, the constant last."""
         listed = ((b.column, value) for b in self.categorical for value in b.values)
         categorical = (f"{column} = {named(value)}" for column, value in listed)
         return (*(c for b in self.numeric for c in b.columns), *categorical, _CONSTANT)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
-        """Name of each coefficient: a feature, with a class if there are several."""
+        """Tuple of each coefficient's name: a feature, with a class if several."""
         if not self.label.classes:
             return self.features
         classes = self.label.class_names
@@ -211,7 +211,7 @@ def people_of(records: Records) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hashes_of(ids: np.ndarray, seed: int) -> list[bytes]:
-    """Return the hash of each id, which decides the part of the person in a split.
+    """Return a list of the hash of each id, which decides its person's part in a split.
 
     Privacy:
         A function of the id and of a public seed, so that no row of anybody moves
@@ -222,7 +222,7 @@ def hashes_of(ids: np.ndarray, seed: int) -> list[bytes]:
 
 
 def mean_of(fun: Callable[[Any], Any], unit: PersonUnit | None) -> Callable[[Any], Any]:
-    """Return a function of a row as one of a person: the mean over the rows."""
+    """Return `fun`, a function of a row; with a unit, its mean over a person's rows."""
     return fun if unit is None else PerPerson(fun, PersonUnit(unit.most_rows))
 
 

@@ -74,7 +74,7 @@ class Evaluation:
         return text
 
     def beside(self, usability: Usability | None) -> Self:
-        """Return a copy with the released accuracy of the constant answer.
+        """Return a copy with the released constant accuracy, if it has none yet.
 
         Privacy:
             Post-processing of the check of the records. The share of the larger class
@@ -112,7 +112,7 @@ def ledger_of(config: Config) -> Ledger:
 def evaluate(
     config: Config, model: np.ndarray, records: Records, *, key: PRNGKey
 ) -> Evaluation:
-    """Return the `Evaluation` of a released linear model on the test file.
+    """Return the `Evaluation` of a linear model on test records, noisy if counted.
 
     The key is for this release alone.
 
@@ -153,7 +153,7 @@ def evaluate(
 def noisy_score(
     config: Config, model: PyTree, records: PyTree, *, key: PRNGKey
 ) -> Float[Array, ""]:
-    """Return the mean score of the records of the test file, in [0, 1], plus noise.
+    """Release the test records' mean score, in [0, 1] but for its noise.
 
     There are as many records or people as the config says, with `features` and `label`.
     The key is for this release alone.

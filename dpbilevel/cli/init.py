@@ -51,7 +51,7 @@ Values = tuple[Value, ...]
 
 
 class Header(NamedTuple):
-    """The names of the columns of a file, which are public."""
+    """Path, separator and column names of a file; the names are public."""
 
     file: Path
     separator: str
@@ -59,7 +59,7 @@ class Header(NamedTuple):
 
 
 def draft(flags: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the text of a config, and the flags of required facts that are missing.
+    """Return the text of a config, and a list of the flags that are still missing.
 
     Privacy:
         Reads the header alone, and the number of rows if a flag is `count`.
@@ -117,7 +117,7 @@ def _check_used(flags: argparse.Namespace, task: Task) -> None:
 
 
 def _missing(facts: dict[str, Any]) -> list[str]:
-    """Return the flags of required facts that are missing."""
+    """Return a list of the flags of required facts that are missing."""
     flags, task = facts["flags"], facts["task"]
     found = {
         "label": flags.label,
@@ -163,7 +163,7 @@ def _rendered(facts: dict[str, Any]) -> str:
 
 
 def header_of(file: Path) -> Header:
-    """Return the `Header` of a file; read nothing but its first line.
+    """Return the `Header` of a file, read from its first line; refuse one of numbers.
 
     A row with numbers or with a name twice is no header.
     """
@@ -225,7 +225,7 @@ def numbers(text: str) -> list[float]:
 
 
 def values_of(text: str) -> Values:
-    """Split text at commas into different values; quoted ones may hold commas."""
+    """Return a tuple of the different values in text, split at commas; quotes work."""
     cells = next(csv.reader([text], skipinitialspace=True), [])
     found = tuple(_value(cell.strip()) for cell in cells if cell.strip())
     if not found or len(set(found)) < len(found):
@@ -291,7 +291,7 @@ def _sizes(flags: argparse.Namespace, header: Header) -> tuple[int | None, int |
 
 
 def _rows(flags: argparse.Namespace, name: str, file: str | Path | None) -> int | None:
-    """Return the number that a flag gives; count the rows of `file` if it says so."""
+    """Return the number that a flag gives, or counts in `file`; `None` without it."""
     text, flag = getattr(flags, name), "--" + name.replace("_", "-")
     if text is None:
         return None

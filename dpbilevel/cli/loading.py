@@ -55,7 +55,7 @@ def find_files(
 
 
 def load(config: Config, file: Path, other: Path | None = None) -> dict[str, Records]:
-    """Return `Records` by level, from the files of `find_files`. NON-PRIVATE.
+    """Return a dict of `Records` by role, from the files of `find_files`. NON-PRIVATE.
 
     Returns:
         By role: `"records"` of one level, `"upper"` (validation) and `"lower"`
@@ -95,7 +95,7 @@ def load(config: Config, file: Path, other: Path | None = None) -> dict[str, Rec
 
 
 def load_test(config: Config, *others: Path | None) -> Records:
-    """Return the records of the test file of a config; `others` are its other files.
+    """Return the `Records` of a config's test file; refuse one of the `others`.
 
     Raises:
         ValueError: The file is missing, is one of `others`, lacks a column or has too
@@ -184,7 +184,7 @@ def _same(file: Path, other: Path) -> bool:
 def _split(
     records: Records, counts: dict[str, int], seed: int, by_hash: bool = False
 ) -> list[Records]:
-    """Return disjoint parts with so many records, or people, each.
+    """Return a list of disjoint parts with so many records, or people, each.
 
     Args:
         records: The records of a file.

@@ -132,7 +132,7 @@ def _key(name: str) -> str:
 
 
 def drawings(result: Result) -> dict[str, str]:
-    """Return `figures` as SVG texts without background, by title."""
+    """Return a dict by title: `figures` as SVG texts without background."""
     found = {}
     for title, figure in figures(result).items():
         buffer = io.StringIO()
@@ -147,7 +147,7 @@ def drawings(result: Result) -> dict[str, str]:
 
 
 def figures(result: Result) -> dict[str, Figure]:
-    """Return figures of the released trajectory, answer and model, by title.
+    """Return a dict by title: figures of released trajectory, answer and model.
 
     Privacy:
         A function of released values: free.

@@ -93,7 +93,7 @@ def read_for_run(path: str, text: str | None = None) -> tuple[Config, bool]:
 
 
 def completed(config: Config, settings: dict[str, Any]) -> Config:
-    """Return a copy of a config with the settings among these tables, and no others."""
+    """Return a copy of a config with `[solver]` and `[refit]` from `settings` alone."""
     given = {k: v for k, v in config.tables.items() if k not in _SETTINGS}
     found = {k: settings[k] for k in _SETTINGS if k in settings}
     return parse_config(given | found, config.place)
@@ -237,6 +237,6 @@ def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
 
 
 def canaries_of(prepared: Prepared) -> dict[str, Canary]:
-    """Return the canaries of a planned run, by kind of person."""
+    """Return worst-case records for an audit, a dict of `Canary` by kind of person."""
     reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
     return canaries(prepared.solver, x_in_records=reads)

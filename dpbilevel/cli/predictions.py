@@ -16,7 +16,7 @@ from .tables import MALFORMED, existing, read_table
 def predict(
     folder: Path, file: Path, person: str | None = None
 ) -> tuple[dict[str, list[str]], str]:
-    """Return the answers of a result folder's model for the rows of a file.
+    """Return a model's answers for the rows of a file, as columns, and a summary.
 
     Args:
         folder: The folder of a finished run.
@@ -79,7 +79,7 @@ def write(out: Path, columns: dict[str, list[str]]) -> None:
 
 
 def check_new(out: Path, option: str = "--out") -> None:
-    """Check that a new file can be written; raise `ValueError` otherwise."""
+    """Raise `ValueError` if a file exists, or the folder for it does not."""
     if out.exists():
         raise ValueError(f"{out} exists; give {option} the name of a new file.")
     if not out.parent.is_dir():

@@ -47,7 +47,7 @@ class Result:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of each shown value, such as a source."""
+        """Tuple of the name of each shown value, such as a source."""
         return self.config.model.names(self.config.data)
 
     @property
@@ -91,7 +91,7 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about the run and its records."""
+        """List of texts: warnings about the run and its records."""
         remarks = [] if self.usability is None else [*self.usability.remarks]
         remark = divergence(self.rejected_updates)
         return remarks if remark is None else [*remarks, remark]
@@ -119,19 +119,19 @@ class Result:
 
 
 def _aligned(names: Sequence[str], values: Iterable[float]) -> list[str]:
-    """Return one line per value, with the names in one column."""
+    """Return a list of lines of text, one per value, the names in one column."""
     width = max(map(len, names), default=0)
     pairs = zip(names, values, strict=True)
     return [f"  {name:<{width}}  {value:.4f}" for name, value in pairs]
 
 
 def largest(model: np.ndarray) -> np.ndarray:
-    """Return the positions of the largest coefficients, in the order of the config."""
+    """Return the sorted positions of the 16 coefficients of largest absolute value."""
     return np.sort(np.argsort(-np.abs(model), kind="stable")[:MOST_NAMED])
 
 
 def save(folder: Path, result: Result) -> None:
-    """Write a result; `result.json` comes last, so its presence means complete.
+    """Write a `Result` into a folder, `result.json` last: its presence means complete.
 
     Privacy:
         Released values and public ones only.

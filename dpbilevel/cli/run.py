@@ -208,7 +208,7 @@ def _with_records_check(
     out: Path,
     keep: Keep,
 ) -> Checkpoint:
-    """Check the records once, raise if too few fit, and return the `Checkpoint`.
+    """Release the records check once; stop the run, or return its `Checkpoint`.
 
     The checkpoint holds the released fractions; `keep` is called once it does. A
     warning of other columns or values than declared comes before the rest of the budget
@@ -256,7 +256,7 @@ def _with_records_check(
 def _started(
     prepared: Prepared, read: PyTree, before: Checkpoint | None, out: Path
 ) -> Checkpoint:
-    """Return the `Checkpoint` of a run: that of a new one, or `before` if it fits.
+    """Return `before`, if it fits, or write a new run's `Checkpoint`; move old results.
 
     Its fingerprint, what the bits of a run depend on, is SECRET: it holds a hash of
     the records. A new run is numbered and written, and the result of the last one is

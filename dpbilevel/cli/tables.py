@@ -1,4 +1,4 @@
-"""Files of records as tables of texts, and texts as numbers and dates."""
+"""Files of records as tables of texts, and such texts read as numbers or dates."""
 
 import contextlib
 import csv
@@ -47,7 +47,7 @@ class Table:
 
 
 def check_unit(unit: str) -> None:
-    """Refuse a unit with digits before its end, or of nothing but signs of numbers."""
+    """Raise `ValueError` for a unit with digits before its end, or of signs alone."""
     if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-](\D*|\d)", unit):
         raise ValueError(
             f'unit must be a text without digits, such as "€" or "kg", or with one at '
@@ -191,7 +191,7 @@ def opened(path: Path) -> Generator[TextIO]:
 
 
 def read_header(path: Path, separator: str) -> list[str]:
-    """Return the names of the columns of a file; read no cell of a record.
+    """Return a list of the names of a file's columns; read no cell of a record.
 
     A `ValueError` says that there is no header, that the file is no text in UTF-8, or
     that it has another separator, or a name twice.
@@ -257,7 +257,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_names(path: Path, separator: str) -> list[str]:
-    """Return the names of the columns of a file of either kind, as `read_header`."""
+    """Return a list of the names of the columns of a file, CSV or Parquet."""
     if is_parquet(path):
         return list(_opened(path).schema_arrow.names)
     return read_header(path, separator)

@@ -36,11 +36,11 @@ class AbstractModel(abc.ABC):
 
     @property
     def marks(self) -> tuple[float, ...]:
-        """Public values to compare the answer with, one per entry, or none."""
+        """Tuple of public values to compare the answer's entries with, or empty."""
         return ()
 
     def mistakes(self, data: CsvData, place: Location) -> Iterable[ValueError]:
-        """Return errors if the shapes of `[data]` do not fit this table."""
+        """Return an iterable of errors if the shapes of `[data]` do not fit this."""
         del data, place
         return ()
 
@@ -53,13 +53,13 @@ class AbstractModel(abc.ABC):
         """Return the initial point on records with these blocks of features."""
 
     def names(self, data: CsvData) -> tuple[str, ...]:
-        """Return the name of each entry of the answer, by default sources or groups."""
+        """Return a tuple of each answer entry's name; default: sources or groups."""
         places = filter(None, (data.sources, data.groups))
         return tuple(named(value) for place in places for value in place.values)
 
     @abc.abstractmethod
     def shown(self, w: PyTree) -> np.ndarray:
-        """Return the entries of the answer in released variables.
+        """Return the shown entries of the answer, such as weights, from variables.
 
         Args:
             w: The variables, `(x, y)` but for training, with any leading axes.

@@ -40,7 +40,7 @@ class Location:
 
     @contextlib.contextmanager
     def named_in_errors(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Name this place in messages of a `ValueError` or of errors of these kinds."""
+        """Enter a context that puts this place before messages of `ValueError`s."""
         try:
             yield
         except (ValueError, *kinds) as error:
@@ -161,7 +161,7 @@ def errors_of_keys(
     allowed: Sequence[str],
     required: Sequence[str],
 ) -> list[ValueError]:
-    """Return an error for each key that is not allowed, and one for missing keys."""
+    """Return a list: an error for each key not allowed, and one for missing keys."""
     listed, wrong, meant = f"Allowed keys: {', '.join(allowed)}.", [], []
     for key in [key for key in table if key not in allowed]:
         text = f"unknown key {key!r}{did_you_mean(key, allowed)}. {listed}"
@@ -183,7 +183,7 @@ def errors_of_keys(
 def collect_errors(
     *calls: tuple[Any, ...], errors: Iterable[ValueError] = ()
 ) -> list[Any]:
-    """Make every call and return the results; raise all errors together.
+    """Make every call and return a list of results; raise all errors together.
 
     A call is a function with its arguments, and `errors` were found before. The message
     has one line per error.
