@@ -169,7 +169,7 @@ class CsvData:
 
     @property
     def used_columns(self) -> Columns:
-        """The columns and classes that a run checks first."""
+        """`Columns` that a run checks first, with classes, sources or groups."""
         names = [self.label.column, *(c for b in self.numeric for c in b.columns)]
         places = [place for place in (self.sources, self.groups) if place is not None]
         names += [place.column for place in (*self.categorical, *places)]

@@ -76,7 +76,7 @@ class Result:
 
     @property
     def usable(self) -> list[str]:
-        """Lines of text on the released fractions of usable records, one per level."""
+        """List of lines on the released fractions of usable records, one per level."""
         levels = {} if self.usability is None else self.usability.levels
         lines = []
         for role, level in levels.items():

@@ -120,7 +120,7 @@ def run(
 
 
 def refuse(config: Config, out: Path, **options: Any) -> None:
-    """Verify that `run` would accept these arguments, before anything is planned.
+    """Raise an error if `run` would refuse these arguments; the files are read.
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
