@@ -65,6 +65,11 @@ class AbstractRelease(abc.ABC):
         return self.queries
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The planned numbers of records, by role."""
+        return {query.role: query.size for query in self.reads}
+
+    @property
     def contribution(self) -> float:
         """Largest change of the value by one person with a record in every role."""
         return sum(query.contribution for query in self.queries)

@@ -276,7 +276,7 @@ def _assumptions(
 ) -> tuple[str, ...]:
     releases, bounded, one_id = ledger.releases, (), ()
     if ledger.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        sizes = {query.role: query.size for r in releases for query in r.reads}
+        sizes = {role: n for r in releases for role, n in r.sizes.items()}
         rows = ", ".join(f"{role}: {padded_rows(n)}" for role, n in sizes.items())
         bounded = (
             f"there are no more records than the rows they are padded to ({rows}); not "
@@ -300,7 +300,7 @@ def _assumptions(
 
 def large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
     """Return a tuple with a remark if delta is not below 1 / records, else empty."""
-    sizes = [query.size for release in ledger.releases for query in release.reads]
+    sizes = [n for release in ledger.releases for n in release.sizes.values()]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()
     return (
