@@ -43,8 +43,13 @@ NO_NUMBER = [(f"{row[0]} €", *row[1:]) for row in rows_of(400)]
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Records, and their config in `a.toml`."""
+def fixed_key(monkeypatch):
+    monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(7))
+
+
+@pytest.fixture
+def folder(tmp_path, fixed_key):
+    """Records, and their config in `a.toml`; noise that hides no mistake."""
     write_csv(tmp_path, rows_of(400))
     (tmp_path / "a.toml").write_text(LARGE)
     return tmp_path
@@ -76,7 +81,6 @@ def test_a_misspelt_class_stops_the_run_by_its_name(folder, capsys):
 
 
 def test_a_misspelt_class_of_a_third_of_the_records_stops(folder, capsys):
-    # A quarter is told from the noise of this check with probability .995.
     rows = [(*row[:3], "no" if i % 3 else "yes") for i, row in enumerate(rows_of(400))]
     write_csv(folder, rows)
     said = stopped(folder, capsys, MISSPELT)
@@ -151,11 +155,6 @@ def test_the_check_counts_within_the_budget_and_first_in_the_ledger(folder):
     alone = prepared.records_check_report
     assert alone.ledger == prepared.report.ledger[:1]
     assert alone.epsilon < 1.2
-
-
-@pytest.fixture
-def fixed_key(monkeypatch):
-    monkeypatch.setattr(runner, "root_key", lambda *_: jax.random.key(7))
 
 
 # The functions before and after which a run is killed: each makes one step durable.
