@@ -132,6 +132,20 @@ def test_a_try_that_reaches_every_stage_is_told_from_a_stochastic_one(monkeypatc
     assert pvalue(sample, potential, SHORT) < ALPHA
 
 
+class Unlifted(AbstractPotential):
+    """A potential and a line, which its gradient leaves out: none if it has no slope."""
+
+    potential: AbstractPotential
+    slope: jax.Array
+    middle: jax.Array
+
+    def __call__(self, x):
+        return self.potential(x) + self.slope * (x - self.middle)
+
+    def value_and_gradient(self, x):
+        return self.potential.value_and_gradient(x)
+
+
 def envelope(potential, feasible, **known):
     regularity = Regularity(1, **known)
     sampler = AlternatingSampler(ConvexEnvelope(), 0.01)
@@ -149,27 +163,17 @@ def test_a_try_under_the_envelope_has_the_law_of_the_potential():
         return (x - 0.6) ** 2 / (2 * eta)
 
     tries = functools.partial(accepted_tries, oracle, feasible=feasible, y=y, seed=3)
-    sample, accepted, _ = tries(potential, step_size=eta, count=50_000)
+    sample, accepted, _ = tries(
+        Unlifted(potential, jnp.zeros(()), y), step_size=eta, count=50_000
+    )
     assert pvalue(sample, potential, feasible, extra=near) > ALPHA
     assert pvalue(sample, potential, feasible, 1.1, extra=near) < ALPHA
     assert np.mean(accepted) > oracle.acceptance(
         ProximalPlan(regularity, feasible, eta)
     )
     # Control: the line is left out of the acceptance.
-    slope = jax.grad(potential)(jnp.asarray(0.6))
-
-    class Lifted(AbstractPotential):
-        def __call__(self, x):
-            return potential(x) + slope * (x - 0.6)
-
-    class Unlifted(AbstractPotential):
-        def __call__(self, x):
-            return Lifted()(x)
-
-        def value_and_gradient(self, x):
-            return jax.value_and_grad(potential)(x)
-
-    wrong, _, _ = tries(Unlifted(), step_size=eta, count=50_000)
+    slope = jax.grad(potential)(y)
+    wrong, _, _ = tries(Unlifted(potential, slope, y), step_size=eta, count=50_000)
     assert pvalue(wrong, potential, feasible, extra=near) < ALPHA
 
 

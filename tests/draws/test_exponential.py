@@ -155,12 +155,16 @@ def test_log_probability_ratios_between_neighbours_never_exceed_epsilon():
     )
     rate = 1 / plan.report.ledger[0].temperature
 
+    @jax.jit
+    def scores(record):
+        data = jnp.zeros(50).at[0].set(record)
+        score = MeanLoss(MEDIAN, "spread", 50, 1.0).bounded(data, jnp.zeros(1))
+        return score.raw.many(GRID.candidates)
+
     def ratio(factor):
         laws = []
         for record in (0.0, 1.0):
-            data = jnp.zeros(50).at[0].set(record)
-            score = MeanLoss(MEDIAN, "spread", 50, 1.0).bounded(data, jnp.zeros(1))
-            values = np.asarray(score.raw.many(GRID.candidates), np.float64)
+            values = np.asarray(scores(record), np.float64)
             law = np.exp(-factor * rate * values)
             laws.append(law / law.sum())
         return np.abs(np.log(laws[0] / laws[1])).max()
@@ -174,11 +178,15 @@ def test_the_clipped_range_is_enforced_for_losses_of_any_size():
         return 1e6 * record * w[0] - 5e5
 
     problem = dpb.FiniteSum(wild, w_set=UNIT)
-    scores = []
-    for record in (-jnp.inf, jnp.nan, 1e30, 0.3):
+
+    @jax.jit
+    def values(record):
         data = RECORDS.at[0].set(record)
         bounded = MeanLoss(problem, "spread", 50, 1.0).bounded(data, jnp.zeros(1))
-        scores.append(np.asarray(bounded.raw.many(GRID.candidates), np.float64))
+        return bounded.raw.many(GRID.candidates)
+
+    firsts = -jnp.inf, jnp.nan, 1e30, 0.3
+    scores = [np.asarray(values(record), np.float64) for record in firsts]
     for first in scores:
         for second in scores:
             assert np.ptp(first - second) <= 2 / 50 * (1 + 1e-5)
