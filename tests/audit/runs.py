@@ -1,10 +1,12 @@
 """Audits of calibrated solvers on canary records."""
 
 import functools
+from unittest import mock
 
 import jax
 
 from dpbilevel import audit
+from dpbilevel.audit import tradeoff
 from tests.cases import found
 
 SHORT, LONG = 50_000, 200_000
@@ -39,6 +41,19 @@ def audited(
         runs=runs,
         **options,
     )
+
+
+def audited_once(solver, *claims, **options):
+    """The audits under several claims of the same runs, which are made once."""
+    seen, observe = [], tradeoff.observe
+
+    def once(*arguments, **numbers):
+        if not seen:
+            seen.append(observe(*arguments, **numbers))
+        return seen[0]
+
+    with mock.patch.object(tradeoff, "observe", once):
+        return [audited(solver, claim, **options) for claim in claims]
 
 
 def claim_of(solver, x_in_records=("upper",)):

@@ -208,11 +208,15 @@ def test_a_record_without_gradient_lowers_the_tangent_by_its_share_alone():
         assert float(there - value - slope @ (x - center)) >= 0
     assert np.isnan(jax.jit(jax.grad(terms))(center)).all()  # the control
     # A walk computes it record by record only there.
-    quick = _untimed._Quick(terms).value_and_gradient(center)
+    quick = jax.jit(lambda x: _untimed._Quick(terms).value_and_gradient(x))(center)
     chex.assert_trees_all_close(quick, (value, slope), rtol=1e-5)
     smooth = mean_loss._Terms(problem, records[1:], jnp.zeros(2), half, n - 1)
-    quick = _untimed._Quick(smooth).value_and_gradient(others[0])
-    sums = jax.value_and_grad(smooth)(others[0])
+    quick, sums = jax.jit(
+        lambda x: (
+            _untimed._Quick(smooth).value_and_gradient(x),
+            jax.value_and_grad(smooth)(x),
+        )
+    )(others[0])
     chex.assert_trees_all_close(quick, sums, rtol=1e-5)
 
 

@@ -160,12 +160,13 @@ def test_microbatches_change_nothing_but_rounding(microbatch):
     def fun(record):
         return record["x"] * record["k"].astype(jnp.float32)
 
-    whole, parts = (
-        dpb.privacy.clipped_mean(
+    @functools.partial(jax.jit, static_argnames="size")
+    def mean(records, mask, size):
+        return dpb.privacy.clipped_mean(
             fun, records, clip_norm=4.0, mask=mask, microbatch=size, precision="float"
         ).raw
-        for size in ("auto", microbatch)
-    )
+
+    whole, parts = (mean(records, mask, size) for size in ("auto", microbatch))
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
 
 

@@ -29,17 +29,23 @@ def rows(n, d, seed=0, scale=1.0):
     return jnp.asarray(scale * rng.normal(size=(n, d)), jnp.float32)
 
 
-@functools.cache
-def compiled(precision, clip_norm):
+@functools.partial(jax.jit, static_argnames=("clip_norm", "denominator", "options"))
+def compiled(records, mask, clip_norm, denominator, options):
     """As one program, which compiles sooner than its operations."""
-    options = {"clip_norm": clip_norm, "precision": precision}
-    return jax.jit(lambda v: dpb.privacy.clipped_mean(lambda z: z, v, **options))
+    numbers = {"clip_norm": clip_norm, "denominator": denominator}
+    return dpb.privacy.clipped_mean(
+        lambda z: z, records, mask=mask, **numbers, **dict(options)
+    )
 
 
-def mean(records, precision="grid", clip_norm=1.0, **options):
-    if not options and isinstance(clip_norm, float):
-        return compiled(precision, clip_norm)(records)
-    options |= {"clip_norm": clip_norm, "precision": precision}
+def mean(
+    records, precision="grid", clip_norm=1.0, mask=None, denominator=None, **options
+):
+    options |= {"precision": precision}
+    if isinstance(clip_norm, float) and isinstance(denominator, float | None):
+        given = tuple(options.items())
+        return compiled(records, mask, clip_norm, denominator, given)
+    options |= {"clip_norm": clip_norm, "mask": mask, "denominator": denominator}
     return dpb.privacy.clipped_mean(lambda z: z, records, **options)
 
 
