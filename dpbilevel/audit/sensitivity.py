@@ -15,7 +15,7 @@ from ..core.solver import AbstractSolver
 from ..privacy import Bounded, Neighbours
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver
-from .recording import ROUNDING, Tape, open_value
+from .recording import ROUNDING, open_value, record
 from .tradeoff import ALPHA, SolverRun
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
@@ -242,8 +242,8 @@ def noise_reuse(
     """Return a `NoiseReuse`: the largest correlation of two noise vectors of one run.
 
     Noise that is used twice cancels in a difference and protects nothing. It looks
-    right in every single release, so releases are compared. The run is made eagerly on
-    canary records with two leaves per variable. Releases that do not have the length of
+    right in every single release, so releases are compared. The run is made on canary
+    records with two leaves per variable. Releases that do not have the length of
     a leaf, such as scores of sources, are counted and not compared.
 
     Args:
@@ -265,10 +265,9 @@ def noise_reuse(
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))
     run = SolverRun(canary.problem, canary.solver, canary.w0)
-    tape = Tape()
-    with tape.patched(), jax.disable_jit():
-        run(canary.data, key=key)
-    notes = [note for note in tape.take() if note.noiseless]
+    with record() as releases:
+        jax.jit(lambda data, key: run(data, key=key))(canary.data, key)
+    notes = [note for note in releases if note.noiseless]
     pairs = [p for n in notes for p in zip(n.released, n.noiseless, strict=True)]
     streams = [noisy - value for noisy, value in pairs if value.size == _LENGTH]
     if len(streams) < 2:

@@ -102,6 +102,11 @@ def mean(loss, w, data, **options):
     return unsealed(clipped_mean(fun, data, clip_norm=0.5, precision="grid", **options))
 
 
+def compiled_mean(loss, w, data, **options):
+    """As one program, which compiles sooner than its operations."""
+    return jax.jit(lambda w, data: mean(loss, w, data, **options))(w, data)
+
+
 def assert_same_bits(one, other):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -116,11 +121,9 @@ def fitted(data):
 @places
 @pytest.mark.parametrize("case", fast_first(LOSSES))
 def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
-    loss, w = LOSSES[case]
-    disk = place(tmp_path, records())
-    # Each as one program, which compiles sooner than its operations.
-    got = jax.jit(lambda w: mean(loss, w, disk))(w)
-    want = jax.jit(functools.partial(mean, loss))(w, records())
+    got, want = (
+        compiled_mean(*LOSSES[case], v) for v in (place(tmp_path, records()), records())
+    )
     assert_same_bits(got, want)
 
 
@@ -136,9 +139,9 @@ def test_they_have_them_for_any_micro_batch(tmp_path, microbatch):
 def test_a_chunk_that_is_left_out_is_seen(tmp_path):
     loss, w = LOSSES["micro-batches"]
     fewer = mapped(tmp_path, {k: v[: N - 64] for k, v in records().items()})
-    got = mean(loss, w, fewer, denominator=N)
+    got = compiled_mean(loss, w, fewer, denominator=N)
     with pytest.raises(AssertionError):
-        assert_same_bits(got, mean(loss, w, records()))
+        assert_same_bits(got, compiled_mean(loss, w, records()))
 
 
 def one_record_twice(chunks):
@@ -182,7 +185,7 @@ def the_same(chunks):
 def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
     data, options = records(1501), {"microbatch": 64}
     data = {k: np.nan_to_num(v) for k, v in data.items()}
-    want = mean(*LOSSES["micro-batches"], data, **options)
+    want = compiled_mean(*LOSSES["micro-batches"], data, **options)
     right, chunks = _Chunks._read, []
 
     def read(*arguments):
@@ -190,7 +193,7 @@ def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
         return broken(chunks)
 
     monkeypatch.setattr(_Chunks, "_read", read)
-    got = mean(*LOSSES["micro-batches"], mapped(tmp_path, data), **options)
+    got = compiled_mean(*LOSSES["micro-batches"], mapped(tmp_path, data), **options)
     if broken is the_same:
         assert_same_bits(got, want)
     else:
@@ -315,7 +318,7 @@ def test_passes_at_the_same_time_read_the_same_records(tmp_path):
 
 def test_no_thread_is_left(tmp_path):
     before = set(threading.enumerate())
-    mean(logistic, W0, mapped(tmp_path, records()))["a"].block_until_ready()
+    compiled_mean(logistic, W0, mapped(tmp_path, records()))["a"].block_until_ready()
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive()
@@ -452,7 +455,8 @@ def test_parts_of_mapped_arrays_are_read_too(tmp_path):
     for features in (both[10:], np.asfortranarray(both[:-10][::-1])):
         data = {"features": features, "label": label}
         assert_same_bits(
-            mean(logistic, W0, OnDisk.arrays(data)), mean(logistic, W0, data)
+            compiled_mean(logistic, W0, OnDisk.arrays(data)),
+            compiled_mean(logistic, W0, data),
         )
 
 
@@ -481,7 +485,7 @@ def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
 
 def test_no_record_is_a_mean_of_zero():
     disk = OnDisk.arrays(records(0))
-    assert_same_bits(mean(logistic, W0, disk), W0)
+    assert_same_bits(compiled_mean(logistic, W0, disk), W0)
 
 
 @pytest.mark.slow
@@ -499,4 +503,5 @@ def test_arrays_take_the_dtypes_that_they_have_in_memory():
         return weight * w["a"][record["table"]] * jnp.sum(record["features"])
 
     w = {"a": jnp.ones(5)}
-    assert_same_bits(mean(loss, w, OnDisk.arrays(data)), mean(loss, w, data))
+    got, want = (compiled_mean(loss, w, v) for v in (OnDisk.arrays(data), data))
+    assert_same_bits(got, want)
