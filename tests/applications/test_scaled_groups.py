@@ -58,9 +58,10 @@ def both(y):
 
 
 def descend(loss, u, num_steps, step_size=0.5):
-    for _ in range(num_steps):
-        u = u - step_size * jax.grad(loss)(u)
-    return u
+    def step(_, u):
+        return u - step_size * jax.grad(loss)(u)
+
+    return jax.lax.fori_loop(0, num_steps, step, u)
 
 
 def scales_of(q, above=0.95):
@@ -73,7 +74,7 @@ def scales_of(q, above=0.95):
 def test_without_noise_it_is_descent_in_coordinates_scaled_by_the_first_gradient(start):
     w0 = W0[0], jnp.full(4, start)
     (x, y), found = exact(ScaledGroups(LONG, full_above=0.95, screen=WIDE), w0=w0)
-    gradient = np.asarray(jax.grad(both)(w0[1]))
+    gradient = np.asarray(jax.jit(jax.grad(both))(w0[1]))
     np.testing.assert_allclose(found["screen"], -gradient, rtol=1e-4)
     scales = scales_of(gradient)
     assert scales.min() < 1  # or nothing is tested

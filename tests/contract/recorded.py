@@ -20,11 +20,11 @@ CASES |= {
 }
 KEY = 0
 # Those that `make test` compiles, at least one of each family: one level, an adaptive
-# one, a draw of it, two levels with a penalty, certified, a game, a search, a pipeline
-# and its parts. Of every other class it has what tracing tells, the slow suite all.
+# one, a draw of it, two levels with a penalty, certified, a game, a search, a part of
+# pipelines. Of every other class it has what tracing tells, the slow suite all.
 RUN = {"noisy_gd_adam", "adaptive_step", "exponential", "one_level"}
 RUN |= {"penalty_both_levels", "clipped_upper"}
-RUN |= {"noisy_payoff", "random_search", "repeat_and_select", "base_rate"}
+RUN |= {"noisy_payoff", "random_search", "repeat_and_select"}
 
 
 def at_once(is_short, names=CASES):

@@ -79,7 +79,7 @@ def test_same_key_same_bits_new_key_new_bits(name):
     assert all(any(bool(jnp.any(a != b)) for b in rest) for a, *rest in leaves)
 
 
-@at_once(lambda name: name in ("noisy_gd", "exponential", "one_level"))
+@at_once(lambda name: name in ("noisy_gd", "exponential"))
 def test_vmap_over_solvers_and_keys_equals_a_loop(name):
     problem, solver, data, w0 = calibrated(name, 0.5)
     keys = jax.random.split(jax.random.key(KEY), 2)
