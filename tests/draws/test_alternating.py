@@ -133,7 +133,7 @@ def test_a_try_that_reaches_every_stage_is_told_from_a_stochastic_one(monkeypatc
 
 
 class Unlifted(AbstractPotential):
-    """A potential and a line, which its gradient leaves out: none if it has no slope."""
+    """A potential and a line, which its gradient leaves out."""
 
     potential: AbstractPotential
     slope: jax.Array

@@ -163,4 +163,4 @@ def point(name, seed=9):
     leaves = jax.tree.leaves(made.w0)
     random = [normal(*v.shape, seed=seed + i) for i, v in enumerate(leaves)]
     w = jax.tree.unflatten(jax.tree.structure(made.w0), random)
-    return made.problem.w_set.project(w)
+    return jax.jit(made.problem.w_set.project)(w)

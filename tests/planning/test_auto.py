@@ -53,7 +53,8 @@ def plan_of_one_method():
     with pytest.MonkeyPatch.context() as patch:
         one = planning.Candidate("NoisyGD", (FIT,), 1)
         patch.setattr(auto_plan, "candidates", lambda *_, **__: (one,))
-        return dpb.auto(ONE, BUDGET, sizes=2000, w0=jnp.zeros(6))
+        alike = planning.Alike()
+        return dpb.auto(ONE, BUDGET, sizes=2000, w0=jnp.zeros(6), synthetic=alike)
 
 
 @pytest.mark.parametrize("planned", [plan_of_one_method, *slow(plan_of_one_level)])

@@ -102,9 +102,8 @@ def mean(loss, w, data, **options):
     return unsealed(clipped_mean(fun, data, clip_norm=0.5, precision="grid", **options))
 
 
-def compiled_mean(loss, w, data, **options):
-    """As one program, which compiles sooner than its operations."""
-    return jax.jit(lambda w, data: mean(loss, w, data, **options))(w, data)
+def compiled_mean(loss, w, data, **options):  # sooner than its operations
+    return jax.jit(functools.partial(mean, loss, **options))(w, data)
 
 
 def assert_same_bits(one, other):
@@ -121,10 +120,8 @@ def fitted(data):
 @places
 @pytest.mark.parametrize("case", fast_first(LOSSES))
 def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
-    got, want = (
-        compiled_mean(*LOSSES[case], v) for v in (place(tmp_path, records()), records())
-    )
-    assert_same_bits(got, want)
+    both = place(tmp_path, records()), records()
+    assert_same_bits(*(compiled_mean(*LOSSES[case], v) for v in both))
 
 
 @pytest.mark.slow
@@ -183,9 +180,8 @@ def the_same(chunks):
     ],
 )
 def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
-    data, options = records(1501), {"microbatch": 64}
-    data = {k: np.nan_to_num(v) for k, v in data.items()}
-    want = compiled_mean(*LOSSES["micro-batches"], data, **options)
+    data = {k: np.nan_to_num(v) for k, v in records(1501).items()}
+    want = compiled_mean(*LOSSES["micro-batches"], data, microbatch=64)
     right, chunks = _Chunks._read, []
 
     def read(*arguments):
@@ -193,7 +189,7 @@ def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
         return broken(chunks)
 
     monkeypatch.setattr(_Chunks, "_read", read)
-    got = compiled_mean(*LOSSES["micro-batches"], mapped(tmp_path, data), **options)
+    got = compiled_mean(*LOSSES["micro-batches"], mapped(tmp_path, data), microbatch=64)
     if broken is the_same:
         assert_same_bits(got, want)
     else:
@@ -455,8 +451,7 @@ def test_parts_of_mapped_arrays_are_read_too(tmp_path):
     for features in (both[10:], np.asfortranarray(both[:-10][::-1])):
         data = {"features": features, "label": label}
         assert_same_bits(
-            compiled_mean(logistic, W0, OnDisk.arrays(data)),
-            compiled_mean(logistic, W0, data),
+            mean(logistic, W0, OnDisk.arrays(data)), mean(logistic, W0, data)
         )
 
 
@@ -484,8 +479,7 @@ def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
 
 
 def test_no_record_is_a_mean_of_zero():
-    disk = OnDisk.arrays(records(0))
-    assert_same_bits(compiled_mean(logistic, W0, disk), W0)
+    assert_same_bits(compiled_mean(logistic, W0, OnDisk.arrays(records(0))), W0)
 
 
 @pytest.mark.slow
@@ -503,5 +497,4 @@ def test_arrays_take_the_dtypes_that_they_have_in_memory():
         return weight * w["a"][record["table"]] * jnp.sum(record["features"])
 
     w = {"a": jnp.ones(5)}
-    got, want = (compiled_mean(loss, w, v) for v in (OnDisk.arrays(data), data))
-    assert_same_bits(got, want)
+    assert_same_bits(*(compiled_mean(loss, w, v) for v in (OnDisk.arrays(data), data)))

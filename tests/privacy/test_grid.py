@@ -147,6 +147,7 @@ def test_adding_grids_is_exact(exponents):
 
 @pytest.mark.parametrize("places", [31, *slow(60, 200)])
 def test_grids_too_far_apart_are_released_as_noise_alone(places):
+    @functools.partial(jax.jit, static_argnums=1)
     def run(count, places):
         total = grid_of([count], places - 100) + grid_of([5], -100)
         return total.with_noise(jnp.float32(2.0**-70), True, key=jax.random.key(0))

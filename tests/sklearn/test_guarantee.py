@@ -179,13 +179,13 @@ def test_an_entry_that_warns_where_it_becomes_a_number_is_silent():
     np.testing.assert_array_equal(found, [[1.0], [2.0]])
 
 
-def test_a_text_in_a_list_leaves_numbers_and_labels_of_others(runs):
+def test_a_text_in_a_list_leaves_numbers_and_labels_of_others(runs, getkey):
     X, y = table()
     X, y = (X > 0).tolist(), y.astype(int).tolist()
     fit = fits()["logistic"]
-    fit(X, y, None)
+    fit(X, y, getkey())
     for row, label in ((["text", True, None], 1), (X[0], "text"), (X[0], [])):
-        fit([row, *X[1:]], [label, *y[1:]], None)
+        fit([row, *X[1:]], [label, *y[1:]], getkey())
     (first, *rest) = (records for _, (records, _), _ in runs)
     for records in rest:
         assert all(map(np.array_equal, others(first), others(records)))

@@ -18,8 +18,9 @@ from dpbilevel.sklearn import (
 )
 from dpbilevel.sklearn.beforehand import PublicSize
 from dpbilevel.sklearn.logistic import Effects
+from tests.cases import slow
 from tests.sklearn import test_guarantee
-from tests.sklearn.test_guarantee import STRANGE, estimators, fits, others, table
+from tests.sklearn.test_guarantee import STRANGE, fits, others, table
 
 N = 2000
 FEW = {"bounds": (0, 1), "max_iter": 5}
@@ -168,7 +169,9 @@ def of_indicators(checks):
     ]
 
 
-@estimators
+@pytest.mark.parametrize(
+    "name", ["logistic", *slow("ridge", "sources", "network", "fair")]
+)
 def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
     X, y = table()
     fit = fits()[name]
