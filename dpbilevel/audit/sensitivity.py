@@ -116,7 +116,7 @@ def sensitivity_search(
 
 
 def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
-    """Split `pair` into two neighbouring datasets; its last row is the replacement."""
+    """Split `pair` in two neighbours: the second's last row is replaced or cut."""
     left = jax.tree.map(lambda v: v[:-1], pair)
     if neighbours is Neighbours.ADD_OR_REMOVE_ONE:  # the replacement is not used
         return left, jax.tree.map(lambda v: v[:-2], pair)
@@ -171,7 +171,7 @@ def _hostile_dataset(rows: PyTree, random: np.random.Generator) -> PyTree:
 
 
 def _mutate(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
-    """Return a copy of `pair` with some entries rescaled, reversed or replaced."""
+    """Return a copy of `pair` with some floats rescaled, negated or replaced."""
 
     def leaf(values, column):
         if not np.issubdtype(column.dtype, np.floating):

@@ -86,7 +86,7 @@ class AbstractJointSolver(
 
     @abc.abstractmethod
     def descents(self, problem: BilevelProblem, *x: PyTree) -> Any:
-        """Return `blocks` that hold the `Descent` of each variable.
+        """Return an instance of `self.blocks` with the `Descent` of each variable.
 
         A proximal term is that at `x`, without which no step can be made.
         """

@@ -188,7 +188,7 @@ def spent(out: Path, shown: Callable[[Path], str] = str) -> str:
 
 
 def total(out: Path, report: PrivacyReport) -> tuple[int, float, float]:
-    """Return the number of all runs of a folder, their epsilons' and deltas' sums.
+    """Return the number of a folder's runs, and their summed epsilon and delta.
 
     Of a run that a later one moved, these are the runs of the folder above. The sums
     are infinite and 1 if some run protects another unit than the report, or has another

@@ -137,7 +137,7 @@ def records_needed(
     w0: PyTree,
     sizes: Counts | None = None,
 ) -> Counts:
-    """Return the least multiple of `sizes` whose noise is at most `ratio` clip norms.
+    """Return the fewest records, or `Sizes`, with noise of `ratio` clip norms.
 
     The noise is that of the forecast in a plan's report: the expected norm of a
     release's noise over the clip norm, which is the largest possible signal. The

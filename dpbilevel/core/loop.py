@@ -94,7 +94,7 @@ def solve(
 
 
 def arrays(records: PyTree) -> PyTree:
-    """Return records with tables converted to matrices and their columns to vectors.
+    """Return records with tables as matrices and single columns as vectors.
 
     Tables are those of pandas, polars and pyarrow. Their arrays are of float64, a
     missing number is NaN, and types do not depend on which are missing. Other arrays

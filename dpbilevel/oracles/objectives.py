@@ -213,7 +213,7 @@ def merge(y: PyTree, rest: PyTree) -> PyTree:
 
 
 def nan_unless_finite(tree: PyTree, *by: PyTree) -> PyTree:
-    """Return `tree`, or NaN unless all floats in `by` are finite."""
+    """Return `tree`, with all leaves NaN unless all floats in `by` are finite."""
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
     factor = jnp.where(jnp.all(jnp.stack(finite)), 1.0, jnp.nan)
     return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)

@@ -96,7 +96,7 @@ def improves(trial: Trial, starts: Sequence[float]) -> bool:
 
 
 def excess_of(losses: Losses, constants: Losses) -> tuple[float, ...]:
-    """Return a tuple by population: the worst run's relative loss above constants."""
+    """Return by population the worst run's excess over the constant answers."""
     base = np.asarray(constants)
     above = np.max(np.asarray(losses) - base, axis=0)
     return tuple((above / (np.abs(np.mean(base, axis=0)) + 1e-9)).tolist())

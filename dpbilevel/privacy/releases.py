@@ -192,7 +192,7 @@ class AbstractNoisyRelease(AbstractRelease):
 
     @property
     def deviation(self) -> Any:
-        r"""Bound on the standard deviation of a released value in any direction.
+        r"""Bound on a value's deviation in any direction, by noise and batches.
 
         It is $s$ with $s^2 = \sigma^2 + (\sum_j C_j / \sqrt{m_j})^2$: $\sigma$ is the
         noise of a coordinate, and the sum is over the levels $j$ whose batches are

@@ -209,7 +209,7 @@ def versions() -> dict[str, str]:
 
 
 def software() -> dict[str, str | bool]:
-    """Return a dict of package versions, JAX's backend and its float settings."""
+    """Return a dict of versions, and JAX's backend, floats and threefry kind."""
     settings: Any = jax.config  # without the names of all settings for type checkers
     return {
         **versions(),

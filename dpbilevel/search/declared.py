@@ -222,7 +222,7 @@ def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> Non
 
 
 def _history(event, count: int) -> tuple[tuple[float, float, int], ...]:
-    """Return `count` repetitions of an event as (multiplier, rate, steps) triples."""
+    """Return (multiplier, rate, steps) triples of `count` runs of an event."""
     match event:
         case dp_accounting.NoOpDpEvent():
             return ()

@@ -195,7 +195,7 @@ class GradientInformativeBO(
         return jax.lax.cond(state.t == 0, starts, near, state, key)
 
     def _capacity(self, w: Array) -> int:
-        """Return the largest number of points of a step that descends."""
+        """Return the largest number of points that a descent step evaluates."""
         return self.batch or self.max_batch or 2 * w.size + 16
 
     def _ask_near(self, problem, state: _State, key: PRNGKey) -> Proposal:

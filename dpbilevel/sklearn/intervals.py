@@ -148,7 +148,7 @@ class Moments(AbstractBeforehand):
         return dataclasses.replace(entry, key=first), last
 
     def shortened(self, records: Any) -> Any:
-        """Return records, weighted by `of_short_rows` if intervals are wanted."""
+        """Return records, with weights of `of_short_rows` if intervals are wanted."""
         return on_rows(of_short_rows, records) if self.wanted else records
 
     def check(self, owner: str) -> None:

@@ -185,7 +185,7 @@ class Bounds:
 
     @property
     def largest(self) -> Number:
-        """Largest norm of the hypergradient; the clip norm if there is one."""
+        """Bound on the norm of the hypergradient; the clip norm if there is one."""
         return self.gradient if self.clip is None else self.clip
 
     @property

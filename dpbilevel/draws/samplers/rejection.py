@@ -110,7 +110,7 @@ class StochasticRejection(AbstractProximalOracle):
         return None not in terms and potential.error == 0
 
     def bias(self, plan: ProximalPlan) -> float:
-        """Return a bound on the total variation by clipping and cutting."""
+        """Return a bound on a try's total variation, by clipping and cut stages."""
         deviation, _, _ = self.gaussian(plan)
         variance = 2 * (deviation * (plan.regularity.term_lipschitz or 0.0)) ** 2
         cut = 0.0 if self.stages is None else _cut(self.stages)

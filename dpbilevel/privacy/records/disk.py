@@ -136,7 +136,7 @@ class OnDisk(AbstractOnDisk):
         return cls(np.asarray(True), store.count, store, structure, progress)
 
     def by_person(self, ids: Any, *, most_rows: int = 8) -> Self:
-        """Return `OnDisk` records of people, of at most `most_rows` rows each.
+        """Return these rows grouped by person, each of at most `most_rows`.
 
         Args:
             ids: The id of the person of each row, in memory, as for `by_person`. The
