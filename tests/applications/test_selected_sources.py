@@ -109,6 +109,7 @@ def test_records_that_no_model_is_fitted_to_say_nothing_about_their_source(
     assert not np.allclose(scored_by(DATA.lower), scored_by(rest), rtol=1e-2)
 
 
+@jax.jit
 def scored_by(lower):
     """The sums of the scores of training records by a fixed model."""
     model = jnp.array([1.0, -2.0, 0.5])

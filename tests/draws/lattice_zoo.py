@@ -97,7 +97,7 @@ def transition_matrix(table, cells, index):
     ]
     where = jnp.asarray(np.repeat(index, len(words), 0), jnp.int32)
     words = jnp.asarray(np.tile(words, count), jnp.uint32)
-    proposed = _lattice._proposals(cells, where, words)
+    proposed = jax.jit(functools.partial(_lattice._proposals, cells))(where, words)
 
     @jax.jit
     def threshold():

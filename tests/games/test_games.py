@@ -104,6 +104,7 @@ def test_public_constants_hold_and_are_attained():
     assert float(ratio) <= problem.public_lipschitz * (1 + 1e-5)
 
 
+@jax.jit
 def mean_operator(problem, w, data):
     parts = jax.vmap(lambda record: problem.record_operator(w, record))(data)
     return jax.tree.map(lambda v: jnp.mean(v, 0), parts)
@@ -256,7 +257,8 @@ def test_matrix_game_constants_are_attained_and_never_exceeded():
     records = 10.0 ** rng.integers(-1, 9, (200, 1, 1)) * rng.normal(size=(200, 3, 4))
     records[0], records[1, 0, 0] = 1e30, np.nan
     x, y = rng.dirichlet(np.ones(3), 200), rng.dirichlet(np.ones(4), 200)
-    found = jax.vmap(both)(*(jnp.asarray(v, jnp.float32) for v in (records, x, y)))
+    given = (np.asarray(v, np.float32) for v in (records, x, y))
+    found = jax.jit(jax.vmap(both))(*given)
     for values, constant in zip(found, (problem.bound, problem.lipschitz), strict=True):
         assert bool(jnp.all(jnp.isfinite(values)))
         assert float(jnp.max(values)) == pytest.approx(constant, rel=1e-5)

@@ -64,7 +64,7 @@ def test_without_a_price_the_public_game_is_solved_exactly():
 
 def test_with_a_price_no_player_gains_by_a_step():
     matrix, (x, y) = solution(0.5)
-    project = dpb.sets.Simplex().project
+    project = jax.jit(dpb.sets.Simplex().project)
     x, y = np.asarray(x, float), np.asarray(y, float)
     slopes = matrix @ y + 0.5 * x / np.linalg.norm(x)
     np.testing.assert_allclose(x, project(jnp.asarray(x - slopes)), atol=1e-4)

@@ -102,10 +102,6 @@ def mean(loss, w, data, **options):
     return unsealed(clipped_mean(fun, data, clip_norm=0.5, precision="grid", **options))
 
 
-def compiled_mean(loss, w, data, **options):  # sooner than its operations
-    return jax.jit(functools.partial(mean, loss, **options))(w, data)
-
-
 def assert_same_bits(one, other):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -120,8 +116,10 @@ def fitted(data):
 @places
 @pytest.mark.parametrize("case", fast_first(LOSSES))
 def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
-    both = place(tmp_path, records()), records()
-    assert_same_bits(*(compiled_mean(*LOSSES[case], v) for v in both))
+    got, want = (
+        mean(*LOSSES[case], v) for v in (place(tmp_path, records()), records())
+    )
+    assert_same_bits(got, want)
 
 
 @pytest.mark.slow
@@ -136,9 +134,9 @@ def test_they_have_them_for_any_micro_batch(tmp_path, microbatch):
 def test_a_chunk_that_is_left_out_is_seen(tmp_path):
     loss, w = LOSSES["micro-batches"]
     fewer = mapped(tmp_path, {k: v[: N - 64] for k, v in records().items()})
-    got = compiled_mean(loss, w, fewer, denominator=N)
+    got = mean(loss, w, fewer, denominator=N)
     with pytest.raises(AssertionError):
-        assert_same_bits(got, compiled_mean(loss, w, records()))
+        assert_same_bits(got, mean(loss, w, records()))
 
 
 def one_record_twice(chunks):
@@ -180,8 +178,9 @@ def the_same(chunks):
     ],
 )
 def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
-    data = {k: np.nan_to_num(v) for k, v in records(1501).items()}
-    want = compiled_mean(*LOSSES["micro-batches"], data, microbatch=64)
+    data, options = records(1501), {"microbatch": 64}
+    data = {k: np.nan_to_num(v) for k, v in data.items()}
+    want = mean(*LOSSES["micro-batches"], data, **options)
     right, chunks = _Chunks._read, []
 
     def read(*arguments):
@@ -189,7 +188,7 @@ def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
         return broken(chunks)
 
     monkeypatch.setattr(_Chunks, "_read", read)
-    got = compiled_mean(*LOSSES["micro-batches"], mapped(tmp_path, data), microbatch=64)
+    got = mean(*LOSSES["micro-batches"], mapped(tmp_path, data), **options)
     if broken is the_same:
         assert_same_bits(got, want)
     else:
@@ -314,7 +313,7 @@ def test_passes_at_the_same_time_read_the_same_records(tmp_path):
 
 def test_no_thread_is_left(tmp_path):
     before = set(threading.enumerate())
-    compiled_mean(logistic, W0, mapped(tmp_path, records()))["a"].block_until_ready()
+    mean(logistic, W0, mapped(tmp_path, records()))["a"].block_until_ready()
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive()
@@ -479,7 +478,8 @@ def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
 
 
 def test_no_record_is_a_mean_of_zero():
-    assert_same_bits(compiled_mean(logistic, W0, OnDisk.arrays(records(0))), W0)
+    disk = OnDisk.arrays(records(0))
+    assert_same_bits(mean(logistic, W0, disk), W0)
 
 
 @pytest.mark.slow
@@ -497,4 +497,4 @@ def test_arrays_take_the_dtypes_that_they_have_in_memory():
         return weight * w["a"][record["table"]] * jnp.sum(record["features"])
 
     w = {"a": jnp.ones(5)}
-    assert_same_bits(*(compiled_mean(loss, w, v) for v in (OnDisk.arrays(data), data)))
+    assert_same_bits(mean(loss, w, OnDisk.arrays(data)), mean(loss, w, data))
