@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from tests.zoo import two_levels
 from tests.zoo import two_levels as zoo
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 
 
 class LowRankLinear(eqx.Module):

@@ -15,8 +15,8 @@ from ..bilevel.pipeline import AbstractStages, with_prefix
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
+from ..privacy.keys import derive
 from ..privacy.ledger import Ledger
-from ..privacy.noise import derive
 from .sources import SourceWeighting
 
 FIRST, THEN = "first", "then"

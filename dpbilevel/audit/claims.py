@@ -16,7 +16,7 @@ from .._extras import dp_accounting
 from ..privacy import Ledger, Neighbours
 from ..privacy.accounting import profiles
 from ..privacy.accounting.closed_forms import pure_delta
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 
 Claim: TypeAlias = Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
 """A privacy profile: the largest allowed delta at each epsilon of an array."""

@@ -21,7 +21,7 @@ from ..bilevel import AbstractCertificate, BilevelProblem, Levels
 from ..games.groups import read_group
 from ..games.problem import AbstractVariationalInequality
 from ..oracles import objectives
-from ..privacy.noise import PRNGKey, check_key
+from ..privacy.keys import PRNGKey, check_key
 
 __all__ = [
     "ConstantsSearch",

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..privacy import Bounded, Neighbours
-from ..privacy.noise import PRNGKey, check_key
+from ..privacy.keys import PRNGKey, check_key
 from .canaries import canaries, check_solver
 from .recording import ROUNDING, open_value, record
 from .tradeoff import ALPHA, SolverRun

@@ -12,7 +12,7 @@ from jaxtyping import Float, PyTree
 from ..core.loop import planned_rows
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
-from ..privacy.noise import PRNGKey, check_key, step_keys
+from ..privacy.keys import PRNGKey, check_key, step_keys
 from .canaries import Canary, canaries, check_solver
 from .claims import (
     Claim,

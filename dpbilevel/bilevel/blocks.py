@@ -19,7 +19,7 @@ from .._checks import Number, Positive
 from ..core.descent import StepSize, as_rule
 from ..core.proximal import smooth_part
 from ..core.solver import AbstractIterative, AbstractNoisySolver
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.releases import Release
 from .levels import levels_queries, row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes

@@ -16,7 +16,7 @@ from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.plan import check_promise
 from ..core.solver import AbstractNoisySolver
 from ..privacy import Basis, Neighbours, PrivacyBudget, Release
-from ..privacy.noise import derive
+from ..privacy.keys import derive
 from ..privacy.releases import CertifiedRelease
 from ..sets import Euclidean, moves_by_entropy
 from .certificates import certified, sensitivities

@@ -19,7 +19,7 @@ from ..core.solver import AbstractIterative, AbstractSolver
 from ..onelevel.localized import restarted
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Gaussian, Ledger, Neighbours, Release
-from ..privacy.noise import derive
+from ..privacy.keys import derive
 from ..privacy.rows import ForecastRow
 from . import levels
 from .levels import Level

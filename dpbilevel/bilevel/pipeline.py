@@ -25,7 +25,7 @@ from ..core.solver import AbstractSolver, State
 from ..onelevel.adaptive import NoisyDescent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy import Basis, Ledger, Neighbours
-from ..privacy.noise import derive
+from ..privacy.keys import derive
 from . import levels
 from .levels import Level, Objective, Queries
 from .problem import BilevelProblem, Sizes

@@ -13,8 +13,8 @@ from ..core.descent import SkippedUpdates
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
+from ..privacy.keys import derive
 from ..privacy.ledger import Ledger
-from ..privacy.noise import derive
 from . import levels
 from .levels import Level
 from .pipeline import AbstractPipeline, AbstractStages, with_prefix

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..core.plan import least_multiplier
 from ..core.shares import Usability
+from ..privacy.keys import PRNGKey
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.records.people import PersonUnit
 from ..privacy.releases import Release

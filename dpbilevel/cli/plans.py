@@ -17,8 +17,8 @@ from ..core.usability import RecordsCheck
 from ..planning.auto_plan import AutoPlan, auto
 from ..planning.candidates import toml_value
 from ..privacy.budget import Neighbours, People
+from ..privacy.keys import root_key
 from ..privacy.ledger import Ledger
-from ..privacy.noise import root_key
 from ..privacy.report import PrivacyReport, describe
 from . import evaluation
 from .config import Config, parse_config, read_tables

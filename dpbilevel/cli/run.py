@@ -16,7 +16,7 @@ from .. import _checks
 from ..audit.claims import largest_powers
 from ..core.levels import check_disjoint_ids
 from ..core.loop import all_steps, check_device, check_planned, planned_rows
-from ..privacy.noise import derive, root_key, step_keys
+from ..privacy.keys import derive, root_key, step_keys
 from ..privacy.report import rounded_up
 from ..runs import checkpoint, guards, spending
 from ..runs.checkpoint import Checkpoint, hashed

@@ -14,7 +14,7 @@ from .. import _checks
 from .._version import TESTED_JAX, __version__
 from ..privacy.budget import Neighbours
 from ..privacy.exact.matmul_check import check_products
-from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
+from ..privacy.keys import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.per_example import mixing
 from ..privacy.records.disk import OnDisk
 from ..privacy.records.rows import BLOCK, padded, padded_rows, shapes_of, shards_of

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Checked, Fraction
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 
 __all__ = [
     "AbstractOutput",

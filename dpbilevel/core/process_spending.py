@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.records.disk import OnDisk
 from ..privacy.records.people import PersonRows
 from ..privacy.records.rows import shapes_of

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from .._checks import Checked, NonNegative, Number
 from ..privacy import Basis, FullBatch, Gaussian, Ledger, Neighbours, People
+from ..privacy.keys import PRNGKey
 from ..privacy.ledger import AbstractRelease
-from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..privacy.rows import ForecastRow
 from ..privacy.sampling.base import AbstractSampling, check_sampling

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..privacy.budget import Neighbours, People, PrivacyBudget
+from ..privacy.keys import PRNGKey, derive
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
 from ..privacy.per_example.clipping import Precision
 from ..privacy.queries import LEVELS, RECORDS, Query
 from ..privacy.releases import Release

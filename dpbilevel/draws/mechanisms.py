@@ -19,9 +19,9 @@ from .._extras import dp_accounting
 from ..privacy.accounting import profiles
 from ..privacy.accounting.closed_forms import pure_event
 from ..privacy.budget import Neighbours, People, PrivacyBudget
+from ..privacy.keys import PRNGKey
 from ..privacy.ledger import AbstractRelease
 from ..privacy.mechanisms import ROUNDING_MARGIN, AbstractMechanism
-from ..privacy.noise import PRNGKey
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import RECORDS
 from ..privacy.releases import PERSON

@@ -15,7 +15,7 @@ from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, Rule, StepSize, add_scaled, as_rule, scaled
 from ..core.plan import least_multiplier
 from ..core.solver import AbstractNoisySolver
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.keys import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling.base import AbstractSampling

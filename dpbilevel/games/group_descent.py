@@ -13,7 +13,7 @@ from .._checks import Count, Fraction, Number, Positive
 from ..core.descent import Descent, Memory, SkippedUpdates, finite_or
 from ..core.outputs import AbstractOutput, TailMean
 from ..core.solver import AbstractIterative, AbstractNoisySolver
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from .groups import GroupGame

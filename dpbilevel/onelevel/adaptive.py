@@ -15,7 +15,7 @@ from typing_extensions import override
 from .._checks import Count, Fraction, Number, Positive, ProperFraction
 from ..core.descent import Descent, SkippedUpdates, StepSize, as_rule, finite_or, scaled
 from ..core.solver import AbstractIterative, State
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.releases import Release
 from .noisy_gd import (
     GRADIENT,

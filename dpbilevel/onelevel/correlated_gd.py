@@ -15,7 +15,7 @@ from .._checks import Count, Positive, ProperFraction, check_fields
 from ..core.descent import StepSize, as_rule
 from ..core.solver import AbstractIterative
 from ..privacy import correlated
-from ..privacy.noise import wrapped
+from ..privacy.keys import wrapped
 from .noisy_gd import GRADIENT, AbstractDescent, DescentState
 
 

@@ -25,7 +25,7 @@ from ..core.descent import (
 )
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractIterative, AbstractNoisySolver, State
-from ..privacy.noise import PRNGKey, derive, step_keys
+from ..privacy.keys import PRNGKey, derive, step_keys
 from ..privacy.releases import Release
 from ..privacy.rows import ForecastRow
 from ..privacy.sampling.fixed_size import RandomAllocation

@@ -21,7 +21,7 @@ from ..bilevel.pipeline import AbstractPipeline, OneLevel, Outputs, PipelineStat
 from ..core.descent import SkippedUpdates
 from ..core.loop import planned_rows, scan_steps
 from ..core.solver import AbstractSolver
-from ..privacy.noise import PRNGKey, derive, step_keys
+from ..privacy.keys import PRNGKey, derive, step_keys
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

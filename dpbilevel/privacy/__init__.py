@@ -7,9 +7,9 @@ from .budget import PrivacyBudget as PrivacyBudget
 from .correlated import Correlated as Correlated
 from .correlated import CorrelatedRelease as CorrelatedRelease
 from .correlated import square_root_feedback as square_root_feedback
+from .keys import root_key as root_key
 from .ledger import Ledger as Ledger
 from .mechanisms import Gaussian as Gaussian
-from .noise import root_key as root_key
 from .per_example.clipping import Basis as Basis
 from .per_example.clipping import Bounded as Bounded
 from .per_example.clipping import clipped_mean as clipped_mean

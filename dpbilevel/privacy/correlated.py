@@ -21,8 +21,8 @@ from .exact import int61
 from .exact.grid import release_places
 from .exact.int61 import FRACTION_BITS, Limbs
 from .exact.normal import normal_integers
+from .keys import PRNGKey, wrapped
 from .mechanisms import Gaussian
-from .noise import PRNGKey, wrapped
 from .releases import Release
 from .sampling.base import AbstractSampling, FullBatch
 from .sampling.fixed_size import SinglePass

@@ -20,7 +20,7 @@ from .budget import Neighbours
 from .exact.grid import Grid
 from .exact.int61 import Limbs
 from .exact.normal import normal_integers, standard_normal
-from .noise import PRNGKey, check_shared
+from .keys import PRNGKey, check_shared
 from .per_example.clipping import Bounded, Precision
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in

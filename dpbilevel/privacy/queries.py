@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
-from .noise import PRNGKey, check_key, derive
+from .keys import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded, Precision, clipped_mean
 from .records.disk import OnDisk
 from .records.randomness import with_keys

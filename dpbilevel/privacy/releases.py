@@ -15,9 +15,9 @@ from .. import _checks
 from .._extras import dp_accounting
 from .budget import Neighbours, People
 from .exact.int61 import MOST_PLACES
+from .keys import PRNGKey, check_key, derive
 from .ledger import AbstractRelease
 from .mechanisms import AbstractNoise
-from .noise import PRNGKey, check_key, derive
 from .per_example.clipping import Basis, Bounded
 from .queries import LEVELS, RECORDS, AbstractCertifiedQuery, Query, check_rows, of_role
 from .rows import ForecastRow, LedgerRow

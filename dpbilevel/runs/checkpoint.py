@@ -26,7 +26,7 @@ from ..core.descent import rejected_updates
 from ..core.problem import AbstractProblem
 from ..core.solution import Solution
 from ..core.solver import AbstractSolver
-from ..privacy.noise import PRNGKey, wrapped
+from ..privacy.keys import PRNGKey, wrapped
 from . import guards
 from .guards import uninterruptible
 

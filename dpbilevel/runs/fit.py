@@ -25,7 +25,7 @@ from ..core.saved import PAGE, read, unreadable
 from ..core.solution import Solution, divergence
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key
+from ..privacy.keys import PRNGKey, check_key
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from . import checkpoint, guards, spending

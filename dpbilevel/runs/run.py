@@ -21,7 +21,7 @@ from ..core.loop import arrays, check_run, planned_rows
 from ..core.problem import AbstractProblem, Lifted, StaticLeaves, arrays_of, lifted
 from ..core.solution import Plan, Solution
 from ..privacy.jaxprs import constants
-from ..privacy.noise import PRNGKey, check_shared, step_keys
+from ..privacy.keys import PRNGKey, check_shared, step_keys
 from ..privacy.records.disk import OnDisk
 from . import checkpoint
 from .checkpoint import FIRST_KEY, Checkpoint, hashed

@@ -19,7 +19,7 @@ from ..core.process_spending import begun
 from ..core.solution import Solution, divergence
 from ..privacy.budget import PrivacyBudget
 from ..privacy.exact.floats import double_precision
-from ..privacy.noise import PRNGKey, derive, follows, step_keys
+from ..privacy.keys import PRNGKey, derive, follows, step_keys
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs import guards

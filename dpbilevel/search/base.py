@@ -20,8 +20,8 @@ from ..core.problem import AbstractOneLevel
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import People
+from ..privacy.keys import PRNGKey, derive
 from ..privacy.ledger import AbstractRelease, Ledger
-from ..privacy.noise import PRNGKey, derive
 from ..privacy.per_example.structure import rowwise
 from ..privacy.records.rows import Padded, unpacked
 from ..sets import AbstractSet, Box

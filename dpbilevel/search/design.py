@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..sets import AbstractSet
 from .gp import GradientPosterior, Scalar
 from .kernels import cast

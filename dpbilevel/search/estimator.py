@@ -19,7 +19,7 @@ except ImportError as error:
 
 from .. import _checks
 from ..privacy.budget import PrivacyBudget
-from ..privacy.noise import PRNGKey, Seedless, check_key, refuse, root_key
+from ..privacy.keys import PRNGKey, Seedless, check_key, refuse, root_key
 from ..privacy.records.people import PersonRows, PersonUnit, by_person
 from ..sets import Box
 from .ask_tell import AskTell

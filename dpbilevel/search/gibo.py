@@ -20,8 +20,8 @@ from ..draws.base import DRAW
 from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
+from ..privacy.keys import PRNGKey
 from ..privacy.ledger import AbstractRelease
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling.base import FullBatch

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from .._extras import check_installed
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.per_example.clipping import Precision
 from ..runs.guards import step_bar
 from .ask_tell import AskTell

@@ -10,7 +10,7 @@ from .._checks import Number
 from ..draws.mean_loss import public_part, spread_of
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.per_example import clipping
 from ..privacy.queries import RECORDS, Query
 from ..privacy.records.rows import Padded, unpacked

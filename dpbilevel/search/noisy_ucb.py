@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from .._checks import Count, NonNegative, Positive, check_fields
 from ..core.solver import AbstractNoisySolver
+from ..privacy.keys import PRNGKey, derive
 from ..privacy.ledger import AbstractRelease
-from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from . import base
 from .base import LOSS, AbstractAskTellSolver, Proposal, SearchProblem

@@ -18,8 +18,8 @@ from ..draws.mechanisms import Draw, Exponential
 from ..draws.samplers.base import SamplerGuarantee
 from ..draws.samplers.grid import Grid
 from ..privacy.budget import Neighbours
+from ..privacy.keys import PRNGKey, derive
 from ..privacy.mechanisms import ROUNDING_MARGIN
-from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query, check_rows
 from ..privacy.records.rows import unpacked
 from ..sets import AbstractSet, Box, Euclidean

@@ -20,8 +20,9 @@ from ..privacy.accounting import profiles
 from ..privacy.accounting.repetitions import Repetitions
 from ..privacy.budget import People
 from ..privacy.exact.floats import double_precision
+from ..privacy.keys import PRNGKey, derive
 from ..privacy.ledger import AbstractRelease
-from ..privacy.noise import PRNGKey, derive, standard_exponential
+from ..privacy.noise import standard_exponential
 from ..privacy.per_example.clipping import Basis
 from ..privacy.queries import Query
 from ..privacy.releases import AbstractNoisyRelease, Release

@@ -22,7 +22,7 @@ from ..core.solution import Solution
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.exact.floats import double_precision
-from ..privacy.noise import PRNGKey, check_key
+from ..privacy.keys import PRNGKey, check_key
 from ..privacy.per_example.clipping import Precision
 from ..privacy.report import PrivacyReport
 from ..runs import checkpoint, spending

@@ -21,8 +21,8 @@ from ..core.solver import AbstractGaussianSolver
 from ..onelevel.adaptive import NoisyDescent
 from ..privacy.accounting.repetitions import Repetitions
 from ..privacy.budget import People
+from ..privacy.keys import derive
 from ..privacy.ledger import Ledger
-from ..privacy.noise import derive
 from ..privacy.queries import Query
 from ..privacy.sampling.base import FullBatch
 from .losses import clip_and_center

@@ -22,7 +22,7 @@ from ..core.shares import Usability
 from ..core.solution import Plan, divergence
 from ..core.usability import Columns, RecordsCheck
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey, Seedless, check_key, derive, refuse, root_key
+from ..privacy.keys import PRNGKey, Seedless, check_key, derive, refuse, root_key
 from ..privacy.records.people import PersonUnit
 from ..privacy.report import PrivacyReport
 from .beforehand import SHORT, Entry, Lengths, PublicSize, Rows, mean_noise

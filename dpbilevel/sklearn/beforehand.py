@@ -17,8 +17,8 @@ from ..core.plan import least_multiplier
 from ..core.problem import Problem
 from ..core.usability import released_mean
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.keys import PRNGKey
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.records.people import PersonUnit, by_person, combined, numbered, on_rows
 from ..privacy.records.rows import filler, padded_rows

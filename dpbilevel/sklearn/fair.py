@@ -12,7 +12,7 @@ from typing_extensions import override
 from .. import _checks
 from ..games.group_descent import GroupDescent
 from ..games.groups import GroupGame, group_fair, group_start, group_weights
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from .beforehand import with_nan
 from .declared import declared, index_of
 from .linear import LinearClassifier, plan_of

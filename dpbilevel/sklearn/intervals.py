@@ -31,7 +31,7 @@ from ..core.outputs import TailMean, running_mean
 from ..core.usability import released_mean
 from ..onelevel.losses import Record, example, score
 from ..onelevel.noisy_gd import NoisyGD
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.records.people import combined, on_rows
 from ..privacy.releases import Release
 from .beforehand import AbstractBeforehand, Entry, Terms

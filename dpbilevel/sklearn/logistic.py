@@ -12,7 +12,7 @@ from typing_extensions import override
 from .. import _checks
 from ..core.shares import OF_COLUMNS, Usability
 from ..core.usability import released_mean
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.records.people import combined, on_rows
 from .base import Run
 from .beforehand import AbstractBeforehand, Terms, with_nan

@@ -20,8 +20,8 @@ from ..core.plan import least_multiplier
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
+from ..privacy.keys import PRNGKey
 from ..privacy.ledger import AbstractRelease
-from ..privacy.noise import PRNGKey
 from ..privacy.per_example.structure import rowwise
 from ..privacy.records.people import on_rows
 from ..privacy.sampling.base import FullBatch, Poisson

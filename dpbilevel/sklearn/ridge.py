@@ -17,7 +17,7 @@ from .. import _checks
 from ..core.columns import as_numbers
 from ..core.usability import released_mean
 from ..onelevel.losses import squared_loss
-from ..privacy.noise import PRNGKey
+from ..privacy.keys import PRNGKey
 from ..privacy.records.people import combined, on_rows
 from .base import PrivateEstimator, Run
 from .beforehand import AbstractBeforehand, Terms, with_nan

@@ -18,8 +18,8 @@ from ..core.solver import AbstractSolver
 from ..planning.auto_plan import AutoPlan, auto
 from ..planning.race import Effort
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.keys import PRNGKey
 from ..privacy.ledger import AbstractRelease
-from ..privacy.noise import PRNGKey
 from .base import Description
 from .beforehand import PublicSize, Rows
 from .declared import declared, index_of

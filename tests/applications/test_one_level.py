@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel import OneLevel
 from dpbilevel.privacy.accounting import profiles
-from dpbilevel.privacy.noise import derive, step_keys
+from dpbilevel.privacy.keys import derive, step_keys
 from tests.applications.sources import (
     BUDGET,
     DATA,

@@ -20,10 +20,10 @@ from dpbilevel.bilevel import penalty
 from dpbilevel.core import loop as base
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel import noisy_gd
-from dpbilevel.privacy import noise, releases
+from dpbilevel.privacy import keys, releases
 from dpbilevel.privacy.exact.normal import standard_normal
+from dpbilevel.privacy.keys import derive, step_keys
 from dpbilevel.privacy.mechanisms import Gaussian
-from dpbilevel.privacy.noise import derive, step_keys
 from dpbilevel.privacy.per_example.clipping import Bounded
 from dpbilevel.privacy.queries import Query
 from tests.cases import found, slow
@@ -283,11 +283,11 @@ QUICK = "threefry2x32", "philox4x32"
     "impl",
     [
         g if g in QUICK else pytest.param(g, marks=pytest.mark.slow)
-        for g in noise.GENERATORS
+        for g in keys.GENERATORS
     ],
 )
 def test_derived_keys_are_typed_and_differ_by_domain_and_from_splits(impl):
-    names = noise.NAMES
+    names = keys.NAMES
     key = jax.random.key(1, impl=impl)
     derived = derive(key, *names)
     assert jax.random.key_impl(derived[0]) == impl
@@ -346,7 +346,7 @@ LIBRARY = Path(dpb.__file__).parent
 
 def faults(names):
     """The names that are listed twice, or whose numbers are equal or counters."""
-    numbers = [noise.number_of(name) for name in names]
+    numbers = [keys.number_of(name) for name in names]
     counted = collections.Counter(numbers)
     pairs = zip(names, numbers, strict=True)
     return [name for name, n in pairs if counted[n] > 1 or n < 2**31]
@@ -370,14 +370,14 @@ def derived(text):
 
 
 def test_every_name_is_listed_once_and_has_a_number_of_its_own():
-    assert faults(noise.NAMES) == []
+    assert faults(keys.NAMES) == []
 
 
 def test_a_planted_duplicate_and_a_planted_collision_are_seen(monkeypatch):
-    assert faults([*noise.NAMES, "noise"]) == ["noise", "noise"]
-    numbers = {name: noise.number_of(name) for name in noise.NAMES}
+    assert faults([*keys.NAMES, "noise"]) == ["noise", "noise"]
+    numbers = {name: keys.number_of(name) for name in keys.NAMES}
     numbers["planted"], numbers["counter"] = numbers["upper"], 3
-    monkeypatch.setattr(noise, "number_of", numbers.get)
+    monkeypatch.setattr(keys, "number_of", numbers.get)
     assert faults([*numbers]) == ["upper", "planted", "counter"]
 
 
@@ -385,12 +385,12 @@ def test_the_listed_names_are_those_that_keys_are_derived_for():
     texts = {
         path: path.read_text()
         for path in LIBRARY.rglob("*.py")
-        if path != Path(noise.__file__)
+        if path != Path(keys.__file__)
     }
     written = set().union(*map(derived, texts.values()))
-    assert {"noise", "proposal", "usability"} <= written <= set(noise.NAMES)
+    assert {"noise", "proposal", "usability"} <= written <= set(keys.NAMES)
     used = set().union(*(strings(ast.parse(text)) for text in texts.values()))
-    assert set(noise.NAMES) - {"next", "step"} <= used
+    assert set(keys.NAMES) - {"next", "step"} <= used
     assert derived('derive(key, "planted", "noise")') == {"planted", "noise"}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.loop import planned_rows, scan_steps
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from dpbilevel.privacy.per_example import microbatches, norms
 from dpbilevel.privacy.records.rows import Padded, padded, padded_rows
 from tests.cases import slow

@@ -10,7 +10,7 @@ from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare
-from dpbilevel.privacy import noise
+from dpbilevel.privacy.keys import NAMES, derive, step_keys
 from dpbilevel.runs import checkpoint, spending
 from tests.cli.test_runner import GENERATED
 
@@ -25,12 +25,12 @@ def root_key(*_):
 @jax.jit
 def step_and_below(key):
     """The words of the keys of a step, two levels deep, and the key after it."""
-    key, (step,) = noise.step_keys(key, 1)
+    key, (step,) = step_keys(key, 1)
     # A copy to show: a key that is derived from is used up.
     words = [jax.random.key_data(jax.random.clone(step))[None]]
-    below = noise.derive(step, *noise.NAMES)
+    below = derive(step, *NAMES)
     words.append(jax.random.key_data(jax.random.clone(below)))
-    lowest = jax.vmap(lambda key: noise.derive(key, *noise.NAMES))(below)
+    lowest = jax.vmap(lambda key: derive(key, *NAMES))(below)
     words.append(jax.random.key_data(lowest).reshape(-1, 2))
     return key, jnp.concatenate(words)
 
@@ -130,9 +130,9 @@ def test_the_key_of_the_steps_to_come_gives_none_of_the_steps_done(chain):
     # What a thief of the second checkpoint can derive, two levels deep.
     @jax.jit
     def reachable(key):
-        near = [key[None], noise.derive(key, *noise.NAMES), jax.random.split(key, 100)]
+        near = [key[None], derive(key, *NAMES), jax.random.split(key, 100)]
         near = jnp.concatenate(near)
-        far = jax.vmap(lambda key: noise.derive(key, *noise.NAMES))(near)
+        far = jax.vmap(lambda key: derive(key, *NAMES))(near)
         return [jax.random.key_data(keys).reshape(-1, 2) for keys in (near, far)]
 
     thief = jax.random.wrap_key_data(chain[2][0])

@@ -15,7 +15,7 @@ from dpbilevel import audit
 from dpbilevel.onelevel import AdaptiveClipGD, AdaptiveGD, AllocatedGD
 from dpbilevel.onelevel.noisy_gd import AbstractGradientSolver
 from dpbilevel.privacy.exact.normal import standard_normal
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.records.rows import unpacked

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.privacy.noise import derive
+from dpbilevel.privacy.keys import derive
 from dpbilevel.privacy.queries import Query
 from dpbilevel.search import losses as told
 from dpbilevel.search.losses import clipped_loss

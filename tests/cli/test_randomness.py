@@ -13,7 +13,7 @@ from dpbilevel.cli.config import parse_config
 from dpbilevel.cli.plans import prepare
 from dpbilevel.cli.run import run
 from dpbilevel.cli.toml_tables import Location
-from dpbilevel.privacy.noise import wrapped
+from dpbilevel.privacy.keys import wrapped
 from dpbilevel.privacy.report import CRYPTOGRAPHIC, GENERATOR
 from dpbilevel.runs import checkpoint
 from tests.cli.test_csv_files import SETTINGS, TRAINING

@@ -19,7 +19,7 @@ from dpbilevel.draws.hyper import GradientNorm, HyperObjective
 from dpbilevel.draws.mean_loss import MeanLoss
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from tests.cases import Audited, Case, planned, slow
 from tests.problems import CERTIFIED, EXACT, LEVELS, LOWER, ONE_LEVEL, Y0
 

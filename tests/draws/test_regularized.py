@@ -15,7 +15,7 @@ from dpbilevel.audit.worst_cases import _LIPSCHITZ
 from dpbilevel.draws import mean_loss
 from dpbilevel.draws.mean_loss import MeanLoss
 from dpbilevel.privacy.accounting import profiles
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import LOWER
 from tests.zoo import two_levels

@@ -21,7 +21,7 @@ from dpbilevel.draws import (
 from dpbilevel.draws.samplers import _untimed
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.draws.samplers.proximal import Mixing, ProximalPlan, ProximalTarget
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from tests.cases import slow
 
 ALPHA = 1e-4

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.privacy import noise
 from dpbilevel.privacy.chacha20 import CHACHA20, blocks
+from dpbilevel.privacy.keys import check_key, wrapped
 from dpbilevel.privacy.report import CRYPTOGRAPHIC, GENERATOR
 
 # RFC 8439, 2.3.2: key 00 to 1f, nonce 000000090000004a00000000, counter 1.
@@ -30,7 +30,7 @@ def words(text):
 
 
 def zero_key():
-    return noise.wrapped(np.zeros(8, np.uint32), "chacha20")
+    return wrapped(np.zeros(8, np.uint32), "chacha20")
 
 
 def test_a_block_is_that_of_the_rfc():
@@ -75,9 +75,7 @@ def test_bits_of_other_widths_come_from_the_same_stream(width):
 def test_a_batch_of_keys_draws_as_each_key_alone():
     keys = jax.random.split(jax.random.key(4, impl=CHACHA20), 3)
     together = jax.vmap(lambda key: jax.random.bits(key, (40,)))(keys)
-    alone = [
-        jax.random.bits(noise.wrapped(v, "chacha20"), (40,)) for v in words_of(keys)
-    ]
+    alone = [jax.random.bits(wrapped(v, "chacha20"), (40,)) for v in words_of(keys)]
     np.testing.assert_array_equal(together, alone)
     assert len(np.unique(together)) == together.size
 
@@ -117,4 +115,4 @@ def test_a_generator_of_the_same_name_is_refused():
     weak = options | {"fold_in": lambda key, data: key}
     fake = jax.extend.random.define_prng_impl(**weak)
     with pytest.raises(ValueError, match="'chacha20' is unfit for privacy"):
-        noise.check_key(jax.random.key(0, impl=fake))
+        check_key(jax.random.key(0, impl=fake))

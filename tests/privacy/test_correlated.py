@@ -19,8 +19,8 @@ from dpbilevel.privacy.correlated import (
     sensitivity,
     square_root_feedback,
 )
+from dpbilevel.privacy.keys import wrapped
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.noise import wrapped
 from dpbilevel.privacy.queries import Query
 from tests.cases import slow
 

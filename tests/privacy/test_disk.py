@@ -13,7 +13,7 @@ import dpbilevel as dpb
 from dpbilevel.core.levels import check_disjoint
 from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.privacy import clipped_mean
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from dpbilevel.privacy.per_example import microbatches
 from dpbilevel.privacy.per_example.clipping import unsealed
 from dpbilevel.privacy.records import stores

@@ -12,7 +12,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy import noise
 from dpbilevel.privacy.chacha20 import CHACHA20
 from dpbilevel.privacy.exact import normal
-from dpbilevel.privacy.noise import check_key
+from dpbilevel.privacy.keys import GENERATORS, check_key, follows
 from tests.cases import fast_first, slow
 
 ALPHA = 1e-4
@@ -216,17 +216,17 @@ def test_noise_is_normal_under_the_other_generators(impl):
 
 
 @pytest.mark.reuses_keys
-@pytest.mark.parametrize("generator", fast_first(noise.GENERATORS))
+@pytest.mark.parametrize("generator", fast_first(GENERATORS))
 def test_keys_that_follow_from_contents_are_unrelated(generator):
     key = jax.random.key(0, impl=generator)
     contents = [np.full(3, i * 1e-16).tobytes() for i in range(400)]
-    keys = [noise.follows(key, content) for content in contents]
+    keys = [follows(key, content) for content in contents]
     assert str(jax.random.key_impl(keys[0])) == str(jax.random.key_impl(key))
     words = {np.asarray(jax.random.key_data(v)).tobytes() for v in keys}
     assert len(words) == len(contents)
-    again = np.asarray(jax.random.key_data(noise.follows(key, contents[3]))).tobytes()
+    again = np.asarray(jax.random.key_data(follows(key, contents[3]))).tobytes()
     assert again == np.asarray(jax.random.key_data(keys[3])).tobytes()
-    other = noise.follows(jax.random.key(1, impl=generator), contents[3])
+    other = follows(jax.random.key(1, impl=generator), contents[3])
     assert np.asarray(jax.random.key_data(other)).tobytes() not in words
     drawn = jax.vmap(jax.random.normal)(jnp.stack(keys))
     assert scipy.stats.kstest(np.asarray(drawn), "norm").pvalue > ALPHA

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.privacy.noise import derive
+from dpbilevel.privacy.keys import derive
 from dpbilevel.privacy.records.rows import padded_rows
 from dpbilevel.privacy.sampling.base import masked_batch
 from dpbilevel.privacy.sampling.fixed_size import RandomAllocation

@@ -8,9 +8,9 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.cli import results
-from dpbilevel.privacy import noise
+from dpbilevel.privacy.keys import NAMES, derive, follows
 from dpbilevel.runs import checkpoint, spending
-from tests.attacks.test_secrets import children, holds, root_key
+from tests.attacks.test_secrets import holds, root_key, step_and_below
 from tests.search.test_search import (
     BOX,
     EVALUATIONS,
@@ -97,6 +97,11 @@ def test_a_finished_folder_answers_without_an_evaluation(kept, tmp_path):
         results.load(tmp_path / "a" / "b")
 
 
+@jax.jit
+def below(key):
+    return derive(key, *NAMES)
+
+
 def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
     seen, found = [], []
 
@@ -112,16 +117,16 @@ def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
     used, key = [], root_key()
     for row in found:
         before, told = key, row[None].tobytes()
-        following, (step,) = noise.step_keys(before, 1)
-        below = children(step)
-        keys = [before, step, *below, *(k for b in below for k in children(b))]
-        bound = noise.follows(below[noise.NAMES.index("tell")], told)
-        keys += [following, bound, *children(bound)]
-        used.append([np.asarray(jax.random.key_data(k)) for k in keys])
-        key = noise.follows(following, told)
+        following, words = step_and_below(before)  # the step's words, and below them
+        tell = jax.random.wrap_key_data(words[1 + NAMES.index("tell")])
+        bound = follows(tell, told)
+        keys = [before, following, bound]
+        more = [*map(jax.random.key_data, keys), *jax.random.key_data(below(bound))]
+        used.append([*map(np.asarray, more), *np.asarray(words)])
+        key = follows(following, told)
     for done, (_, _, content) in enumerate(seen):
         earlier = [words for step in used[:done] for words in step]
-        assert not [words for words in earlier if holds(content, words)]
+        assert not (earlier and holds(content, *earlier))
         assert holds(content, used[done][0])  # the control
     assert {number for number, *_ in seen} == {1}  # what a step read is forgotten
     assert all(modes == {0o600} for _, modes, _ in seen)
@@ -129,7 +134,7 @@ def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == FINISHED
     text = (tmp_path / "search.json").read_text() + str(spending.read(tmp_path))
     assert not [v for row in found for v in row if repr(float(v))[:10] in text]
-    assert not [w for step in used for w in step if holds(text.encode(), w)]
+    assert not holds(text.encode(), *(w for step in used for w in step))
 
 
 def test_evaluations_of_a_step_in_progress_are_the_owners_alone(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core.loop import scan_steps
-from dpbilevel.privacy.noise import derive, step_keys
+from dpbilevel.privacy.keys import derive, step_keys
 from dpbilevel.search.gp import History, gradient_posterior, record_gradient
 from tests.cases import Audited, Case, planned, slow
 from tests.problems import IN_BOX, LOWER

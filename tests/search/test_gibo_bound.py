@@ -11,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.loop import scan_steps
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from dpbilevel.search.gibo_bound import excess_of_samples
 from dpbilevel.search.gp import gradient_posterior
 

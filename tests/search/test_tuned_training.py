@@ -16,7 +16,7 @@ from dpbilevel.core.loop import scan_steps
 from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.repetitions import Repetitions
-from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.keys import step_keys
 from tests.cases import Audited, Case, planned
 from tests.problems import LEVELS, WEIGHTING, X0, Y0
 from tests.search.test_repeat_and_select import chances, exact_delta, selected

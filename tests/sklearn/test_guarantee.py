@@ -11,7 +11,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.core import columns, usability
 from dpbilevel.core.usability import RecordsCheck
-from dpbilevel.privacy.noise import derive
+from dpbilevel.privacy.keys import derive
 from dpbilevel.sklearn import (
     DPLogisticRegression,
     DPMLPClassifier,

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 from typing_extensions import override
 
 from ... import _checks
-from ...privacy.noise import derive, standard_exponential, standard_gumbel, step_keys
+from ...privacy.keys import derive, step_keys
+from ...privacy.noise import standard_exponential, standard_gumbel
 from ...sets import AbstractSet, Ball, Box, Simplex
 from .base import AbstractPotential, Regularity
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ...core.descent import add_scaled
 from ...privacy.exact.floats import all_finite
 from ...privacy.exact.normal import standard_normal
-from ...privacy.noise import PRNGKey, computed_once, derive
+from ...privacy.keys import PRNGKey, computed_once, derive
 from . import proximal
 from .base import AbstractPotential
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..._checks import Count, Fraction, Positive
 from ...core.descent import add_scaled
 from ...privacy.exact.normal import standard_normal
-from ...privacy.noise import PRNGKey, check_key, derive
+from ...privacy.keys import PRNGKey, check_key, derive
 from ...sets import AbstractSet
 from . import _untimed, proximal, restricted
 from ._lattice import duration

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ..._checks import Checked, Count, NonNegative, Number, check_fields
 from ...core.descent import scaled
-from ...privacy.noise import PRNGKey
+from ...privacy.keys import PRNGKey
 from ...sets import AbstractSet
 
 _BATCH = 128  # points whose potentials are computed side by side

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from ...core.descent import add_scaled, scaled
 from ...privacy.exact.floats import all_finite
-from ...privacy.noise import derive, standard_exponential
+from ...privacy.keys import derive
+from ...privacy.noise import standard_exponential
 from ...sets import AbstractSet
 from . import proximal, restricted
 from .base import Regularity

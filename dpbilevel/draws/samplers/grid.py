@@ -12,7 +12,8 @@ from typing_extensions import override
 from ... import _checks
 from ...onelevel.problem import check_set
 from ...privacy.exact.floats import double_precision
-from ...privacy.noise import derive, standard_gumbel
+from ...privacy.keys import derive
+from ...privacy.noise import standard_gumbel
 from ...privacy.per_example.clipping import one_record
 from ...sets import AbstractSet
 from .base import AbstractSampler, Regularity, SamplerGuarantee

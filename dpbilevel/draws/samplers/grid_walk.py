@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from ... import _checks
 from ..._checks import Count, Number, Positive
-from ...privacy.noise import derive, standard_exponential
+from ...privacy.keys import derive
+from ...privacy.noise import standard_exponential
 from ...sets import AbstractSet
 from . import _lattice
 from ._lattice import FLATNESS, WalkBounds, duration, queries

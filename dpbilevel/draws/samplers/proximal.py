@@ -15,7 +15,7 @@ import scipy
 from equinox import AbstractVar  # noqa: F811
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ...privacy.noise import PRNGKey
+from ...privacy.keys import PRNGKey
 from ...sets import AbstractSet, Ball
 from . import restricted
 from .base import AbstractPotential, Regularity

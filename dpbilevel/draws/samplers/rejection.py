@@ -11,7 +11,8 @@ import optax
 from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
-from ...privacy.noise import PRNGKey, derive, standard_exponential
+from ...privacy.keys import PRNGKey, derive
+from ...privacy.noise import standard_exponential
 from ...sets import AbstractSet, Ball
 from . import restricted
 from .base import AbstractSumPotential, Regularity

@@ -17,7 +17,8 @@ import scipy
 from jaxtyping import Array, Bool, Float, PyTree
 
 from ...privacy.exact.normal import standard_normal
-from ...privacy.noise import PRNGKey, derive, standard_exponential
+from ...privacy.keys import PRNGKey, derive
+from ...privacy.noise import standard_exponential
 from ...sets import AbstractSet, Ball, Box, Simplex, corners, parts
 from .truncated import log_probability, mills_ratio, tail_exponent, truncated_normal
 

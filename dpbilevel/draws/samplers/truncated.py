@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.scipy.special import erf, erfc
 from jaxtyping import Array, Float
 
-from ...privacy.noise import PRNGKey, derive, standard_exponential
+from ...privacy.keys import PRNGKey, derive
+from ...privacy.noise import standard_exponential
 
 Values = Float[Array, "..."]
 _FAR = 5.0  # from here on the continued fraction is exact to rounding

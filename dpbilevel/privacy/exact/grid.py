@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
-from ..noise import PRNGKey
+from ..keys import PRNGKey
 from . import int61
 from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
 from .int61 import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs

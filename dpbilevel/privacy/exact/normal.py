@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, PyTree, UInt32
 
 from ..chacha20 import CHACHA20
-from ..noise import PRNGKey, check_key, computed_once
+from ..keys import PRNGKey, check_key, computed_once
 from .int61 import Limbs, from_int32
 
 # The standard deviation before doubling.

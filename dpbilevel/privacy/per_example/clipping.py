@@ -17,7 +17,7 @@ from ..budget import Neighbours
 from ..exact.floats import accumulation_dtype, is_below
 from ..exact.grid import Grid
 from ..exact.matmul_check import check_products
-from ..noise import PRNGKey, check_key
+from ..keys import PRNGKey, check_key
 from ..records.disk import OnDisk
 from ..records.rows import BLOCK, Shards, reader, shapes_of, shards_of, taken
 from ..sampling.base import Batch

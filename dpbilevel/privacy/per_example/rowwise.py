@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from ..exact.floats import accumulation_dtype
 from ..jaxprs import bound, inner_jaxprs, retraced
-from ..noise import GENERATORS
+from ..keys import GENERATORS
 
 CONVOLUTION = "conv_general_dilated"
 _POOLED = "select_and_scatter_add"  # the derivative of maxima over windows

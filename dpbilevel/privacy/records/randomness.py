@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ... import _checks
 from ..chacha20 import CHACHA20
-from ..noise import PRNGKey, wrapped
+from ..keys import PRNGKey, wrapped
 from .rows import Padded, unpacked
 
 

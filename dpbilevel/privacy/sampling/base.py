@@ -15,7 +15,7 @@ from typing_extensions import override
 from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
-from ..noise import PRNGKey, check_key, derive
+from ..keys import PRNGKey, check_key, derive
 from ..records.disk import taken
 from ..records.rows import BLOCK, Shards, padded_rows, shapes_of, unpacked
 

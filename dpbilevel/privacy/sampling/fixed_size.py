@@ -13,7 +13,7 @@ from typing_extensions import override
 from ... import _checks
 from ..._extras import dp_accounting
 from ..budget import Neighbours
-from ..noise import PRNGKey, check_key
+from ..keys import PRNGKey, check_key
 from ..records.disk import taken
 from ..records.rows import padded_rows, shapes_of, unpacked
 from .base import OVERFLOW, AbstractSampling, Batch, batch_capacity, masked_batch
