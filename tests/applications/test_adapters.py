@@ -148,6 +148,7 @@ def upper(x, model, row):
     return error(model, row)
 
 
+@pytest.mark.reuses_keys
 @pytest.mark.slow  # two programs of two levels
 def test_on_two_levels_a_trained_part_gives_the_bits_of_losses_split_by_hand():
     part, rest = eqx.partition(MODEL, TRAINABLE)
