@@ -235,7 +235,7 @@ def record() -> Iterator[list[Recorded]]:
 
     Returns:
         A context manager of a list of `Recorded`. The list is complete at the end of
-        the context, in the order in which the releases were made.
+        the context, in the order in which the device made the releases.
 
     Privacy:
         Opens sealed values: for public or synthetic records only. Do not publish what

@@ -207,7 +207,7 @@ class NoiseReuse:
         coordinates: Length of each vector.
         left_out: Number of vectors of other lengths, which were not compared.
         correlation: Largest absolute correlation of two vectors.
-        pair: Positions of these two, in the order of the draws.
+        pair: Positions of these two, in the order in which the device made them.
         bound: Correlation that fresh noise exceeds with probability 1e-4.
     """
 
@@ -253,7 +253,7 @@ def noise_reuse(
 
     Raises:
         ValueError: The run makes fewer than two noise vectors, or as in `canaries`.
-        TypeError: A plan instead of its solver, or no solver.
+        TypeError: A plan, no solver, or a solver that JAX cannot trace.
 
     Privacy:
         Reads no records: the data are canaries. The noise is a release minus the sealed

@@ -59,14 +59,17 @@ def check(
             own = source if i == 0 else without_sources(source)
             misfits = _misfits([*own.used_columns.names, known], table)
             lines = misfits, _lines(own, table), _people(table, config, known)
-            yield from (f"NON-PRIVATE:   {line}" for line in itertools.chain(*lines))
+            for line in itertools.chain(*lines):
+                # A name or a cell may hold what ends a line, or moves the cursor.
+                shown = "".join(sign if sign.isprintable() else "?" for sign in line)
+                yield f"NON-PRIVATE:   {shown}"
 
 
 def _misfits(names: list[str], table: Table) -> Iterator[str]:
     """Yield lines on columns that the header lacks, and on malformed rows."""
     for name in names:
         if name and name not in table.columns:
-            has = f"; the header has {', '.join([*table.columns][:_SHOWN])}"
+            has = f"; the header has {', '.join(map(repr, [*table.columns][:_SHOWN]))}"
             yield f"no column {name!r}{did_you_mean(name, table.columns) or has}"
     cells = next(iter(table.columns.values()), ())
     rows = np.flatnonzero([cell == MALFORMED for cell in cells])

@@ -177,7 +177,8 @@ def read_tables(
             )
         return tomllib.loads(text), text
     except OSError as error:
-        what = f"cannot be read: {error.strerror}{similar(Path(path))}."
+        close = similar(Path(path), lambda other: other.suffix == ".toml")
+        what = f"cannot be read: {error.strerror}{close}."
         raise place.error(what) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         if str(path).endswith(".csv"):

@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         """Print the usage and the message, and exit with status 2."""
         wrong = "".join(re.findall(r"(?:choice: '|arguments: )([\w-]+)", message))
-        known = {*re.findall(r"[\w-]+", message + self.format_usage())} - {wrong}
+        known = {*re.findall(r"[\w-]+", f"{message} {self.format_usage()}")} - {wrong}
         super().error(message + did_you_mean(wrong, sorted(known)))
 
 

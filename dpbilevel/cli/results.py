@@ -245,7 +245,7 @@ def usability_of(page: dict[str, Any]) -> Usability | None:
 def _why(folder: Path) -> str:
     """Return text on why a folder holds no finished run, and where to look."""
     if not folder.exists():
-        return f": there is no such folder{similar(folder)}"
+        return f": there is no such folder{similar(folder, Path.is_dir)}"
     if not folder.is_dir():
         return ": it is a file; give the folder that a run wrote"
     earlier = sorted(

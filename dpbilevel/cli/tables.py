@@ -155,15 +155,18 @@ _NOT_TEXT = {
 def existing(path: Path, what: str, remedy: str) -> Path:
     """Return the path of a file; raise `ValueError` if it does not exist."""
     if not path.is_file():
-        where = f"{path}{similar(path)}"
-        raise ValueError(f"no file of {what} at {where}. Put it there, or {remedy}.")
+        raise ValueError(f"no file of {what} at {path}. Put it there, or {remedy}.")
     return path
 
 
-def similar(path: Path) -> str:
-    """Return a hint at a similar name in the folder of `path`, if that is missing."""
-    names = [] if path.exists() else [other.name for other in path.parent.glob("*")]
-    return did_you_mean(path.name, names)
+def similar(path: Path, kind: Callable[[Path], bool]) -> str:
+    """Return a hint at a path of this kind with a similar name in the same folder.
+
+    Privacy:
+        For configs and results; the name of a file of records may name a person.
+    """
+    found = [] if path.exists() else filter(kind, path.parent.glob("*"))
+    return did_you_mean(path.name, [other.name for other in found])
 
 
 @contextlib.contextmanager

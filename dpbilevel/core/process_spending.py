@@ -103,7 +103,7 @@ class ProcessSpending:
 
 
 class _Process:
-    """Runs, costs and key hashes of this process: public facts alone."""
+    """Public runs and costs of this process, and hashes of keys, which are SECRET."""
 
     def __init__(self):
         self.lock = threading.Lock()

@@ -96,7 +96,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def with_noise(self, scale: Number) -> Self:
-        """Return a copy whose run on full batches is 1/scale-GDP.
+        """Return a copy whose Gaussian releases on full batches are 1/scale-GDP.
 
         Args:
             scale: The noise multiplier of the single Gaussian release that a run on

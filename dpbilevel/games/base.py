@@ -96,7 +96,7 @@ class TheoremConstants:
         return self.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
 
     def extragradient_stability(self, steps, step_size, std):
-        r"""Return a bound on how far one record moves the extragradient answer.
+        r"""Bound how far one record moves the extragradient answer in expectation.
 
         $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M
         L}{n} \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L
@@ -131,7 +131,7 @@ class TheoremConstants:
         return start + sampled + noise + average
 
     def proximal_stability(self, rounds, strength, distance):
-        r"""Return a bound on how far one record moves the proximal point answer.
+        r"""Bound how far one record moves the proximal point answer in expectation.
 
         $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the `distance` of every
         inner solution from the exact one.

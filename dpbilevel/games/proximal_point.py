@@ -93,7 +93,7 @@ def approximate_resolvent(
     centre: PyTree,
     precision: clipping.Precision = "float",
 ) -> PyTree:
-    """Return a batch's resolvent, or `centre` if it is not finite. NON-PRIVATE."""
+    """Return a batch's approximate resolvent, or `centre`. NON-PRIVATE: not sealed."""
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)

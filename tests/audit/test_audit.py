@@ -239,7 +239,7 @@ def test_misuse_is_refused_with_the_remedy(broken, message):
 )
 def test_solvers_draw_every_noise_afresh(name):
     case = SOLVERS[name]
-    # Operation by operation, of which those of sums on the grid are many.
+    # Sums on the grid take longer to compile.
     precision = "float" if name == "NoisyGD" else "grid"
     found = audit.noise_reuse(
         case.solver.with_precision(precision),

@@ -389,6 +389,16 @@ def test_the_report_names_unlisted_labels_and_the_places_of_the_task(folder):
         assert text in str(prepared.report)
 
 
+@pytest.mark.parametrize("sign", ["\x0b", "\x1c", "\x85", "\u2028", "\x1b[31m"])
+def test_no_name_or_cell_begins_a_line_of_its_own(folder, capsys, sign):
+    rows = (folder / "people.csv").read_text()
+    (folder / "people.csv").write_text(rows.replace("pay", f"a{sign}b", 1))
+    assert main(["check", str(folder / "a.toml")]) == 2
+    said = capsys.readouterr().out
+    assert "NON-PRIVATE:   no column 'pay'" in said
+    assert sign not in said
+
+
 def test_names_close_to_a_misspelt_column_are_for_the_curator_alone(folder, capsys):
     path = folder / "a.toml"
     path.write_text(LARGE.replace('columns = ["pay"]', 'columns = ["payy"]'))

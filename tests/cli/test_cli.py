@@ -150,7 +150,7 @@ def test_a_misspelt_path_is_named_with_the_meant_one(config_of_csv, tmp_path, ca
     text = failure(capsys, "calibrate", config_of_csv.replace(".toml", ".tml"))
     assert "No such file or directory (did you mean 'csv.toml'?)" in text
     text = failure(capsys, "run", config_of_csv, "--out", str(tmp_path / "out"))
-    assert "people.csv (did you mean 'poeple.csv'?)" in text
+    assert "poeple.csv" not in text  # a file of records may be named after a person
     (tmp_path / "runs").mkdir()
     text = failure(capsys, "report", str(tmp_path / "runns"))
     assert "there is no such folder (did you mean 'runs'?)" in text

@@ -96,7 +96,7 @@ class StochasticRejection(AbstractProximalOracle):
         return most
 
     def with_counts(self, plan: ProximalPlan) -> Self:
-        """Return a copy with `stages` and `draw_tries` set by the plan's `failure`."""
+        """Return a copy with stages and tries; each costs at most `failure` / 4."""
         stages, allowed = self.stages or 1, plan.failure / 4
         if self.stages is None:
             while plan.num_steps * _cut(stages) > allowed and stages < _MOST_STAGES:

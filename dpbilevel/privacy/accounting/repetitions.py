@@ -216,7 +216,7 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
 
 
 def _largest_log_ratio(gamma: float, mu: float) -> _Curve:
-    r"""Return bounds on the module text's $\sup_p w / (1 + \eta)$, an array by order.
+    r"""Return upper bounds on the module text's $\sup_p w / (1 + \eta)$, by order.
 
     A concave function of $p$ over a convex one has a single peak, and beside it every
     value is bounded by $u'$ at the right end of its bracket and $u$ at the left.

@@ -101,7 +101,7 @@ class PerPerson:
     unit: PersonUnit
 
     def __call__(self, *args: Any) -> PyTree:
-        """Return the mean or sum of `fun` over rows of a person, the last argument."""
+        """Return the mean of `fun` over a person's rows, or its sum over most_rows."""
         *first, given = args
         person = given.record if isinstance(given, Keyed) else given
         self.unit.check(person)
