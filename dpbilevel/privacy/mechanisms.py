@@ -20,7 +20,7 @@ from .budget import Neighbours
 from .exact.grid import Grid
 from .exact.int61 import Limbs
 from .exact.normal import normal_integers, standard_normal
-from .keys import PRNGKey, check_shared
+from .keys import PRNGKey, check_key, check_shared
 from .per_example.clipping import Bounded, Precision
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
@@ -140,7 +140,7 @@ def check_release(mechanism: AbstractNoise, bounded: Bounded, key: PRNGKey) -> N
             f"{owner}: precision is {mechanism.precision!r}, but that of the value is "
             f"{bounded.precision!r}. Give clipped_mean the same."
         )
-    check_shared(key, bounded.raw)
+    check_shared(check_key(key), bounded.raw)
     _checks.single_precision(owner, mechanism)
 
 

@@ -4,8 +4,10 @@
 """
 
 import dataclasses
+import functools
 import inspect
 import math
+import sys
 
 import equinox as eqx
 import jax
@@ -21,6 +23,7 @@ from dpbilevel.privacy.accounting import profiles
 from dpbilevel.privacy.accounting.closed_forms import pure_event
 from dpbilevel.privacy.correlated import Correlated
 from dpbilevel.privacy.mechanisms import (
+    ROUNDING_MARGIN,
     AbstractMechanism,
     AbstractNoise,
     Gaussian,
@@ -58,7 +61,8 @@ class Laplace(AbstractNoise):
     def release(self, bounded, *, key):
         check_release(self, bounded, key)
         up, down = standard_exponential((2,), jnp.float32, key=key)
-        noise = self.scale * bounded.sensitivity(self.neighbours) * (up - down)
+        scale = self.scale * (1 + ROUNDING_MARGIN)
+        noise = scale * bounded.sensitivity(self.neighbours) * (up - down)
         return jax.lax.stop_gradient(jax.tree.map(lambda v: v + noise, bounded.raw))
 
 
@@ -151,16 +155,89 @@ def test_noise_has_the_claimed_deviation_and_follows_the_key(kind):
     np.testing.assert_array_equal(noise, noises(kind))
 
 
+LEAVES = Bounded({"a": jnp.zeros(2000), "b": jnp.zeros((2, 1000))}, 0.5)
+
+
+@functools.cache
+def noise_with_margin(kind):
+    """One program: the noise of all coordinates, for a `ROUNDING_MARGIN`."""
+
+    def noise(margin):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in list(sys.modules.values()):
+                if "ROUNDING_MARGIN" in getattr(module, "__dict__", {}):
+                    patch.setattr(module, "ROUNDING_MARGIN", margin)
+            bounded = BOUNDED if issubclass(kind, Laplace) else LEAVES
+            released = MECHANISMS[kind].release(bounded, key=jax.random.key(0))
+        return jnp.concatenate([jnp.ravel(v) for v in jax.tree.leaves(released)])
+
+    return jax.jit(noise)
+
+
+def check_coordinates(noise, claimed):
+    different = len(np.unique(np.abs(noise)))
+    assert different > 0.997 * len(noise), "draw noise for every coordinate"
+    assert np.std(noise) == pytest.approx(claimed, rel=0.1), "not the noise claimed"
+
+
+SAME_NOISE = {
+    "one draw for all coordinates": lambda noise: np.full_like(noise, noise[0]),
+    "one draw for all leaves": lambda noise: np.tile(noise[:2000], 2),
+    "divided among coordinates": lambda noise: noise / math.sqrt(noise.size),
+    "one leaf without": lambda noise: np.append(noise[:2000], np.zeros(2000)),
+}
+
+
+# Laplace is for one number.
+@pytest.mark.parametrize("kind", [k for k in NOISES if k is not Laplace])
+def test_every_coordinate_has_noise_of_its_own(kind):
+    claimed = float(MECHANISMS[kind].multiplier) * float(BOUNDED.sensitivity(REPLACE))
+    noise = np.asarray(noise_with_margin(kind)(ROUNDING_MARGIN))
+    check_coordinates(noise, claimed)
+    for wrong in SAME_NOISE.values():
+        with pytest.raises(AssertionError):
+            check_coordinates(wrong(noise), claimed)
+
+
+def growth_with_margin(kind):
+    """The factor by which noise grows if `ROUNDING_MARGIN` is one."""
+    noise = noise_with_margin(kind)
+    return noise(1.0)[0] / noise(ROUNDING_MARGIN)[0]
+
+
 @every_noise
-def test_only_sealed_values_of_the_same_precision_are_opened(kind):
-    mechanism = MECHANISMS[kind]
-    with pytest.raises(TypeError, match="bounded must be an instance of Bounded"):
-        mechanism.release(jnp.zeros(1), key=jax.random.key(0))
+def test_noise_has_the_margin_for_roundings(kind):
+    remedy = f"{kind.__name__}.release: multiply the noise by 1 + ROUNDING_MARGIN"
+    growth = growth_with_margin(kind)
+    assert growth == pytest.approx(2 / (1 + ROUNDING_MARGIN), rel=1e-5), remedy
+
+
+def test_noise_without_the_margin_is_seen(monkeypatch):
+    class Bare(Laplace):
+        def release(self, bounded, *, key):
+            return super().release(bounded, key=key) / (1 + ROUNDING_MARGIN)
+
+    monkeypatch.setitem(MECHANISMS, Bare, Bare(2.0))
+    assert growth_with_margin(Bare) == pytest.approx(1.0)
+
+
+@every_noise
+def test_a_release_begins_with_check_release(kind):
+    mechanism, key = MECHANISMS[kind], jax.random.key(0)
     other = dataclasses.replace(mechanism, precision="grid")
-    with pytest.raises(ValueError, match="precision is 'grid', but that of the value"):
-        other.release(BOUNDED, key=jax.random.key(0))
-    with pytest.raises(TypeError, match="must be a typed key"):
-        mechanism.release(BOUNDED, key=jnp.zeros(2, jnp.uint32))
+    raw = jnp.zeros(2, jnp.uint32)
+    remedy = f"begin {kind.__name__}.release with check_release (privacy/mechanisms.py)"
+    for made, value, used, error, said in (
+        (mechanism, jnp.zeros(1), key, TypeError, "bounded must be an instance"),
+        (other, BOUNDED, key, ValueError, "precision is 'grid', but that of the value"),
+        (mechanism, BOUNDED, raw, TypeError, "must be a typed key"),
+    ):
+        try:
+            found = made.release(value, key=used)
+        except Exception as e:
+            found = e
+        assert type(found) is error, remedy
+        assert said in str(found), remedy
 
 
 @every_noise
@@ -195,11 +272,32 @@ def test_disjoint_people_are_charged_their_share(kind):
         assert charged[role] == pytest.approx(epsilon(mechanism.event(share)))
 
 
-def test_parts_of_gaussian_noise_are_together_the_whole():
-    whole = MECHANISMS[Gaussian]
-    parts = [whole.part(share) for share in (0.1, 0.6, 0.3)]
-    together = profiles.dp_accounting.ComposedDpEvent(parts)
-    assert epsilon(together) == pytest.approx(epsilon(whole.event()), rel=1e-9)
+def check_parts(mechanism):
+    whole = epsilon(mechanism.event())
+    try:
+        parts = [mechanism.part(share) for share in (0.1, 0.6, 0.3)]
+    except ValueError as refusal:
+        if "disjoint" not in str(refusal):
+            raise
+        return
+    together = epsilon(profiles.dp_accounting.ComposedDpEvent(parts))
+    assert together >= (1 - 1e-9) * whole, "parts reveal less than the whole"
+    assert together <= 1.5 * whole
+
+
+@every_noise
+def test_parts_are_together_at_least_the_whole(kind):
+    check_parts(MECHANISMS[kind])
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5])
+def test_parts_that_are_charged_too_little_are_seen(power):
+    class Cheap(Gaussian):
+        def part(self, share):
+            return self.event(share**power)
+
+    with pytest.raises(AssertionError, match="less than the whole"):
+        check_parts(Cheap(2.0, precision="float"))
 
 
 def test_what_no_proof_covers_is_refused():
