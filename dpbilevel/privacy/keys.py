@@ -147,8 +147,14 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
     Raises:
         ValueError: A domain that is not in the table, or that is named twice.
     """
-    if len(set(domains)) < len(domains) or not set(domains) <= set(NAMES):
-        raise ValueError(f"derive: give different names of {NAMES}, got {[*domains]}.")
+    for name in domains:
+        if name not in NAMES:
+            raise ValueError(
+                f"derive: {name!r} is not in NAMES of dpbilevel/privacy/keys.py; add "
+                "it there."
+            )
+    if len(set(domains)) < len(domains):
+        raise ValueError(f"derive: give different names, got {[*domains]}.")
     numbers = np.asarray([number_of(name) for name in domains], np.uint32)
     derived = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
     # A split uses the key up, also one into no keys. They are joined to the others so

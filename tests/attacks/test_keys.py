@@ -335,9 +335,16 @@ def test_batches_that_need_no_key_get_none(other):
     assert keyed.keys == [None]
 
 
-@pytest.mark.parametrize("domains", [("nosie",), ("noise", "noise"), ("noise", "")])
-def test_a_domain_that_is_unknown_or_named_twice_is_refused(domains):
-    with pytest.raises(ValueError, match="derive: give different names of"):
+@pytest.mark.parametrize(
+    ("domains", "said"),
+    [
+        (("nosie",), "'nosie' is not in NAMES of dpbilevel/privacy/keys.py"),
+        (("noise", "noise"), "give different names, got"),
+        (("noise", ""), "'' is not in NAMES"),
+    ],
+)
+def test_a_domain_that_is_unknown_or_named_twice_is_refused(domains, said):
+    with pytest.raises(ValueError, match=f"derive: {said}"):
         derive(jax.random.key(0), *domains)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpbilevel.cli.init import OFFERED
 from dpbilevel.cli.main import _parser, main
 from dpbilevel.cli.plans import read_for_run
 
@@ -32,6 +33,12 @@ def test_every_flag_of_init_is_on_the_page(capsys):
     flags = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
     listed = PAGE.split("| flag | meaning |")[1].split("\n\n")[0]
     assert flags == set(re.findall(r"--[a-z][a-z-]*", listed))
+
+
+def test_every_task_of_init_is_on_the_page():
+    row = re.search(r"^\| `--task` \|.*$", PAGE, re.MULTILINE)[0]
+    missing = [name for name in OFFERED if f"`{name}`" not in row]
+    assert not missing, f"docs/command_line.md: add {missing} to the row `--task`"
 
 
 def test_every_message_of_the_page_is_one_of_the_code():

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
+from docs.tables import PLACES
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.cli import columns, data, tasks
-from dpbilevel.cli.config import Privacy, parse_config
+from dpbilevel.cli.config import Privacy, parse_config, public_classes
 from dpbilevel.cli.toml_tables import Location
 from dpbilevel.games.problem import AbstractVariationalInequality
+from dpbilevel.privacy.sampling.base import AbstractSampling
 from tests.cli.test_runner import GENERATED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
@@ -31,6 +33,8 @@ WHERE = {
     dpb.FullBatch: ["`sampling`"],
 }
 SELECTORS = {"type"}
+SCHEMES = public_classes(AbstractSampling)
+FILE = "tests/cli/test_config_page.py"
 
 
 def section(title):
@@ -41,7 +45,8 @@ def section(title):
 def check_rows(cls, rows):
     fields = {f.name: f for f in dataclasses.fields(cls)}
     told = {key: default for key, _, default in rows if key not in SELECTORS}
-    assert set(told) == set(fields)
+    where = f"the rows of {cls.__name__} in docs/config.md"
+    assert set(told) == set(fields), f"{where}, found by WHERE of {FILE}"
     for name, field in fields.items():
         required = (
             field.default is dataclasses.MISSING
@@ -58,6 +63,37 @@ def check_rows(cls, rows):
 def test_every_key_is_on_the_page_with_its_default(cls):
     rows = [row[1:] for row in ROW.findall(PAGE) if row[0] in WHERE[cls]]
     check_rows(cls, rows)
+
+
+def is_listed(name, table, key):
+    """Whether the type of a key on the page lists this choice."""
+    (types,) = [row[2] for row in ROW.findall(PAGE) if row[:2] == (table, key)]
+    return f'`"{name}"`' in types
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_sampling_scheme_is_on_the_page(name):
+    assert SCHEMES[name] in WHERE, f"add {name} to WHERE of {FILE}"
+    remedy = f'docs/config.md: add "{name}" to the row `type` of the table `sampling`'
+    assert is_listed(name, "`sampling`", "type"), remedy
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_task_is_on_the_page(name):
+    remedy = f'docs/config.md: add "{name}" to the row `task` of the top level'
+    assert is_listed(name, "top level", "task"), remedy
+    task = tasks.TASKS[name]
+    solvers = public_classes(dpb.AbstractSolver).values()
+    kinds = {kind.problem_type for kind in solvers if kind.in_config}
+    for kind in kinds:
+        of_all = "games" if task.is_game else "tasks of two levels"
+        said = f'"{name}"' in PLACES[kind] or (
+            of_all in PLACES[kind] and (task.is_game or task.two_levels)
+        )
+        assert said == issubclass(task.problem_type, kind), (
+            f'docs/tables.py: name `task = "{name}"` in PLACES[{kind.__name__}] if '
+            "its solvers are for the task; then run python -m docs.tables"
+        )
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)

@@ -11,6 +11,7 @@ from dpbilevel.cli.init import OFFERED, Range
 from dpbilevel.cli.main import main
 from dpbilevel.cli.plans import prepare, read_for_run
 from dpbilevel.cli.tables import Table
+from dpbilevel.cli.tasks import TASKS
 from tests.cli.test_cli import failure
 
 HEADER = "age,dose,ward,site,sick"
@@ -19,7 +20,6 @@ ROWS = [
     for i in range(40)
 ]
 TRAINING = ["--label", "sick", "--positive", "yes", "--negative", "no"]
-TWO_LEVELS = "source_weighting", "penalty_tuning"
 FEATURES = ["--column", "age=0..100", "--column", "ward=A,B,C", "--records", "40"]
 
 
@@ -30,6 +30,16 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "clean.csv").write_text("\n".join([HEADER, *ROWS[:9]]) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def flags_of(task, clean=("clean.csv", "--validation", "count"), people="overlapping"):
+    """Flags that declare the records for a task."""
+    flags, task = ["--task", task, *TRAINING, *FEATURES[:4]], TASKS[task]
+    if task.places == "sources":
+        flags += ["--sources", "site=north,south", "--clean", *clean]
+    if task.places == "groups":
+        flags += ["--groups", "site=north,south", "--shares", "0.3, 0.7"]
+    return flags + ["--people", people] * task.two_levels
 
 
 def config_of(folder, *flags):
@@ -78,9 +88,10 @@ def test_a_template_names_what_is_missing_and_holds_once_it_is_filled_in(
     assert main(["init", "people.csv", "--task", task]) == 0
     said = capsys.readouterr().out
     flags = ["label", "label-range, or --positive and --negative", "column", "records"]
-    flags += ["people", "validation"] if task in TWO_LEVELS else []
-    flags += {"source_weighting": ["sources", "clean"]}.get(task, [])
-    flags += ["groups"] if task.startswith("group") else []
+    flags += ["people", "validation"] if TASKS[task].two_levels else []
+    flags += {"sources": ["sources", "clean"], "groups": ["groups"]}.get(
+        TASKS[task].places, []
+    )
     assert all(f"--{flag}" in said for flag in flags)
     text = (folder / "task.toml").read_text()
     keys = re.findall(r"^# (\w+) = .*# REQUIRED: ", text, re.MULTILINE)
@@ -138,15 +149,7 @@ def test_rows_are_counted_only_where_that_is_asked_for(folder, monkeypatch, caps
 
 @pytest.mark.parametrize("task", OFFERED)
 def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
-    flags = ["--task", task, *TRAINING, *FEATURES]
-    if task == "source_weighting":
-        flags += ["--sources", "site=north,south", "--clean", "clean.csv"]
-        flags += ["--validation", "count"]
-    if task in TWO_LEVELS:
-        flags += ["--people", "overlapping"]
-    if task.startswith("group"):
-        flags += ["--groups", "site=north,south", "--shares", "0.3, 0.7"]
-    config, planned, _ = config_of(folder, *flags)
+    config, planned, _ = config_of(folder, *flags_of(task), "--records", "40")
     assert config.task.name == task
     # What has its solver, as games have, is not planned by dry runs.
     assert ("dpbilevel auto task.toml" in capsys.readouterr().out) != planned
@@ -155,21 +158,33 @@ def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
         assert (*sizes, config.data.validation_path) == (40, 9, "clean.csv")
     elif task == "penalty_tuning":
         assert (config.data.training, config.data.validation) == (32, 8)
-    elif task.startswith("group"):
+    elif TASKS[task].places == "groups":
         assert planned
         assert prepare(config).report.epsilon <= 1.0
         assert config.model.shares == (0.3, 0.7)
 
 
+def with_comments(folder, text):
+    """The config with every key that the template of `[model]` has in a comment."""
+    before, model = text.split("\n[model]\n")
+    model = re.sub(r"^# (\w+ = )", r"\1", model, flags=re.MULTILINE)
+    (folder / "offered.toml").write_text(f"{before}\n[model]\n{model}")
+    return read_for_run(str(folder / "offered.toml"))[0]
+
+
+@pytest.mark.parametrize("task", OFFERED)
+def test_every_key_that_a_template_offers_is_one_of_the_model(folder, task):
+    text = config_of(folder, *flags_of(task), "--records", "40")[2]
+    assert with_comments(folder, text).task.name == task
+    wrong = text.replace("\n[model]\n", "\n[model]\n# unheard = 1\n")
+    with pytest.raises(ValueError, match="unheard"):
+        with_comments(folder, wrong)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["training", "source_weighting", "penalty_tuning"])
+@pytest.mark.parametrize("task", OFFERED)
 def test_what_is_written_is_calibrated_as_it_is(folder, task, capsys):
-    flags = ["--task", task, *TRAINING, *FEATURES[:4], "--records", "4000"]
-    if task == "source_weighting":
-        flags += ["--sources", "site=north,south", "--clean", "-"]
-    if task in TWO_LEVELS:
-        flags += ["--people", "disjoint"]
-    config_of(folder, *flags)
+    config_of(folder, *flags_of(task, ["-"], "disjoint"), "--records", "4000")
     assert main(["calibrate", "task.toml"]) == 0
     assert "ENFORCED" in capsys.readouterr().out
 

@@ -167,12 +167,14 @@ def test_every_release_of_a_solver_is_explained_by_the_task(name):
     words = {word_of(word) for kind in kinds for word in names_of(kind)}
     words |= {word for kind in kinds for word in getattr(kind, "stages", ())}
     assert words
-    assert words - task.terms.keys() == set()
+    missing = words - task.terms.keys()
+    assert not missing, f"add {missing} to terms of the Task {name} in its own file"
 
 
 def test_every_sampling_of_a_config_is_explained():
     missing = public_classes(AbstractSampling).keys() - TERMS.keys()
-    assert not missing, f"add {missing} to TERMS in dpbilevel/audit/templates"
+    where = "TERMS of dpbilevel/audit/templates/terms.jinja"
+    assert not missing, f"add {missing} to {where}"
 
 
 def test_a_run_that_diverged_or_did_not_move_is_shown_as_such():

@@ -14,10 +14,15 @@ PAGES = [(page, table) for page, made in tables.PAGES.items() for table in made]
 pages = pytest.mark.parametrize(("page", "table"), PAGES)
 
 
+def module_of(kind):
+    _, package, *_, module = kind.__module__.split(".")
+    return f"tests/{package}/test_{module}.py"
+
+
 def without_a_case():
     """The public solvers that the test module of no algorithm has a case of."""
     return [
-        f"{name} needs an entry in {cases} of its test module"
+        f"{name} needs an entry in {cases} of a test module, {module_of(kind)}"
         for name, kind in public_classes(dpb.AbstractSolver).items()
         for cases in ("CONTRACT", "AUDITS")
         if kind not in {type(case.solver) for case in found(cases).values()}
@@ -29,7 +34,8 @@ def is_on_the_page(page, table):
 
 
 def test_every_public_solver_has_its_cases():
-    assert without_a_case() == []
+    missing = without_a_case()
+    assert not missing, "\n".join(missing)
 
 
 def test_the_page_on_choices_names_every_public_solver():
@@ -48,7 +54,13 @@ def test_the_results_of_audits_have_a_row_of_every_audit():
     page = (tables.ROOT / "benchmarks/results/audits.md").read_text()
     table = page.split("| mechanism |")[1]
     rows = re.findall(r"^\| (.+?) \| \d", table, re.MULTILINE)
-    assert rows == list(labels()), "run python -m tests.audit.table NAME; same order"
+    wanted = list(labels())
+    missing = [f"{name!r} at {wanted.index(name)}" for name in set(wanted) - {*rows}]
+    where = "benchmarks/results/audits.md, rows from 0: "
+    assert not missing, f"{where}add {missing}, from python -m tests.audit.table NAME"
+    others = [name for name in rows if name not in wanted]
+    assert not others, f"{where}remove {others}"
+    assert rows == wanted, f"{where}put them in the order of tests.audit.table.labels()"
 
 
 def hollow(page):

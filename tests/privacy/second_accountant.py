@@ -41,6 +41,17 @@ def deltas(ledger, epsilons):
     }
 
 
+def mus(ledger):
+    """The mu of every kind of person, or none if a release is not Gaussian."""
+    squares = collections.Counter()
+    for release in ledger.releases:
+        for person, (kind, _, shift, count) in _parts(release, ledger.people):
+            if kind != "gaussian":
+                return {}
+            squares[person] += count * shift**2
+    return {person: math.sqrt(square) for person, square in squares.items()}
+
+
 def _parts(release, people):
     match release:
         case CorrelatedRelease():
@@ -53,7 +64,7 @@ def _parts(release, people):
             return _of_selection(release, people)
         case dpb.draws.Draw():
             return _of_draw(release, people)
-    raise TypeError(f"no law is known for {type(release).__name__}")
+    raise TypeError(f"no law is known for {type(release).__name__}; add it to _parts")
 
 
 def _of_gaussian(release, people):
@@ -142,7 +153,7 @@ def _part(release, query, shift):
             return "allocation, add or remove", 0.5, shift, math.ceil(count / 2)
         case RandomAllocation(batches=2):
             return "allocation, replace", 0.5, shift, math.ceil(count / 2)
-    raise TypeError(f"no law is known for batches of {sampling}")
+    raise TypeError(f"no law is known for batches of {sampling}; add it to _part")
 
 
 def _records(query):
@@ -154,7 +165,12 @@ def _records(query):
             return float(query.sampling.rate) * query.size
         case RandomAllocation():
             return query.size / query.sampling.batches
-    return query.sampling.size
+        case FixedSize() | SinglePass():
+            return query.sampling.size
+    raise TypeError(
+        f"no law is known for batches of {query.sampling}; add their denominator to "
+        "_records"
+    )
 
 
 def _of_draw(release, people):

@@ -145,7 +145,10 @@ def test_every_sampling_scheme_has_a_second_accountant():
     compared = {"FullBatch", "Poisson", "FixedSize", "SinglePass"}  # by the test above
     compared |= {"RandomAllocation"}  # in tests/privacy/test_allocation.py
     missing = {kind.__name__ for kind in schemes()} - compared
-    assert not missing, f"compare the event of {missing} with another accountant"
+    assert not missing, (
+        f"{missing}: add the law to _part and _records of second_accountant.py, the "
+        "scheme to schemes_of and compared of tests/privacy/test_second_accountant.py"
+    )
 
 
 def schemes(kind=AbstractSampling):
@@ -154,6 +157,36 @@ def schemes(kind=AbstractSampling):
         yield from schemes(other)
         if other.__module__.startswith("dpbilevel.") and not inspect.isabstract(other):
             yield other
+
+
+def mu_of_all(case, solver):
+    """The mu of a person with a record in every role, under noise of scale 1/2.
+
+    None if a batch is not full or a release not Gaussian.
+    """
+    with jax.enable_x64(case.double):
+        solver = solver.with_sizes(case.sizes).with_noise(0.5)
+        ledger = solver.ledger(case.problem, case.sizes)
+    ledger = dataclasses.replace(ledger, people=dpb.People.OVERLAPPING)
+    queries = (getattr(release, "queries", ()) for release in ledger.releases)
+    if {type(q.sampling) for part in queries for q in part} != {FullBatch}:
+        return None
+    return max(second_accountant.mus(ledger).values(), default=None)
+
+
+def test_noise_of_scale_s_on_full_batches_is_1_over_s_gdp():
+    mus = {name: mu_of_all(case, case.solver) for name, case in CASES.items()}
+    known = {name: mu for name, mu in mus.items() if mu is not None}
+    wrong = {name: mu for name, mu in known.items() if abs(mu - 2) > 1e-6}
+    assert len(known) > 40
+    assert not wrong, f"with_noise(0.5) is 2-GDP in AbstractSolver, here {wrong}"
+
+    class Halved(dpb.NoisyGD):
+        def with_noise(self, scale):
+            return super().with_noise(scale / 2)
+
+    control = mu_of_all(CASES["noisy_gd"], Halved(3, 1.0, step_size=1.0))
+    assert control == pytest.approx(4)
 
 
 def forgets_a_release(ledger):
