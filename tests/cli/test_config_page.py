@@ -90,7 +90,8 @@ def test_every_task_is_on_the_page(name):
         said = f'"{name}"' in PLACES[kind] or (
             of_all in PLACES[kind] and (task.is_game or task.two_levels)
         )
-        assert said == issubclass(task.problem_type, kind), (
+        fits = issubclass(task.problem_type, kind)
+        assert said == fits, (
             f'docs/tables.py: name `task = "{name}"` in PLACES[{kind.__name__}] if '
             "its solvers are for the task; then run python -m docs.tables"
         )
