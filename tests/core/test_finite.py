@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel._checks import Positive
 from dpbilevel.cli import main as cli
 from dpbilevel.core.descent import Descent, Rule, SkippedUpdates, finite_or
 from tests.cases import found, slow
@@ -146,17 +147,20 @@ def moved_far(solver, huge):
     if isinstance(solver, dpb.onelevel.LocalizedGD):  # which has no step size
         radii = tuple(1e37 for _ in solver.radii)
         return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
-    if isinstance(solver, dpb.games.GroupDescent):  # whose weights take no optimizer
-        huge = 1e30
     parts: dict[str, object] = {
         name: moved_far(part, huge)
         for name, part in vars(solver).items()
         if isinstance(part, dpb.AbstractSolver)
     }
-    steps = [name for name in vars(solver) if name.endswith("step_size")]
+    steps = {
+        # A number alone, or an optimizer as well.
+        field.name: 1e30 if field.type in (Positive, Positive | None) else huge
+        for field in dataclasses.fields(solver)
+        if field.name.endswith("step_size")
+    }
     if "momentum" in vars(solver):  # the optimizer has its own
         parts["momentum"] = None
-    return dataclasses.replace(solver, **parts, **dict.fromkeys(steps, huge))
+    return dataclasses.replace(solver, **parts, **steps)
 
 
 def moves(case):

@@ -24,6 +24,7 @@ from dpbilevel.search.declared import Trainings
 from dpbilevel.search.repeat_and_select import Selection
 from tests.privacy import reference_accounting as reference
 
+HERE = "tests/privacy/second_accountant.py"
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
@@ -64,7 +65,9 @@ def _parts(release, people):
             return _of_selection(release, people)
         case dpb.draws.Draw():
             return _of_draw(release, people)
-    raise TypeError(f"no law is known for {type(release).__name__}; add it to _parts")
+    raise TypeError(
+        f"no law is known for {type(release).__name__}; add it to _parts of {HERE}"
+    )
 
 
 def _of_gaussian(release, people):
@@ -153,7 +156,9 @@ def _part(release, query, shift):
             return "allocation, add or remove", 0.5, shift, math.ceil(count / 2)
         case RandomAllocation(batches=2):
             return "allocation, replace", 0.5, shift, math.ceil(count / 2)
-    raise TypeError(f"no law is known for batches of {sampling}; add it to _part")
+    raise TypeError(
+        f"no law is known for batches of {sampling}; add it to _part of {HERE}"
+    )
 
 
 def _records(query):
@@ -167,10 +172,8 @@ def _records(query):
             return query.size / query.sampling.batches
         case FixedSize() | SinglePass():
             return query.sampling.size
-    raise TypeError(
-        f"no law is known for batches of {query.sampling}; add their denominator to "
-        "_records"
-    )
+    name = f"batches of {query.sampling}"
+    raise TypeError(f"no law is known for {name}; add their size to _records of {HERE}")
 
 
 def _of_draw(release, people):
