@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .._checks import did_you_mean
+from ..privacy.budget import People
 from .columns import CUT, MISSING, UNUSABLE, Value, named, positions
 from .config import Config
 from .data import CsvData, ids_of, is_id
@@ -51,11 +52,16 @@ def check(
     """
     source, known = config.data, ids or config.privacy.person
     files = *find_files(config, data, validation), test_file(config)
+    together = config.privacy.people in (People.DISJOINT, People.OVERLAPPING)
+    first = source.training + source.validation * (together and files[1] is None)
+    asked = first, source.validation, source.test.records if source.test else 0
     yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
     for i, file in enumerate(files):
         if file is not None:
             table = read_table(file, source.separator, source.missing)
-            yield f"NON-PRIVATE: {file}: {table.rows} rows"
+            short = table.rows < asked[i] and not known  # else people are counted
+            fewer = f", but [data] asks for {asked[i]}" if short else ""
+            yield f"NON-PRIVATE: {file}: {table.rows} rows{fewer}"
             own = source if i == 0 else without_sources(source)
             misfits = _misfits([*own.used_columns.names, known], table)
             lines = misfits, _lines(own, table), _people(table, config, known)

@@ -264,7 +264,7 @@ def _started(
     """
     steps = prepared.solver.num_steps
     # A divisor that gives some 20 chunks: a shorter last one would compile again.
-    chunk = max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
+    chunk = next(c for c in range(max(1, steps // 20), 0, -1) if steps % c == 0)
     fingerprint = {
         "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back
         "software": checkpoint.software(),

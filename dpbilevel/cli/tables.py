@@ -213,7 +213,8 @@ def read_header(path: Path, separator: str) -> list[str]:
     if other is not None:
         raise ValueError(
             f"{path} has one column only in its header, and {SEPARATORS[other]} in "
-            f"its name; set separator = {json.dumps(other)} in [data]."
+            f"its name; set separator = {json.dumps(other)} in [data], or save it with "
+            f"{SEPARATORS[separator]}."
         )
     if len(set(names)) < len(names):
         raise ValueError(f"{path} names a column twice in its header, the first row.")

@@ -389,6 +389,16 @@ def test_the_report_names_unlisted_labels_and_the_places_of_the_task(folder):
         assert text in str(prepared.report)
 
 
+def test_a_file_of_too_few_rows_is_named(folder, capsys):
+    path = folder / "a.toml"
+    path.write_text(LARGE.replace("training = 400", "training = 401"))
+    main(["check", str(path)])
+    assert "people.csv: 400 rows, but [data] asks for 401" in capsys.readouterr().out
+    path.write_text(LARGE)
+    main(["check", str(path)])
+    assert "asks for" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("sign", ["\x0b", "\x1c", "\x85", "\u2028", "\x1b[31m"])
 def test_no_name_or_cell_begins_a_line_of_its_own(folder, capsys, sign):
     rows = (folder / "people.csv").read_text()

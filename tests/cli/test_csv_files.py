@@ -94,7 +94,7 @@ def zipped(content):
         (HEADER + b"1,Ulm,A,no\n" * 59, "there are 59 records"),
         (HEADER + b"1,Ulm,A,no\n\n" * 59, "there are 59 records"),
         (b"pay,pay,town,rich\n", "names a column twice"),
-        (b"pay;town;rich\n1;Ulm;no\n", 'set separator = ";"'),
+        (b"pay;town;rich\n1;Ulm;no\n", '= ";" in [data], or save it with commas'),
         (b"pay\ttown\trich\n", r'set separator = "\t"'),
         (
             "pay,town,rich\n".encode("utf-16"),
