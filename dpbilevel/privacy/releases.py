@@ -166,9 +166,12 @@ class AbstractNoisyRelease(AbstractRelease):
             parts = [(both, lambda z: optax.tree.add(of_upper(z), of_lower(z)))]
         options: Any = {"neighbours": self.neighbours, "index": index}
         options["precision"] = self.mechanism.precision
+        drawn = self.neighbours is Neighbours.ADD_OR_REMOVE_ONE
         means = []
         for query, fun in parts:
-            records, key = of_role(data, query.role), key_of.get(query.role)
+            needed = drawn or query.randomized or query.sampling.needs_key
+            key = key_of.get(query.role) if needed else None
+            records = of_role(data, query.role)
             means.append(query.read(fun, records, key=key, **options))
         return functools.reduce(operator.add, means)  # contributions add up
 

@@ -85,12 +85,15 @@ GROUPS = dpb.games.group_fair(
 # Every solver that adds noise vectors, at once those that others are made of; the
 # contract of all solvers compares one run of each with its ledger. A draw adds no
 # noise, a noisy loss is one number, see test_baselines; for inferred gradients so many
-# coordinates are too many, see test_gibo. Clipped hypergradients of so many need
-# float64; they are released as those that are not clipped.
+# coordinates are too many, see test_gibo; correlated noise is meant to be, see
+# test_correlated. Clipped hypergradients of so many need float64; they are released as
+# those that are not clipped.
 SOLVERS = {
     name: case
     for name, case in found("CONTRACT").items()
-    if case.package not in ("draws", "search") and name != "clipped_upper"
+    if case.package not in ("draws", "search")
+    and name != "clipped_upper"
+    and not name.startswith("correlated")
 }
 AT_ONCE = ("noisy_gd_adam", "penalty_both_levels")
 RUNS = [(name, True) for name in AT_ONCE]

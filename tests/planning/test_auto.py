@@ -187,8 +187,8 @@ def test_a_network_is_planned_on_records_of_the_declared_layout():
         plan = dpb.auto(
             problem, BUDGET, sizes=SIZES, w0=(jnp.zeros(5), start), records=LAYOUT
         )
-    kinds = ("GoodOrBad", "Shifted", "Tables", "MissingPositives", "Alike (skewed)")
-    assert plan.populations == kinds
+    # Fast: one population of sources of each kind.
+    assert plan.populations == ("GoodOrBad", "Shifted", "Alike (skewed)")
     best = min(plan.trials, key=lambda trial: trial.losses[0])
     assert best.losses[0] < 0.95 * plan.start_losses[0]  # there is something to learn
     key = jax.random.key(5)

@@ -400,15 +400,13 @@ def test_a_batch_that_reads_another_row_is_seen(tmp_path, monkeypatch):
 
 def test_a_batch_reads_its_own_rows_of_arrays_and_no_others(tmp_path, monkeypatch):
     read, filled = [], stores._filled
-    monkeypatch.setattr(
-        stores,
-        "_filled",
-        lambda file, rows: (read.append(len(rows)), filled(file, rows)),
-    )
+    counted = lambda file, rows: (read.append(len(rows)), filled(file, rows))  # noqa: E731
+    monkeypatch.setattr(stores, "_filled", counted)
     batch = batch_of(dpb.Poisson(0.05), mapped(tmp_path, records()))
     assert sum(read) == 2 * int(batch.mask.sum()) < N / 5  # of two arrays
 
 
+@pytest.mark.reuses_keys
 @pytest.mark.slow
 def test_runs_on_sampled_batches_release_the_bits_of_records_in_memory(tmp_path):
     data, key = records(), jax.random.key(0)
