@@ -83,7 +83,7 @@ class Query:
             fun: Maps one record to a pytree.
             records: All records of the role.
             precision: How they are summed, as in `clipped_mean`.
-            key: A typed key for the batch and the losses, where one is drawn.
+            key: A typed key for the batch and the losses, if one of them is drawn.
             neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
 
